@@ -1,0 +1,34 @@
+# Two commands on a fresh clone, with only Python (>= 3.11) and make there:
+#   make demo    install into .venv and run the main job
+#   make test    install into .venv and run every check
+# On an x86 Linux machine the pinned torch is the CUDA build (gigabytes); on others it is small.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test check format clean
+
+demo: $(STAMP)
+	$(BIN)/halfstep detect
+
+test: check
+	$(BIN)/python -m pytest -n auto --dist worksteal -q
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("halfstep needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,track]'
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,35 @@
+"""halfstep: mixed-precision training for PyTorch that is fast, safe and provable.
+
+Public names resolve on first use, so `import halfstep` loads nothing heavy:
+
+    import halfstep as hs
+    step = hs.Step(model, optimizer, precision="auto", clip_norm=1.0, accumulate=4)
+    for window in step.windows(loader):
+        outcome = step(loss_fn, window)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "decide": "halfstep.precision.decide",
+    "fp32_island": "halfstep.islands",
+    "probe": "halfstep.hardware.probe",
+    "simulate": "halfstep.precision.simulate",
+}
+
+__all__ = ["__version__", *sorted(_PUBLIC)]  # pyright: ignore
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

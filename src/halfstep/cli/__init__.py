@@ -1,0 +1,1 @@
+"""argv -> calls. No logic here: one file a command, heavy imports inside the functions."""

@@ -1,0 +1,91 @@
+"""Every error a user can meet, with what happened, why, and how to fix it.
+
+    HalfstepError                exit code 2: the user's own mistake, nothing was lost
+    ├── ConfigError              a config file, flag or override
+    ├── FormatError              an unknown number format
+    ├── HardwareError            the device cannot do what was asked
+    ├── PrecisionError           a precision request or plan that cannot hold
+    ├── DataError                files, folders, images, masks
+    ├── ModelError               weights that do not fit, a model that cannot be built
+    ├── CheckpointError          a run or checkpoint that cannot be read, written or resumed
+    ├── MemoryLimitError         the device ran out of memory
+    └── TrainingStopped          exit code 1: the guard ended the run, with its reason
+
+`assert` is for our own mistakes; these are for everybody else's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HalfstepError(Exception):
+    """A mistake that can be explained: `what` (with the value), `why`, and the `fix`."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = what, why, fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        lines += [f"  why: {self.why}"] if self.why else []
+        lines += [f"  fix: {self.fix}"] if self.fix else []
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Data errors travel from loader workers to the main process; keyword arguments must survive that.
+        return _rebuild, (type(self), self.what, self.why, self.fix)
+
+
+def _rebuild(kind: type[HalfstepError], what: str, why: str, fix: str) -> HalfstepError:
+    return kind(what, why=why, fix=fix)
+
+
+class ConfigError(HalfstepError):
+    """A config file, flag or override that cannot be used."""
+
+
+class FormatError(HalfstepError):
+    """An unknown number format, or a value that is not a number."""
+
+
+class HardwareError(HalfstepError):
+    """The device cannot do what was asked of it."""
+
+
+class PrecisionError(HalfstepError):
+    """A precision request or plan that cannot hold."""
+
+
+class DataError(HalfstepError):
+    """Files, folders, images or masks that cannot be used."""
+
+
+class ModelError(HalfstepError):
+    """Weights that do not fit, or a model that cannot be built."""
+
+
+class CheckpointError(HalfstepError):
+    """A run or checkpoint that cannot be read, written or resumed."""
+
+
+class MemoryLimitError(HalfstepError):
+    """The device ran out of memory."""
+
+
+class TrainingStopped(HalfstepError):
+    """The guard ended the run: going on would have trained on garbage."""
+
+    exit_code = 1
+
+
+def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
+    """`did you mean 'a' or 'b'?` for a mistyped name, or the valid ones when nothing is near."""
+    names = list(valid)
+    close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "one of " + ", ".join(names)

@@ -1,0 +1,104 @@
+"""Number formats: pure facts, computed from the bit layout. No torch.
+
+A binary format with E exponent bits and M stored mantissa bits has
+
+    bias               2^(E-1) - 1
+    spacing at 1       2^-M                      (machine epsilon: the gap between 1 and the next number)
+    smallest normal    2^(1 - bias)
+    smallest subnormal smallest normal * 2^-M
+    largest            (2 - 2^-M) * 2^bias       with an infinity; IEEE style
+
+fp8_e4m3 is the "fn" variant (finite): its top exponent still holds numbers and only the all-ones mantissa is NaN,
+so there is no infinity and the largest value is 448 instead of 240.
+tf32 is fp32's range with fp16's mantissa; it lives in 32-bit words and exists only inside matrix units.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from halfstep.errors import FormatError, nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """One number format. Everything but the bit layout is computed."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    storage_bits: int
+    """Bits a value occupies in memory; more than 1 + E + M for tf32 alone."""
+    has_infinity: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Bits that carry information: sign, exponent, mantissa."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest number: finite-only formats use the code that IEEE keeps for infinity."""
+        return self.bias if self.has_infinity else self.bias + 1
+
+    @property
+    def spacing_at_1(self) -> float:
+        return math.ldexp(1.0, -self.mantissa_bits)
+
+    @property
+    def largest(self) -> float:
+        # Finite-only formats lose their topmost mantissa code to NaN.
+        top = 2.0 - self.spacing_at_1 * (1 if self.has_infinity else 2)
+        return math.ldexp(top, self.max_exponent)
+
+    @property
+    def smallest_normal(self) -> float:
+        return math.ldexp(1.0, 1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return math.ldexp(1.0, 1 - self.bias - self.mantissa_bits)
+
+    @property
+    def decimal_digits(self) -> float:
+        """Significant decimal digits: log10 of 2^(M+1), the implicit bit counted."""
+        return (self.mantissa_bits + 1) * math.log10(2)
+
+
+FP64 = Format(name="fp64", exponent_bits=11, mantissa_bits=52, storage_bits=64)
+FP32 = Format(name="fp32", exponent_bits=8, mantissa_bits=23, storage_bits=32)
+TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, storage_bits=32)
+BF16 = Format(name="bf16", exponent_bits=8, mantissa_bits=7, storage_bits=16)
+FP16 = Format(name="fp16", exponent_bits=5, mantissa_bits=10, storage_bits=16)
+FP8_E4M3 = Format(name="fp8_e4m3", exponent_bits=4, mantissa_bits=3, storage_bits=8, has_infinity=False)
+FP8_E5M2 = Format(name="fp8_e5m2", exponent_bits=5, mantissa_bits=2, storage_bits=8)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)}
+
+
+def format_named(name: str) -> Format:
+    """The format of this name, or an error with the nearest ones."""
+    try:
+        return FORMATS[name.lower()]
+    except KeyError:
+        raise FormatError(f"unknown number format {name!r}", fix=nearest(name, FORMATS)) from None
+
+
+def round_value(x: float, fmt: Format) -> float:
+    """What `fmt` makes of one number: nearest even, with subnormals, overflow to infinity (NaN without one)."""
+    if x == 0.0 or math.isnan(x) or math.isinf(x) and fmt.has_infinity:
+        return x
+    if math.isinf(x):
+        return math.nan
+    exponent = max(math.frexp(x)[1] - 1, 1 - fmt.bias)  # frexp's mantissa is in [0.5, 1)
+    ulp = math.ldexp(1.0, exponent - fmt.mantissa_bits)
+    # Python's round is half-to-even, and x / ulp is exact: ulp is a power of two.
+    rounded = math.copysign(round(x / ulp) * ulp, x)
+    if abs(rounded) > fmt.largest:
+        return math.copysign(math.inf, x) if fmt.has_infinity else math.nan
+    return rounded

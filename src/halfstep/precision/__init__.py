@@ -1,0 +1,1 @@
+"""From a request and a device to a Plan, and from a Plan to what runs."""

@@ -1,0 +1,88 @@
+"""The import table of the design: which room may import which. A new wall or door changes this dict first."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SRC = Path(__file__).resolve().parent.parent / "src" / "halfstep"
+
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "formats": {"errors"},
+    "islands": set(),
+    "models": {"islands", "errors"},
+    "config": {"formats", "errors"},
+    "hardware": {"formats", "errors"},
+    "precision": {"config", "hardware", "formats", "islands", "errors"},
+    "data": {"errors"},
+    "workloads": {"config", "models", "data", "islands", "errors"},
+    "train": {"precision", "formats", "errors"},
+    "report": {"config", "formats", "errors"},
+    "align": {"config", "hardware.gpus", "formats", "errors"},
+    "measure": {"errors"},
+    "evidence": {"train", "precision", "formats", "errors"},
+}
+ROOMS["run"] = set(ROOMS) - {"align"}
+ROOMS["bench"] = ROOMS["run"] | {"run"}
+ROOMS["cli"] = set(ROOMS)
+
+TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus"}
+"""Rooms and files that must work where torch is not installed."""
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every absolute import in the file, in-function and TYPE_CHECKING ones included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write `from halfstep.room import name`"
+            module = node.module or ""
+            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "halfstep" else {module}
+    return found
+
+
+def source_files() -> list[Path]:
+    return [path for path in sorted(SRC.rglob("*.py")) if path.parent != SRC or path.stem not in ("__init__", "__main__")]
+
+
+def room_allows(room: str, target: str) -> bool:
+    inner = target.removeprefix("halfstep.")
+    return any(inner == allowed or inner.startswith(allowed + ".") for allowed in ROOMS[room] | {room})
+
+
+def test_every_file_stands_in_a_room_of_the_table() -> None:
+    unknown = {module_name(path).split(".")[0] for path in source_files()} - set(ROOMS)
+    assert not unknown, f"rooms without a row in the import table: {sorted(unknown)}"
+
+
+def test_no_room_imports_what_its_row_does_not_list() -> None:
+    wrong = []
+    for path in source_files():
+        room = module_name(path).split(".")[0]
+        ours = {name for name in imports_of(path) if name.startswith("halfstep.")}
+        wrong += [f"{module_name(path)} imports {name}" for name in sorted(ours) if not room_allows(room, name)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_has_no_cycle() -> None:
+    done: set[str] = set()
+    while len(done) < len(ROOMS):
+        free = {room for room, needs in ROOMS.items() if room not in done and {n.split(".")[0] for n in needs} <= done}
+        assert free, f"rooms that import each other: {sorted(set(ROOMS) - done)}"
+        done |= free
+
+
+def test_torch_free_rooms_do_not_import_torch() -> None:
+    wrong = []
+    for path in source_files():
+        name = module_name(path)
+        if name.split(".")[0] in TORCH_FREE or name in TORCH_FREE:
+            wrong += [f"{name} imports {i}" for i in sorted(imports_of(path)) if i.split(".")[0] == "torch"]
+    assert not wrong, "\n".join(wrong)
