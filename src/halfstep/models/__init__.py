@@ -1,0 +1,1 @@
+"""Plain `nn.Module` architectures, one a file. They know no dtype: precision is applied from outside."""

@@ -1,0 +1,180 @@
+"""U-Net (Ronneberger et al. 2015) with the layer names of milesial/Pytorch-UNet, so that its checkpoints load.
+
+31,037,698 parameters at the defaults; 17,263,042 with `bilinear`. Width and depth are free, depth 4 keeps the names.
+Sizes that 2**depth does not divide are met by padding each upsampled map to its skip connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.errors import ModelError
+
+
+class DoubleConv(nn.Module):
+    """(3×3 convolution, BatchNorm, ReLU) twice."""
+
+    def __init__(self, in_channels: int, out_channels: int, mid_channels: int | None = None) -> None:
+        super().__init__()
+        mid = mid_channels or out_channels
+        self.double_conv = nn.Sequential(
+            nn.Conv2d(in_channels, mid, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(mid),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(mid, out_channels, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.double_conv(x)
+        return y
+
+
+class Down(nn.Module):
+    """Halve the size, then convolve."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.maxpool_conv = nn.Sequential(nn.MaxPool2d(2), DoubleConv(in_channels, out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.maxpool_conv(x)
+        return y
+
+
+class Up(nn.Module):
+    """Double the size, pad to the skip connection, concatenate, then convolve."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, bilinear: bool) -> None:
+        super().__init__()
+        self.up: nn.Module
+        if bilinear:
+            self.up = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
+            self.conv = DoubleConv(in_channels, out_channels, in_channels // 2)
+        else:
+            self.up = nn.ConvTranspose2d(in_channels, in_channels // 2, kernel_size=2, stride=2)
+            self.conv = DoubleConv(in_channels, out_channels)
+
+    def forward(self, deep: Tensor, skip: Tensor) -> Tensor:
+        x: Tensor = self.up(deep)
+        dy, dx = skip.shape[2] - x.shape[2], skip.shape[3] - x.shape[3]
+        if dy or dx:
+            x = F.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])
+        y: Tensor = self.conv(torch.cat([skip, x], dim=1))
+        return y
+
+
+class OutConv(nn.Module):
+    """1×1 convolution to the logits."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, num_classes, kernel_size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        return y
+
+
+class UNet(nn.Module):
+    """Image (N, in_channels, H, W) to logits (N, num_classes, H, W)."""
+
+    def __init__(
+        self,
+        *,
+        in_channels: int = 3,
+        num_classes: int = 2,
+        base_channels: int = 64,
+        depth: int = 4,
+        bilinear: bool = False,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if min(in_channels, num_classes, base_channels, depth) < 1 or (bilinear and base_channels % 2):
+            raise ModelError(
+                f"U-Net with {in_channels} input channels, {num_classes} classes, width {base_channels}, depth {depth}",
+                why="each must be at least 1, and the width even with bilinear upsampling, which halves it",
+                fix="the published sizes are base_channels=64, depth=4",
+            )
+        self.depth, self.checkpointing = depth, checkpointing
+        widths = [base_channels * 2**level for level in range(depth + 1)]
+        shrink = 2 if bilinear else 1
+        self.inc = DoubleConv(in_channels, widths[0])
+        for level in range(1, depth + 1):
+            out = widths[level] // (shrink if level == depth else 1)
+            self.add_module(f"down{level}", Down(widths[level - 1], out))
+        for level in range(depth, 0, -1):
+            out = widths[level - 1] // (shrink if level > 1 else 1)
+            self.add_module(f"up{depth - level + 1}", Up(widths[level], out, bilinear=bilinear))
+        self.outc = OutConv(widths[0], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        if min(height, width) < 2**self.depth:
+            raise ModelError(
+                f"image of {height}×{width} pixels is too small for a U-Net of depth {self.depth}",
+                why=f"each level halves the size, so a side needs at least {2**self.depth} pixels",
+                fix="a larger image_size, or a smaller model.depth",
+            )
+        run = _run_checkpointed if self.checkpointing and torch.is_grad_enabled() else _run
+        skips = [run(self.inc, x)]
+        for level in range(1, self.depth + 1):
+            skips.append(run(self.get_submodule(f"down{level}"), skips[-1]))
+        y = skips.pop()
+        for level in range(1, self.depth + 1):
+            y = run(self.get_submodule(f"up{level}"), y, skips.pop())
+        logits: Tensor = self.outc(y)
+        return logits
+
+
+def receptive_radius(depth: int) -> int:
+    """How many pixels away, at most, an input pixel can change an output pixel (transposed upsampling).
+
+    Four convolutions a level reach 2**level pixels each, two more at the bottom 2**depth, and a pixel lies up to
+    2**depth - 1 from the far corner of the pooled cell it falls into: 6·2**d - 4 + 2**d - 1. Bilinear upsampling
+    with aligned corners depends on the size of the whole map, so no finite radius is exact for it.
+    """
+    return 7 * 2**depth - 5
+
+
+def _run(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return block(*inputs)
+
+
+def _run_checkpointed(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    # No layer draws random numbers, so the RNG state need not be kept. A compiled region recomputes only pure
+    # values, so BatchNorm's statistics need shielding in eager mode alone.
+    if torch.compiler.is_compiling():
+        out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+    else:
+        out = checkpoint(
+            block,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (contextlib.nullcontext(), _spare_statistics(block)),
+        )
+    assert isinstance(out, Tensor)
+    return out
+
+
+@contextlib.contextmanager
+def _spare_statistics(block: Callable[..., Tensor]) -> Iterator[None]:
+    """Recomputing runs BatchNorm a second time: let it write its running statistics into throw-away copies."""
+    assert isinstance(block, nn.Module)
+    kept = [(norm, dict(norm._buffers)) for norm in block.modules() if isinstance(norm, _BatchNorm)]
+    try:
+        for norm, buffers in kept:
+            norm._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+        yield
+    finally:
+        for norm, buffers in kept:
+            norm._buffers.update(buffers)
