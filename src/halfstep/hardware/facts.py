@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 Support = Literal["native", "emulated", "missing"]
 """native: units of its own. emulated: runs, through another format's units. missing: not to be had."""
 
 Op = Literal["matmul", "conv_nchw", "conv_nhwc"]
+
+Kind = Literal["cuda", "rocm", "xpu", "mps", "cpu", "tpu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +33,7 @@ class Measurement:
 class Hardware:
     """Facts of one device, looked up (`source="table"`), seen (`"probe"`) or measured (`"measured"`)."""
 
-    kind: Literal["cuda", "rocm", "xpu", "mps", "cpu", "tpu"]
+    kind: Kind
     device: str
     """How torch names it: `cuda:0`, `mps`, `cpu`; empty for hardware that is not here."""
     name: str
@@ -43,6 +46,7 @@ class Hardware:
     support: Mapping[str, Support] = field(default_factory=lambda: MappingProxyType({}))
     """Format name to how the device has it; a format that is not listed is missing."""
     tensor_cores: bool = False
+    uuid: str = ""
     driver: str = ""
     torch_version: str = ""
     source: Literal["table", "probe", "measured"] = "probe"
@@ -57,13 +61,47 @@ class Hardware:
     def has(self, format_name: str) -> Support:
         return self.support.get(format_name, "missing")
 
+    def measured(self, op: Op, format_name: str) -> Measurement | None:
+        """The measurement of this operation in this format, where one was made."""
+        return next((m for m in self.measurements if (m.op, m.format) == (op, format_name)), None)
+
+    def best(self, format_name: str) -> Measurement | None:
+        """The operation that gains most from this format, where any was measured."""
+        of_format = [m for m in self.measurements if m.format == format_name]
+        return max(of_format, key=lambda m: m.speedup, default=None)
+
     def speedup(self, format_name: str) -> float | None:
         """How much faster than strict fp32: the best measured operation, else published rates, else unknown."""
         if format_name == "fp32":
             return 1.0
-        measured = [m.speedup for m in self.measurements if m.format == format_name]
-        if measured:
-            return max(measured)
+        if best := self.best(format_name):
+            return best.speedup
         if format_name in self.published_tflops and self.published_tflops.get("fp32"):
             return self.published_tflops[format_name] / self.published_tflops["fp32"]
         return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` is the way back."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return values | {
+            "capability": list(self.capability) if self.capability else None,
+            "support": dict(self.support),
+            "published_tflops": dict(self.published_tflops),
+            "measurements": [dataclasses.asdict(m) for m in self.measurements],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Hardware:
+        """Raises KeyError, TypeError or ValueError on anything `to_dict` did not write."""
+        capability = values["capability"]
+        return cls(
+            **{
+                **values,
+                "capability": (int(capability[0]), int(capability[1])) if capability else None,
+                "support": MappingProxyType(dict(values["support"])),
+                "published_tflops": MappingProxyType(dict(values["published_tflops"])),
+                "measurements": tuple(Measurement(**m) for m in values["measurements"]),
+                "notes": tuple(values["notes"]),
+            }
+        )
