@@ -1,0 +1,1 @@
+"""One optimizer step and its safety: compute, judge, commit. Knows no workload and no file."""

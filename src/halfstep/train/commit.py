@@ -1,0 +1,125 @@
+"""How a verdict reaches an optimizer: three ways, chosen by what the optimizer can do, shown with their price.
+
+    found_inf   fused SGD, Adam, AdamW, Adagrad read the flag inside their kernel and write nothing: free
+    select      save parameters and state, step, put back by `where` if bad: costs a copy of both
+    host        the optimizer's own state lives on the host (or it reads values there): one wait a step
+
+The first commit of a parameter is always decided on the host, with one wait: optimizers build their state then, and
+fused SGD with momentum leaves an *uninitialised* buffer behind a skipped first step (seen on torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError
+from halfstep.train.flat import Snapshot
+from halfstep.train.rates import Rates
+
+Way = Literal["found_inf", "select", "host"]
+
+READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it evaluates the model several times inside one step, so no single verdict exists",
+    torch.optim.SparseAdam: "it updates rows in place without a flag, and a skipped step could not be undone",
+}
+
+
+def way_to_commit(optimizer: Optimizer) -> Way:
+    """The cheapest way that leaves everything bit-identical on a bad step."""
+    for kind, reason in REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise ConfigError(
+                f"{kind.__name__} cannot be used in a guarded step", why=reason, fix="use adamw, sgd or another of ours"
+            )
+    groups = optimizer.param_groups
+    # The exact class: a subclass may override step() and ignore the flag.
+    if type(optimizer) in READS_FLAG_IN_KERNEL and all(group.get("fused") for group in groups):
+        return "found_inf"
+    on_host = all(p.device.type == "cpu" for group in groups for p in group["params"])
+    if on_host or all(group.get("capturable") for group in groups):
+        return "select"
+    return "host"
+
+
+class Committer:
+    """One optimizer and its way to commit."""
+
+    def __init__(self, optimizer: Optimizer, rates: Rates | None) -> None:
+        self.optimizer, self.rates = optimizer, rates
+        self.way = way_to_commit(optimizer)
+        self.takes_tensor_lr = self.way == "found_inf" or all(g.get("capturable") for g in optimizer.param_groups)
+        self.settled: set[int] = set()
+        self.snapshot: Snapshot | None = None
+        if rates is not None and self.takes_tensor_lr:
+            rates.bind(optimizer)
+
+    @property
+    def name(self) -> str:
+        return type(self.optimizer).__name__
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the way costs in memory while a step commits."""
+        if self.way != "select":
+            return 0
+        return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    def commit(self, bad: Tensor) -> None:
+        """Step the optimizer, or leave everything as it was where `bad` is set."""
+        if self.way == "host" or self._has_unsettled():
+            self._commit_by_host(bad)
+        elif self.way == "found_inf":
+            self._commit_in_kernel(bad)
+        else:
+            self._commit_by_selection(bad)
+
+    def forget(self) -> None:
+        """After the state was loaded: the tensors are new ones."""
+        self.snapshot = None
+        self.settled = {id(p) for p in self.optimizer.state}
+        if self.rates is not None and self.takes_tensor_lr:
+            self.rates.bind(self.optimizer)
+
+    def _commit_by_host(self, bad: Tensor) -> None:
+        if bool(bad):
+            return
+        self._step()
+        self.settled |= {id(p) for p in self._with_grad()}
+        self.snapshot = None
+
+    def _commit_in_kernel(self, bad: Tensor) -> None:
+        # The attribute is how torch's GradScaler talks to fused optimizers.
+        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        try:
+            self._step()
+        finally:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _commit_by_selection(self, bad: Tensor) -> None:
+        if self.snapshot is None:
+            self.snapshot = Snapshot(self._tensors())
+        self.snapshot.save()
+        self._step()
+        self.snapshot.restore_where(bad)
+
+    def _step(self) -> None:
+        if self.rates is not None and not self.takes_tensor_lr:
+            self.rates.write_floats(self.optimizer)
+        self.optimizer.step()
+
+    def _has_unsettled(self) -> bool:
+        return any(id(p) not in self.settled for p in self._with_grad())
+
+    def _with_grad(self) -> Iterator[Tensor]:
+        return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    def _tensors(self) -> list[Tensor]:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        state = [value for own in self.optimizer.state.values() for value in own.values() if torch.is_tensor(value)]
+        return parameters + state

@@ -1,0 +1,100 @@
+"""What one step found. The values stay on the device; reading them is one wait, for this step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """A step's facts on the host."""
+
+    attempted: int
+    loss: float
+    grad_norm: float
+    is_bad: bool
+    is_spike: bool
+    is_empty: bool
+    scale: float
+    """The loss scale this step ran with; 1 without scaling."""
+    committed: int
+    """Committed steps after this one."""
+    lr: float
+    sample_ids: tuple[int, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why the step was dropped; empty for a committed one."""
+        if not self.is_bad:
+            return ""
+        if self.is_empty:
+            return "empty window"
+        if self.loss != self.loss or abs(self.loss) == float("inf"):
+            return f"loss is {self.loss}"
+        if self.grad_norm != self.grad_norm or abs(self.grad_norm) == float("inf"):
+            return f"gradient norm is {self.grad_norm}"
+        return "loss spike"
+
+
+FIELDS = ("loss", "grad_norm", "bad", "spike", "empty", "scale", "committed", "lr")
+
+
+class Facts:
+    """One step's findings as device tensors, with the sample ids and RNG state that identify the step."""
+
+    __slots__ = ("_event", "_host", "attempted", "bad", "empty", "grad_norm", "ids", "loss", "rng", "scale", "spike")
+
+    def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
+        self.attempted = attempted
+        self.loss, self.grad_norm, self.scale = loss, grad_norm, scale
+        self.bad = self.spike = self.empty = torch.zeros((), dtype=torch.bool, device=loss.device)
+        self.ids: tuple[Tensor, ...] = ()
+        self.rng: dict[str, Tensor] = {}
+        self._host: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def send(self, committed: Tensor, lr: Tensor) -> None:
+        """Start the copy to the host, behind the step's work. float64 holds every field exactly."""
+        values: Sequence[Tensor] = (
+            self.loss, self.grad_norm, self.bad, self.spike, self.empty, self.scale, committed, lr,
+        )  # fmt: skip
+        packed = torch.stack([value.detach().double() for value in values])
+        if packed.is_cuda:
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = packed
+
+    def read(self) -> Reading:
+        """Wait for this step, and for this step only."""
+        assert self._host is not None, "facts are read after commit"
+        if self._event is not None:
+            self._event.synchronize()
+        v: dict[str, Any] = dict(zip(FIELDS, self._host.tolist(), strict=True))
+        return Reading(
+            attempted=self.attempted,
+            loss=v["loss"],
+            grad_norm=v["grad_norm"],
+            is_bad=bool(v["bad"]),
+            is_spike=bool(v["spike"]),
+            is_empty=bool(v["empty"]),
+            scale=v["scale"],
+            committed=int(v["committed"]),
+            lr=v["lr"],
+            sample_ids=tuple(int(i) for ids in self.ids for i in ids.flatten().tolist()),
+        )
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """The generators a forward pass draws from, without a wait."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state

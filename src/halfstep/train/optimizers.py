@@ -1,0 +1,78 @@
+"""Optimizers by name, in their fastest form for the device: fused where torch has it, capturable where not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError, nearest
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,
+}
+REFUSED = {
+    "lbfgs": "it evaluates the model several times inside one step, so no single verdict exists",
+    "sparseadam": "it updates rows in place without a flag, and a skipped step could not be undone",
+}
+FUSED = ("sgd", "adam", "adamw", "adagrad")
+CAPTURABLE = ("rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop")
+
+FUSED_DEVICES: dict[str, tuple[str, ...]] = {"adagrad": ("cpu", "cuda")}
+"""Where torch's fused kernels exist: everywhere we run, but for Adagrad's."""
+
+ParamGroups = list[dict[str, Any]]
+Options = Mapping[str, Any]
+
+
+def build_optimizer(name: str, groups: ParamGroups, *, lr: float, options: Options | None = None) -> Optimizer:
+    """The named optimizer over parameter groups; options it does not take are an error."""
+    kind = cast("Callable[..., Optimizer]", _optimizer_named(name))
+    device_type = groups[0]["params"][0].device.type
+    try:
+        return kind(groups, lr=lr, **_fast_form(name, device_type), **dict(options or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer {name!r} cannot be built with lr={lr}, {dict(options or {})}", why=str(error)
+        ) from error
+
+
+def _optimizer_named(name: str) -> type[Optimizer]:
+    if name in REFUSED:
+        raise ConfigError(f"optimizer {name!r} is refused", why=REFUSED[name], fix="adamw is a good default")
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"unknown optimizer {name!r}", fix=nearest(name, OPTIMIZERS))
+    return OPTIMIZERS[name]
+
+
+def _fast_form(name: str, device_type: str) -> dict[str, bool]:
+    if name in FUSED and device_type in FUSED_DEVICES.get(name, (device_type,)):
+        return {"fused": True}
+    # Capturable keeps step counters on the device; torch allows it on accelerators only.
+    return {"capturable": True} if name in CAPTURABLE and device_type in ("cuda", "xpu") else {}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, *, decay_all: bool = False) -> ParamGroups:
+    """Weights decay, norms and biases (everything with at most one dimension) do not, unless asked for."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError("the model has no trainable parameters", fix="unfreeze a part of it")
+    decayed = [p for p in trained if decay_all or p.ndim > 1]
+    plain = [p for p in trained if not (decay_all or p.ndim > 1)]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

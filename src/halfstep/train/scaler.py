@@ -1,0 +1,96 @@
+"""Loss scaling for fp16, entirely on the device.
+
+fp16 gradients below 6e-8 vanish; multiplying the loss by a large power of two lifts them, and dividing the fp32
+gradients by it afterwards is exact. The right factor drifts, so it is searched for: halve on overflow, double after
+`growth_interval` clean steps. torch's GradScaler does the same but reads its flag on the host in `step()`; here the
+flag, the scale and the growth tracker never leave the device. The arithmetic is torch's own update kernel, plus a
+floor: a scale that sinks for ever is a diverged model, not an overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalerOptions:
+    """How the scale moves."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.growth_factor > 1 and 0 < self.backoff_factor < 1 and self.growth_interval >= 1):
+            raise ConfigError(
+                f"loss scaling cannot work with growth_factor={self.growth_factor}, "
+                f"backoff_factor={self.backoff_factor}, growth_interval={self.growth_interval}",
+                why="the scale must rise after clean steps and fall on overflow",
+                fix="growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1",
+            )
+        if not 0 < self.min_scale <= self.init_scale:
+            raise ConfigError(
+                f"min_scale={self.min_scale} must be above 0 and not above init_scale={self.init_scale}",
+                fix="scaler: {min_scale: 1, init_scale: 65536}",
+            )
+
+
+class Scaler:
+    """Scale and growth tracker as device tensors. Disabled (bf16, tf32, fp32) it is the identity, never None."""
+
+    def __init__(self, device: torch.device, *, enabled: bool, options: ScalerOptions | None = None) -> None:
+        self.enabled = enabled
+        self.options = options or ScalerOptions()
+        start = self.options.init_scale if enabled else 1.0
+        self.value = torch.full((), start, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on. In fp32: a half loss times 65536 would be infinite at once."""
+        return loss.float() * self.value if self.enabled else loss
+
+    @torch.no_grad()
+    def update(self, bad: Tensor) -> None:
+        """Halve after an overflow, double after `growth_interval` clean steps, never fall below the floor."""
+        if not self.enabled:
+            return
+        o = self.options
+        torch._amp_update_scale_(
+            self.value, self.growth_tracker, bad.float(), o.growth_factor, o.backoff_factor, o.growth_interval
+        )
+        self.value.clamp_(min=o.min_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch GradScaler's keys; reading it waits for the device."""
+        if not self.enabled:
+            return {}
+        o = self.options
+        return {
+            "scale": self.value.item(),
+            "growth_factor": o.growth_factor,
+            "backoff_factor": o.backoff_factor,
+            "growth_interval": o.growth_interval,
+            "_growth_tracker": int(self.growth_tracker.item()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes our state or a torch GradScaler's. The factors stay as configured, the position is restored."""
+        if not self.enabled or not state:
+            if self.enabled or state:
+                raise CheckpointError(
+                    f"the checkpoint was made {'with' if state else 'without'} loss scaling, this run is not",
+                    why="fp16 needs its scale, other precisions have none",
+                    fix="resume with the precision the run was started with",
+                )
+            return
+        self.value.fill_(float(state["scale"]))
+        self.growth_tracker.fill_(int(state["_growth_tracker"]))

@@ -1,0 +1,43 @@
+"""Is this loss far outside the recent ones? Decided on the device, from a ring of committed losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+MAD_TO_SIGMA = 1.4826
+"""For normal data the standard deviation is 1.4826 times the median absolute deviation."""
+
+
+class SpikeMeter:
+    """Median and MAD of the last `size` committed losses: robust, so that one spike does not hide the next."""
+
+    def __init__(self, device: torch.device, *, threshold: float = 10.0, size: int = 64, skips: bool = False) -> None:
+        self.threshold, self.size, self.skips = threshold, size, skips
+        self.ring = torch.zeros(size, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor) -> Tensor:
+        """True where the loss stands more than `threshold` robust deviations above the median of a full ring."""
+        median = self.ring.median()
+        deviation = MAD_TO_SIGMA * (self.ring - median).abs().median()
+        # Without a floor a loss that has settled to the last digit would make every wiggle a spike.
+        far = loss - median > self.threshold * torch.maximum(deviation, 0.01 * median.abs())
+        return far & (self.count >= self.size)
+
+    @torch.no_grad()
+    def remember(self, loss: Tensor, bad: Tensor) -> None:
+        slot = torch.remainder(self.count, self.size).view(1)
+        updated = self.ring.index_copy(0, slot, loss.detach().float().view(1))
+        self.ring = torch.where(bad, self.ring, updated)
+        self.count = torch.where(bad, self.count, self.count + 1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"ring": self.ring, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.ring = state["ring"].to(self.ring.device, copy=True)
+        self.count = state["count"].to(self.count.device, copy=True)

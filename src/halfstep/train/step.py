@@ -1,0 +1,254 @@
+"""The step: compute, judge, commit, over one window of micro-batches.
+
+    facts = step.compute(loss_fn, window)   forward, backward, unscale, norm: nothing committed, nothing read
+    step.commit(facts)                      the device decides: a bad step is dropped by a flag, not by an `if`
+
+A step is bad when its loss or gradient norm is not finite (or, on request, when its loss is a spike). On a bad step
+weights, buffers, optimizer state, average, schedule and committed counter keep their bits. BatchNorm statistics are
+written during forward, so they are copied when the window starts and put back.
+
+Order inside: backward on the scaled loss, divide by scale and window weight once, norm, verdict, clip, commit.
+The host waits for nothing here but the first commit of each optimizer (see commit.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.precision.plan import Plan
+from halfstep.train.buffers import Buffers
+from halfstep.train.clip import Clip
+from halfstep.train.commit import Committer
+from halfstep.train.ema import Ema
+from halfstep.train.facts import Facts, rng_state
+from halfstep.train.rates import Rates
+from halfstep.train.scaler import Scaler, ScalerOptions
+from halfstep.train.schedule import Schedule
+from halfstep.train.spike import SpikeMeter
+
+Batch = Any
+Window = Sequence[Batch]
+Weight = Tensor | float | int
+LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
+Agree = Callable[[Tensor], Tensor]
+
+
+def alone(flag: Tensor) -> Tensor:
+    """One process: its own verdict is everybody's. Several ranks put their agreement here."""
+    return flag
+
+
+class Step:
+    """Compute, judge and commit one optimizer step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        plan: Plan,
+        *,
+        accumulate: int = 1,
+        clip: Clip | None = None,
+        schedules: Sequence[Schedule] = (),
+        scaler: Scaler | ScalerOptions | None = None,
+        ema: Ema | None = None,
+        spikes: SpikeMeter | None = None,
+        agree: Agree = alone,
+    ) -> None:
+        if accumulate < 1:
+            raise ConfigError(f"accumulate must be at least 1, not {accumulate}", fix="1 means no accumulation")
+        self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self.parameters = _trained_parameters(self.optimizers, plan)
+        self.device = self.parameters[0].device
+        self.rates = Rates(self.optimizers, schedules, self.device) if schedules else None
+        self.committers = [Committer(optimizer, self.rates) for optimizer in self.optimizers]
+        if not isinstance(scaler, Scaler):
+            scaler = Scaler(self.device, enabled=plan.needs_loss_scaling, options=scaler)
+        self.scaler = scaler
+        self.spikes = spikes or SpikeMeter(self.device)
+        self.agree = agree
+        self.attempted = 0
+        self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._buffers = Buffers(model)
+
+    def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+        """Groups of `accumulate` micro-batches; the last partial group still steps."""
+        window: list[Batch] = []
+        for batch in batches:
+            window.append(batch)
+            if len(window) == self.accumulate:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    def __call__(self, loss_fn: LossFn, window: Window) -> Facts:
+        facts = self.compute(loss_fn, window)
+        self.commit(facts)
+        return facts
+
+    def compute(self, loss_fn: LossFn, window: Window) -> Facts:
+        """Forward, backward, unscale and norm. Gradients are ready afterwards, nothing else has changed for good."""
+        rng = rng_state(self.device)
+        self._buffers.save()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss, weight = self._accumulate(loss_fn, window)
+        facts = self._judge(loss, weight)
+        facts.ids, facts.rng = sample_ids(window), rng
+        return facts
+
+    @torch.no_grad()
+    def commit(self, facts: Facts) -> None:
+        """Let the device commit or drop the step, in every place alike."""
+        bad = facts.bad
+        if self.rates is not None:
+            self.rates.cover(facts.attempted)
+            self.rates.refresh(self.committed)
+        lr = self._first_rate()
+        for committer in self.committers:
+            committer.commit(bad)
+        self._buffers.restore_where(bad)
+        self.committed = self.committed + ~bad
+        if self.ema is not None:
+            self.ema.update(self.committed, bad)
+        self.spikes.remember(facts.loss, bad)
+        self.scaler.update(bad & ~facts.empty & ~facts.spike)
+        self.attempted += 1
+        facts.send(self.committed, lr)
+
+    def _accumulate(self, loss_fn: LossFn, window: Window) -> tuple[Tensor, Tensor]:
+        """Backward over the window. Micro-batches count by weight, relative to the first one's, so that a window of
+        one is plain training to the last bit and fp16 sees no larger gradients than without accumulation."""
+        total_loss = torch.zeros((), device=self.device)
+        total_weight = torch.zeros((), device=self.device)
+        unit: Weight | None = None
+        for batch in window:
+            with self.plan.forward():
+                result = loss_fn(batch)
+            loss, weight = result if isinstance(result, tuple) else (result, batch_length(batch))
+            if not isinstance(weight, Tensor) and weight == 0:
+                continue
+            unit = _positive(weight) if unit is None else unit
+            share = weight / unit
+            loss = loss.float() * share
+            with self.plan.backend():
+                self.scaler.scale(loss).backward()
+            total_loss = total_loss + loss.detach()
+            total_weight = total_weight + share
+        return total_loss / total_weight, total_weight
+
+    @torch.no_grad()
+    def _judge(self, loss: Tensor, weight: Tensor) -> Facts:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        scale = self.scaler.value.clone()
+        if self.scaler.enabled or self.accumulate > 1:
+            torch._foreach_mul_(gradients, (1.0 / (scale * weight)))
+        norm = self.clip.norm_of(gradients) if gradients else torch.zeros((), device=self.device)
+        facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
+        facts.empty = weight == 0
+        facts.spike = self.spikes.judge(loss)
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | facts.empty
+        facts.bad = self.agree(bad | facts.spike if self.spikes.skips else bad)
+        facts.spike = facts.spike & ~bad
+        self.clip.apply_(gradients, norm)
+        return facts
+
+    def _first_rate(self) -> Tensor:
+        if self.rates is not None:
+            return self.rates.now[0].clone()
+        lr = self.optimizers[0].param_groups[0]["lr"]
+        return lr.detach() if isinstance(lr, Tensor) else torch.full((), float(lr), device=self.device)
+
+    def set_rate_factor(self, factor: float) -> None:
+        """Plateau and rollback: one factor on every learning rate, written by the host."""
+        if self.rates is None:
+            raise ConfigError("this step has no schedule, so its learning rate is the optimizer's own",
+                              fix="give it schedules=[...], a constant one will do")  # fmt: skip
+        self.rates.factor.fill_(factor)
+
+    def describe(self) -> list[tuple[str, str, int]]:
+        """Optimizer, its way to commit, and the bytes that way costs: for the plan."""
+        return [(c.name, c.way, c.extra_bytes) for c in self.committers]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed step needs besides the model; waits for the device."""
+        return {
+            "attempted": self.attempted,
+            "committed": int(self.committed),
+            "rate_factor": float(self.rates.factor) if self.rates is not None else 1.0,
+            "scaler": self.scaler.state_dict(),
+            "spikes": self.spikes.state_dict(),
+            "optimizers": [_with_plain_rates(optimizer.state_dict()) for optimizer in self.optimizers],
+            "ema": self.ema.state_dict() if self.ema is not None else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.attempted = int(state["attempted"])
+        self.committed = torch.full_like(self.committed, int(state["committed"]))
+        self.scaler.load_state_dict(state["scaler"])
+        self.spikes.load_state_dict(state["spikes"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        if self.rates is not None:
+            self.rates.factor.fill_(float(state["rate_factor"]))
+            self.rates.cover(self.attempted)
+            self.rates.refind(self.optimizers)
+        for committer in self.committers:
+            committer.forget()
+
+
+def batch_length(batch: Batch) -> int:
+    """Samples in a micro-batch: the first dimension of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    for part in parts if isinstance(parts, Iterable) else ():
+        if isinstance(part, (Tensor, Mapping, list, tuple)):
+            return batch_length(part)
+    raise DataError(
+        f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
+        fix="let loss_fn return (loss, weight), for example (loss, number_of_tokens)",
+    )
+
+
+def sample_ids(window: Window) -> tuple[Tensor, ...]:
+    """The `index` entries of the window's batches, where the loader gives them."""
+    found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
+    return tuple(ids for ids in found if isinstance(ids, Tensor))
+
+
+def _positive(weight: Weight) -> Weight:
+    if isinstance(weight, Tensor):
+        weight = weight.detach().float()
+        return torch.where(weight > 0, weight, torch.ones_like(weight))
+    return weight
+
+
+def _trained_parameters(optimizers: Sequence[Optimizer], plan: Plan) -> list[Tensor]:
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
+    half = [p for p in parameters if p.dtype == torch.float16]
+    if half:
+        raise ConfigError(
+            f"{len(half)} trained parameters are stored in fp16, the first of shape {tuple(half[0].shape)}",
+            why="their gradients cannot be unscaled, and updates below 6e-8 vanish",
+            fix="keep weights in fp32 (model.float()); precision 'fp16' casts what it computes with by itself",
+        )
+    return parameters
+
+
+def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """Learning rates as numbers: the tensors are views of one vector and are bound again on load."""
+    groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
+    return {**state, "param_groups": groups}
