@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -71,11 +72,20 @@ class Hardware:
         return max(of_format, key=lambda m: m.speedup, default=None)
 
     def speedup(self, format_name: str) -> float | None:
-        """How much faster than strict fp32: the best measured operation, else published rates, else unknown."""
+        """How much faster than strict fp32: measured, else by published rates, else unknown.
+
+        Measured means the geometric mean of matmul and convolution, the latter in its better layout: a format that
+        gains on one and is hopeless on the other (fp16 on many CPUs, bf16 convolutions on a T4) is no gain.
+        """
         if format_name == "fp32":
             return 1.0
-        if best := self.best(format_name):
-            return best.speedup
+        gains: dict[str, float] = {}
+        for m in self.measurements:
+            if m.format == format_name:
+                kind = m.op.split("_")[0]
+                gains[kind] = max(m.speedup, gains.get(kind, 0.0))
+        if gains:
+            return statistics.geometric_mean(gains.values())
         if format_name in self.published_tflops and self.published_tflops.get("fp32"):
             return self.published_tflops[format_name] / self.published_tflops["fp32"]
         return None

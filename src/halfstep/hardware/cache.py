@@ -1,0 +1,75 @@
+"""Measurements kept on disk, one small JSON file per device, driver and torch version."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from halfstep.hardware.facts import Hardware
+
+VERSION = 1
+"""Raised when what is measured changes: older files then no longer count."""
+
+
+def cache_key(hardware: Hardware) -> str:
+    """The file name: everything a measurement depends on, readable at its front."""
+    identity = (VERSION, hardware.kind, hardware.name, hardware.uuid, hardware.driver, hardware.torch_version)
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    return f"{hardware.kind}-{digest}.json"
+
+
+def measured_once(
+    hardware: Hardware, directory: Path, measure: Callable[[Hardware], Hardware], *, fresh: bool = False
+) -> Hardware:
+    """The stored measurement of this device, or a new one that is stored; `fresh` always measures."""
+    path = directory / cache_key(hardware)
+    stored, note = (None, "") if fresh else _read(path)
+    if stored is not None:
+        return _with_memory_of(hardware, stored)
+    result = measure(hardware)
+    problem = _write(path, result) if result.source == "measured" else ""
+    return dataclasses.replace(result, notes=(*result.notes, *filter(None, (note, problem))))
+
+
+def _with_memory_of(now: Hardware, stored: Hardware) -> Hardware:
+    """Speed keeps; free memory, the device's index and the facts of the table are as they are now."""
+    return dataclasses.replace(
+        now,
+        source=stored.source,
+        measurements=stored.measurements,
+        bandwidth_gb_s=stored.bandwidth_gb_s,
+        notes=tuple(dict.fromkeys((*now.notes, *stored.notes))),
+    )
+
+
+def _read(path: Path) -> tuple[Hardware | None, str]:
+    try:
+        return Hardware.from_dict(json.loads(path.read_text())), ""
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None, f"the stored measurement {path} could not be read ({error}); measured again"
+
+
+def _write(path: Path, hardware: Hardware) -> str:
+    """Whole or not at all: a reader never sees half a file. A cache that cannot be written is told, not raised."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(hardware.to_dict(), file, indent=1)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        return f"the measurement could not be stored under {path.parent} ({error.strerror or error})"
+    return ""

@@ -1,0 +1,262 @@
+"""The boundary to the machine: every question to torch's device APIs, NVML, the kernel's files and the clock.
+
+Nothing is decided here. Tests subclass `Driver` to put a T4 on the desk or to make bf16 slow; all above is real code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from halfstep.hardware.facts import Kind
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+SAMPLES = 5
+"""Timed samples of one operation; the median is taken, so two disturbed ones do no harm."""
+
+SAMPLE_S = 0.005
+"""Short operations are repeated until a sample lasts about this long: launch and clock noise are microseconds."""
+
+OTHERS_BYTES = 2 * 2**30
+"""GPU memory in use, beyond our own tensors, that must be somebody else's: a context and the driver take less."""
+
+BUSY_PERCENT = 10
+"""Utilisation of a GPU on which this process has nothing running; a desktop stays below."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accelerator:
+    """What a driver says of one accelerator."""
+
+    kind: Kind
+    device: str
+    name: str
+    capability: tuple[int, int] | None = None
+    architecture: str = ""
+    has_fp64: bool = True
+    memory_total_bytes: int = 0
+    memory_free_bytes: int | None = None
+    uuid: str = ""
+    driver: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processor:
+    """What the operating system says of the CPU."""
+
+    cpuinfo: str
+    """Text of /proc/cpuinfo; empty where there is none."""
+    brand: str
+    features: frozenset[str]
+    """CPU features by macOS' `FEAT_*` names; on Linux they stand in cpuinfo."""
+    cores: int
+    memory_total_bytes: int
+    memory_free_bytes: int | None
+    kernel: str
+
+
+class Driver:
+    """The real machine."""
+
+    def torch_version(self) -> str:
+        import torch
+
+        return str(torch.__version__)
+
+    def accelerators(self) -> tuple[Accelerator, ...]:
+        """Every accelerator torch can reach, best kind first."""
+        import torch
+
+        found: list[Accelerator] = []
+        if torch.cuda.is_available():
+            found += [_cuda(index) for index in range(torch.cuda.device_count())]
+        if torch.xpu.is_available():
+            found += [_xpu(index) for index in range(torch.xpu.device_count())]
+        if torch.backends.mps.is_available():
+            found.append(_mps())
+        return tuple(found)
+
+    def processor(self) -> Processor:
+        cpuinfo = Path("/proc/cpuinfo")
+        return Processor(
+            cpuinfo=cpuinfo.read_text() if cpuinfo.exists() else "",
+            brand=_sysctl("machdep.cpu.brand_string") or platform.processor(),
+            features=_macos_features(),
+            cores=os.cpu_count() or 1,
+            memory_total_bytes=_pages("SC_PHYS_PAGES") or 0,
+            memory_free_bytes=_available_bytes(),
+            kernel=f"{platform.system()} {platform.release()} {platform.machine()}",
+        )
+
+    def used_by_others(self, accelerator: str) -> str:
+        """Who else is on this device, in words; empty when nobody is, or nobody can tell."""
+        import torch
+
+        if not accelerator.startswith("cuda"):
+            return ""
+        free, total = torch.cuda.mem_get_info(accelerator)
+        others = total - free - torch.cuda.memory_reserved(accelerator)
+        percent = _utilisation(accelerator)
+        if others > OTHERS_BYTES or percent >= BUSY_PERCENT:
+            return f"{others / 2**30:.1f} GiB taken and {percent} % busy"
+        return ""
+
+    def place(self, device: str) -> torch.device:
+        """Where tensors for this device are put."""
+        import torch
+
+        return torch.device(device)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, run: Callable[[], object], device: str, *, work: str) -> float:
+        """Median time of one `run`. `work` names it (`matmul bf16`) for whoever watches or fakes the clock."""
+        del work
+        run()  # warm-up: libraries load, kernels are chosen
+        first = self._sample(run, device, 1)
+        if first > 10 * SAMPLE_S:
+            return first  # long enough to be exact, and too long to repeat
+        repeats = min(50, max(1, round(SAMPLE_S / max(first, 1e-6))))
+        return statistics.median(self._sample(run, device, repeats) for _ in range(SAMPLES))
+
+    def _sample(self, run: Callable[[], object], device: str, repeats: int) -> float:
+        import torch
+
+        if device.startswith("cuda"):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.device(device):
+                torch.cuda.synchronize()
+                start.record()
+                for _ in range(repeats):
+                    run()
+                end.record()
+                end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3 / repeats
+        _wait(device)
+        began = self.now()
+        for _ in range(repeats):
+            run()
+        _wait(device)
+        return (self.now() - began) / repeats
+
+
+def _wait(device: str) -> None:
+    import torch
+
+    if device.startswith("xpu"):
+        torch.xpu.synchronize(device)
+    elif device == "mps":
+        torch.mps.synchronize()
+
+
+def _cuda(index: int) -> Accelerator:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    is_rocm = torch.version.hip is not None
+    return Accelerator(
+        kind="rocm" if is_rocm else "cuda",
+        device=f"cuda:{index}",
+        name=properties.name,
+        capability=None if is_rocm else (properties.major, properties.minor),
+        architecture=properties.gcnArchName if is_rocm else f"sm_{properties.major}{properties.minor}",
+        memory_total_bytes=total,
+        memory_free_bytes=free,
+        uuid=str(getattr(properties, "uuid", "")),
+        driver=f"ROCm {torch.version.hip}" if is_rocm else _nvidia_driver(),
+    )
+
+
+def _xpu(index: int) -> Accelerator:
+    import torch
+
+    properties: Any = torch.xpu.get_device_properties(index)
+    return Accelerator(
+        kind="xpu",
+        device=f"xpu:{index}",
+        name=str(properties.name),
+        has_fp64=bool(properties.has_fp64),
+        memory_total_bytes=int(properties.total_memory),
+        driver=str(properties.driver_version),
+    )
+
+
+def _mps() -> Accelerator:
+    import torch
+
+    return Accelerator(
+        kind="mps",
+        device="mps",
+        name=_sysctl("machdep.cpu.brand_string") or "Apple GPU",
+        memory_total_bytes=torch.mps.recommended_max_memory(),
+        memory_free_bytes=torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(),
+        driver=f"macOS {platform.mac_ver()[0]}",
+    )
+
+
+def _nvidia_driver() -> str:
+    return f"NVIDIA {_nvml(lambda nvml: nvml.nvmlSystemGetDriverVersion(), 'driver of unknown version')}"
+
+
+def _utilisation(device: str) -> int:
+    """Percent of the last sampling period in which kernels ran; 0 where NVML does not answer."""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+
+    def percent(nvml: Any) -> int:
+        return int(nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).gpu)
+
+    return _nvml(percent, 0)
+
+
+def _nvml(ask: Callable[[Any], T], unknown: T) -> T:
+    """NVML's answer, or `unknown` where the library or this question of it is not to be had (WSL, vGPU, ROCm)."""
+    try:
+        import pynvml
+    except ImportError:
+        return unknown
+    try:
+        pynvml.nvmlInit()
+        return ask(pynvml)
+    except pynvml.NVMLError:
+        return unknown
+
+
+def _sysctl(key: str) -> str:
+    if platform.system() != "Darwin":
+        return ""
+    answer = subprocess.run(["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, check=False)
+    return answer.stdout.strip()
+
+
+def _macos_features() -> frozenset[str]:
+    return frozenset(name for name in ("FEAT_BF16", "FEAT_FHM") if _sysctl(f"hw.optional.arm.{name}") == "1")
+
+
+def _pages(name: str) -> int | None:
+    """Bytes behind a sysconf page count; None where the system does not know it."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _available_bytes() -> int | None:
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kib[0] * 1024 if kib else _pages("SC_AVPHYS_PAGES")

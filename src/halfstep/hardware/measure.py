@@ -1,0 +1,184 @@
+"""How fast and how exact each format is on a device that is here, within a few seconds.
+
+Every operation starts small. The time of the small one tells whether the full size fits the budget; where it does not
+(bf16 on a CPU without it is 100 times slower than fp32) the small one is the measurement, and a note says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from halfstep.errors import HardwareError
+from halfstep.formats import format_named
+from halfstep.hardware.driver import SAMPLES, Driver
+from halfstep.hardware.facts import Hardware, Measurement, Op
+from halfstep.hardware.kernels import Kernel, Problem, copy_kernel, fp32_computes_in, problem
+
+OPS: tuple[Op, ...] = ("matmul", "conv_nchw", "conv_nhwc")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What is measured on one kind of device."""
+
+    small_matmul: int
+    small_image: tuple[int, int, int]
+    full_matmul: int
+    full_image: tuple[int, int, int]
+    copy_bytes: int
+    budget_s: float
+
+
+CPU_SIZES = Sizes(
+    small_matmul=64,
+    small_image=(1, 16, 16),
+    full_matmul=512,
+    full_image=(2, 64, 48),
+    copy_bytes=64 * 2**20,
+    budget_s=10.0,
+)
+GPU_SIZES = Sizes(
+    small_matmul=512,
+    small_image=(4, 64, 32),
+    full_matmul=4096,
+    full_image=(32, 128, 64),
+    copy_bytes=256 * 2**20,
+    budget_s=5.0,
+)
+"""Large enough to fill an H200; a T4 needs 17 ms for its fp32 matmul."""
+
+WARM_UP_S = 0.3
+
+
+def measure(
+    hardware: Hardware, *, budget_s: float | None = None, sizes: Sizes | None = None, driver: Driver | None = None
+) -> Hardware:
+    """The same device with measurements, memory bandwidth, and notes on what was left out."""
+    driver = driver or Driver()
+    if not hardware.device:
+        raise HardwareError(f"{hardware.name} is not on this machine", fix="measure a device that `probe` returned")
+    if others := driver.used_by_others(hardware.device):
+        note = f"in use by others ({others}): only looked at, not measured"
+        return dataclasses.replace(hardware, notes=(*hardware.notes, note))
+    sizes = sizes or (CPU_SIZES if hardware.kind == "cpu" else GPU_SIZES)
+    session = _Session(hardware=hardware, driver=driver, sizes=sizes, budget_s=budget_s or sizes.budget_s)
+    return session.measured()
+
+
+@dataclass(kw_only=True)
+class _Session:
+    """One bounded round of measuring; it collects results and notes."""
+
+    hardware: Hardware
+    driver: Driver
+    sizes: Sizes
+    budget_s: float
+    notes: list[str] = field(default_factory=list)
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.driver.now()
+
+    @property
+    def left_s(self) -> float:
+        return self.budget_s - (self.driver.now() - self.began)
+
+    def measured(self) -> Hardware:
+        place = self.driver.place(self.hardware.device)
+        with torch.no_grad():
+            if self.hardware.kind != "cpu":
+                self._raise_clocks(place)
+            bandwidth = self._bandwidth_gb_s(place)
+            measurements = tuple(m for op in OPS for m in self._measure_op(op, place))
+        return dataclasses.replace(
+            self.hardware,
+            source="measured",
+            measurements=measurements,
+            bandwidth_gb_s=bandwidth,
+            notes=(*self.hardware.notes, *self.notes),
+        )
+
+    def _bandwidth_gb_s(self, place: torch.device) -> float | None:
+        try:
+            seconds = self._seconds(copy_kernel(self.sizes.copy_bytes, place), "copy")
+        except RuntimeError as error:
+            self.notes.append(f"memory bandwidth not measured: {_first_line(error)}")
+            return None
+        return 2 * self.sizes.copy_bytes / seconds / 1e9
+
+    def _measure_op(self, op: Op, place: torch.device) -> Iterator[Measurement]:
+        small = problem(op, self.sizes.small_matmul, self.sizes.small_image, place)
+        full = problem(op, self.sizes.full_matmul, self.sizes.full_image, place)
+        fp32_seconds: dict[Problem, float] = {}
+        for format_name in self._formats(op):
+            if self.left_s <= 0:
+                self.notes.append(f"{op} in {format_name} not measured: the {self.budget_s:.0f} s were used up")
+                continue
+            if format_name != "fp32" and not fp32_seconds:
+                return  # nothing to compare with; the note on fp32 says why
+            try:
+                yield self._measure_format(op, format_name, small, full, fp32_seconds)
+            except (RuntimeError, ValueError) as error:  # no kernel for it, or no memory: a fact, not a failure
+                self.notes.append(f"{op} in {format_name} does not run here: {_first_line(error)}")
+
+    def _measure_format(
+        self, op: Op, format_name: str, small: Problem, full: Problem, fp32_seconds: dict[Problem, float]
+    ) -> Measurement:
+        def timed(problem: Problem) -> float:
+            seconds = self._seconds(problem.kernel(format_name), f"{op} {format_name}")
+            if format_name == "fp32":
+                fp32_seconds[problem] = seconds
+            return seconds
+
+        with fp32_computes_in("tf32" if format_name == "tf32" else "ieee"):
+            chosen, seconds = small, timed(small)
+            if self._fits(seconds * full.flops / small.flops) and (format_name == "fp32" or full in fp32_seconds):
+                chosen, seconds = full, timed(full)
+            else:
+                self.notes.append(_small_only(op, format_name, seconds / fp32_seconds[small]))
+            error = chosen.error(chosen.kernel(format_name)())
+        if format_name != "fp32" and error > format_named(format_name).spacing_at_1:
+            self.notes.append(f"{op} in {format_name} errs by {error:.0e}: its sums are {format_name} too, not fp32")
+        return Measurement(
+            op=op,
+            format=format_name,
+            tflops=chosen.flops / seconds / 1e12,
+            error=error,
+            speedup=fp32_seconds[chosen] / seconds,
+        )
+
+    def _fits(self, expected_s: float) -> bool:
+        """A warm-up, the samples and the error check, in a fair share of the budget."""
+        share = self.budget_s / (2 * len(OPS))
+        return expected_s * (SAMPLES + 2) < min(share, self.left_s)
+
+    def _formats(self, op: Op) -> tuple[str, ...]:
+        here = [name for name in ("fp32", "bf16", "fp16") if self.hardware.has(name) != "missing"]
+        if self.hardware.has("tf32") == "native":
+            here.insert(1, "tf32")
+        if op == "matmul" and self.hardware.kind == "cuda" and self.hardware.has("fp8_e4m3") == "native":
+            here.append("fp8_e4m3")
+        return tuple(here)
+
+    def _seconds(self, kernel: Kernel, work: str) -> float:
+        return self.driver.seconds(kernel, self.hardware.device, work=work)
+
+    def _raise_clocks(self, place: torch.device) -> None:
+        """An idle accelerator runs slowly; what is measured first would look bad."""
+        kernel = problem("matmul", self.sizes.full_matmul, self.sizes.full_image, place).kernel("fp32")
+        until = self.driver.now() + WARM_UP_S
+        while self.driver.now() < until:
+            self._seconds(kernel, "warm-up")
+
+
+def _small_only(op: Op, format_name: str, times_slower: float) -> str:
+    slower = f", {times_slower:.0f} times slower than fp32" if times_slower > 1.5 else ""
+    return f"{op} in {format_name} measured on a small problem only{slower}: the full one would take too long"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:160]

@@ -1,0 +1,112 @@
+"""Facts of this machine's devices: looked at, not measured. `measure` adds speed and error."""
+
+from __future__ import annotations
+
+from halfstep.errors import HardwareError
+from halfstep.hardware.cpus import cpu_flags, cpu_name, cpu_vendor
+from halfstep.hardware.driver import Accelerator, Driver
+from halfstep.hardware.facts import Hardware
+from halfstep.hardware.gpus import find_known
+from halfstep.hardware.support import (
+    Formats,
+    amd_formats,
+    apple_formats,
+    cpu_formats,
+    has_tensor_cores,
+    intel_formats,
+    nvidia_formats,
+)
+
+VENDORS = {"cuda": "NVIDIA", "rocm": "AMD", "xpu": "Intel", "mps": "Apple"}
+
+
+def probe(device: str | None = None, *, driver: Driver | None = None) -> Hardware:
+    """Facts of one device: the one named (`cuda:1`, `mps`, `cpu`), or the best one here."""
+    devices = probe_all(driver=driver)
+    return _pick(devices, "auto" if device is None else device)
+
+
+def probe_all(*, driver: Driver | None = None) -> tuple[Hardware, ...]:
+    """Facts of every device, best first; the CPU is always there and always last."""
+    driver = driver or Driver()
+    torch_version = driver.torch_version()
+    accelerators = [_accelerator(seen, torch_version) for seen in driver.accelerators()]
+    return (*accelerators, _cpu(driver, torch_version))
+
+
+def resolve_device(name: str = "auto", *, driver: Driver | None = None) -> str:
+    """How torch names the device a user means: `auto` is the best one here, `cuda` the first GPU."""
+    return probe(name, driver=driver).device
+
+
+def _pick(devices: tuple[Hardware, ...], name: str) -> Hardware:
+    if name == "auto":
+        return devices[0]
+    asked = name.lower()
+    for hardware in devices:
+        # `cuda` means `cuda:0`, and `rocm` is what people call the device that torch names cuda.
+        if asked in (hardware.device, hardware.device.removesuffix(":0"), hardware.kind):
+            return hardware
+    raise HardwareError(
+        f"no device {name!r} on this machine",
+        why=f"torch {devices[-1].torch_version} finds " + ", ".join(f"{d.device} ({d.name})" for d in devices),
+        fix="use one of " + ", ".join(["auto", *(d.device for d in devices)]),
+    )
+
+
+def _accelerator(seen: Accelerator, torch_version: str) -> Hardware:
+    known = find_known(seen.name)
+    return Hardware(
+        kind=seen.kind,
+        device=seen.device,
+        name=seen.name,
+        vendor=VENDORS[seen.kind],
+        capability=seen.capability,
+        architecture=known.architecture if known else seen.architecture,
+        memory_total_bytes=seen.memory_total_bytes,
+        memory_free_bytes=seen.memory_free_bytes,
+        support=_formats(seen),
+        tensor_cores=_has_matrix_units(seen),
+        uuid=seen.uuid,
+        driver=seen.driver,
+        torch_version=torch_version,
+        published_tflops=known.tflops if known else {},
+        published_source=known.source if known else "",
+        notes=known.notes if known else (),
+    )
+
+
+def _formats(seen: Accelerator) -> Formats:
+    if seen.capability is not None:
+        return nvidia_formats(seen.capability)
+    if seen.kind == "rocm":
+        return amd_formats(seen.architecture)
+    if seen.kind == "mps":
+        return apple_formats(seen.name)
+    return intel_formats(has_fp64=seen.has_fp64)
+
+
+def _has_matrix_units(seen: Accelerator) -> bool:
+    if seen.capability is not None:
+        return has_tensor_cores(seen.capability, seen.name)
+    if seen.kind == "rocm":
+        return amd_formats(seen.architecture).get("bf16") == "native"
+    return seen.kind == "xpu"
+
+
+def _cpu(driver: Driver, torch_version: str) -> Hardware:
+    processor = driver.processor()
+    name, flags = cpu_name(processor), cpu_flags(processor)
+    return Hardware(
+        kind="cpu",
+        device="cpu",
+        name=name,
+        vendor=cpu_vendor(name),
+        architecture=f"{processor.cores} cores",
+        memory_total_bytes=processor.memory_total_bytes,
+        memory_free_bytes=processor.memory_free_bytes,
+        support=cpu_formats(flags),
+        tensor_cores="amx_tile" in flags,
+        driver=processor.kernel,
+        torch_version=torch_version,
+    )
