@@ -1,0 +1,204 @@
+"""From what was said to one frozen config that knows where each value came from.
+
+flags, overrides, file or dict  ->  statements
+${globals.NAME}                 ->  replaced
+workload, preset                ->  the schema, and one more layer
+any spelling                    ->  its full path; all precision keys of a layer are one statement
+flag > override > file > preset ->  one value a path; what was overridden is kept
+schema                          ->  checked, frozen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS, precision_name
+from halfstep.config.interpolate import interpolated, references
+from halfstep.config.keys import canonical, field_at, fields_of
+from halfstep.config.precision_claims import Stated, disagreement, stated_by
+from halfstep.config.problems import explained
+from halfstep.config.scalars import settled
+from halfstep.config.schema import RunConfig
+from halfstep.config.sources import file_statements, flag_statements, layer_statements, override_statements
+from halfstep.config.statements import DEFAULT, LAYERS, OPEN_SECTIONS, Override, Source, Statement, open_section_of
+from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
+from halfstep.config.workloads import is_import_path, schema_for
+from halfstep.config.yaml_source import read_yaml
+from halfstep.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A config, the source of each of its values, what was overridden, and what the user should know."""
+
+    config: RunConfig
+    sources: Mapping[str, Source]
+    overridden: tuple[Override, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def load(
+    target: str, *, flags: Mapping[str, object] | None = None, overrides: Sequence[str] = (), preset: str | None = None
+) -> Loaded:
+    """The config for a workload's name, an import path, or a YAML file, with flags and overrides on top."""
+    said = [*override_statements(overrides), *flag_statements({**(flags or {}), "preset": preset})]
+    if is_file(target):
+        return resolve([*file_statements(read_yaml(Path(target))), *said])
+    named = Statement(path="workload", value=target, source=Source(layer="flag", where=target, key="WORKLOAD"))
+    return resolve([named, *said])
+
+
+def from_dict(
+    workload: str, values: Mapping[str, object], *, overrides: Sequence[str] = (), preset: str | None = None
+) -> Loaded:
+    """The config for a Python dict, flat as in guide 0 (`use_amp`, `num_epochs`) or nested as in a file."""
+    said = [*override_statements(overrides), *flag_statements({"preset": preset})]
+    named = Statement(path="workload", value=workload, source=Source(layer="flag", where=workload, key="WORKLOAD"))
+    return resolve([*layer_statements(values, "file", "config dict"), named, *said])
+
+
+def is_file(target: str) -> bool:
+    is_yaml = target.lower().endswith((".yaml", ".yml"))
+    return is_yaml or not is_import_path(target) and ("/" in target or Path(target).exists())
+
+
+def resolve(said: Sequence[Statement]) -> Loaded:
+    """Everything that was said, in any order, as one config."""
+    used = {name for statement in said for name in references(statement.value)}
+    said = with_globals(said)
+    workload = strongest("workload", said)
+    if workload is None:
+        raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
+    schema = schema_for(str(workload.value), str(workload.source))
+    said = [*preset_statements(strongest("preset", said), schema), *said]
+    settings = [setting for statement in said if (setting := canonical(statement, schema))]
+    settings += meant_by_globals(settings, used)
+    precision, precision_notes = precision_statements([s for s in settings if s.path in PRECISION_KEYS])
+    others = [settled_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
+    chosen, overridden = layered([*precision, *others])
+    config = validated(chosen, schema)
+    sources = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
+    sources |= {path: statement.source for path, statement in chosen.items()}
+    notes = (*precision_notes, *unused_globals(said, used), *unused_options(config))
+    return Loaded(config=config, sources=sources, overridden=tuple(overridden), notes=notes)
+
+
+def strongest(path: str, said: Iterable[Statement]) -> Statement | None:
+    """What the highest layer says about a key that decides how the others are read."""
+    ranked = sorted((s for s in said if s.path == path), key=lambda s: LAYERS.index(s.source.layer))
+    return ranked[-1] if ranked else None
+
+
+def with_globals(said: Sequence[Statement]) -> list[Statement]:
+    """Every reference replaced by the global of the highest layer that names it."""
+    ranked = sorted(said, key=lambda s: LAYERS.index(s.source.layer))
+    values = {s.path.removeprefix("globals."): s.value for s in ranked if open_section_of(s.path) == "globals"}
+    return [replace(s, value=interpolated(s.value, values, s.source)) for s in said]
+
+
+def meant_by_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
+    """Guide 3's globals as the settings they mean, where nothing refers to them and their layer says no other."""
+    spoken_of = {(s.source.layer, s.path) for s in settings}
+    return [
+        replace(s, path=path)
+        for s in settings
+        if (path := GLOBAL_ALIASES.get(s.path.removeprefix("globals.")))
+        and s.path.removeprefix("globals.") not in used
+        and (s.source.layer, path) not in spoken_of
+    ]
+
+
+def preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list[Statement]:
+    name = settled(chosen.value, str | None) if chosen else None
+    if chosen is None or name is None:
+        return []
+    if name not in schema.presets:
+        raise ConfigError(f"unknown preset {name!r} ({chosen.source})", fix=nearest(str(name), schema.presets))
+    return layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
+
+
+def precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
+    """One statement for each layer that speaks of the default precision, and the notes of the strongest."""
+    found: list[Statement] = []
+    below = Stated()
+    for layer in LAYERS:
+        own = [statement for statement in said if statement.source.layer == layer]
+        stated = stated_by(own, below) if own else below
+        if stated is not below and stated.source:
+            found.append(Statement(path="precision.default", value=stated.value, source=stated.source))
+        below = stated
+    return found, below.notes
+
+
+def settled_statement(statement: Statement, schema: type[RunConfig]) -> Statement:
+    if open_section_of(statement.path) == "precision.modules":
+        return replace(statement, value=precision_name(statement.value, str(statement.source)))
+    return replace(statement, value=settled(statement.value, field_at(schema, statement.path).annotation))
+
+
+def layered(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[Override]]:
+    """One statement a path, the highest layer's, and what it overrode; a layer must agree with itself."""
+    chosen: dict[str, Statement] = {}
+    overridden: list[Override] = []
+    for statement in sorted(settings, key=lambda s: LAYERS.index(s.source.layer)):
+        earlier = chosen.get(statement.path)
+        if earlier and earlier.value != statement.value:
+            if earlier.source.layer == statement.source.layer:
+                raise disagreement(earlier, statement)
+            overridden.append(
+                Override(
+                    key=statement.path,
+                    value=statement.value,
+                    source=statement.source,
+                    replaced_value=earlier.value,
+                    replaced=earlier.source,
+                )
+            )
+        chosen[statement.path] = statement
+    return chosen, overridden
+
+
+def validated(chosen: Mapping[str, Statement], schema: type[RunConfig]) -> RunConfig:
+    try:
+        return schema.model_validate(nested(chosen))
+    except ValidationError as error:
+        raise explained(error, chosen, schema) from None
+
+
+def nested(chosen: Mapping[str, Statement]) -> dict[str, Any]:
+    """Paths as a tree; the rest of a path below an open section is one key, dots and all."""
+    tree: dict[str, Any] = {}
+    for path, statement in chosen.items():
+        section = open_section_of(path)
+        *parents, name = [*section.split("."), path.removeprefix(section + ".")] if section else path.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[name] = statement.value
+    return tree
+
+
+def unused_globals(said: Sequence[Statement], used: set[str]) -> list[str]:
+    """Globals set by hand that change nothing."""
+    names = [
+        s.path.removeprefix("globals.") for s in said if s.path.startswith("globals.") and s.source.layer == "override"
+    ]
+    idle = [name for name in names if name not in used and name not in GLOBAL_ALIASES]
+    return [f"globals.{name} is set, but nothing refers to ${{globals.{name}}}" for name in idle]
+
+
+def unused_options(config: RunConfig) -> list[str]:
+    """Options that the chosen optimizer or schedule does not read."""
+    notes = []
+    for section, readers in (("optimizer", OPTIMIZER_OPTIONS), ("schedule", SCHEDULE_OPTIONS)):
+        part = getattr(config, section)
+        for option, users in readers.items():
+            is_default = getattr(part, option) == type(part).model_fields[option].default
+            if part.name not in users and not is_default:
+                notes.append(f"{section}.{option} is not used by {part.name}, only by {', '.join(sorted(users))}")
+    return notes

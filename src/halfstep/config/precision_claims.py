@@ -1,0 +1,164 @@
+"""What all precision keys of one layer say together: they are one statement.
+
+`use_amp: false` with `amp_dtype: bfloat16` is fp32, because the switch is off; `amp: true` with `fp16: false` is bf16,
+because mixed precision is on and fp16 is not it. So a layer's keys are first sorted into four parts, a name, a switch,
+a type and exclusions, and then read as a whole. Parts that disagree are an error that names both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from halfstep.config.aliases import MIXED, PRECISION_KEYS, precision_name
+from halfstep.config.scalars import typed
+from halfstep.config.statements import Source, Statement
+from halfstep.errors import ConfigError
+
+HALF_TYPES = ("bf16", "fp16")
+"""What a bare `use_amp: true` takes, the safer one first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stated:
+    """What the layers so far say: the precision (empty: nothing), and the last half type that was named."""
+
+    value: str = ""
+    type: str = ""
+    source: Source | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class Parts:
+    """The precision keys of one layer, sorted by what they speak of; each part agrees with itself."""
+
+    name: str = ""
+    switch: bool | None = None
+    type: str = ""
+    excluded: set[str] = field(default_factory=set)
+    optimizations: bool = False
+    said_by: dict[str, Statement] = field(default_factory=dict)
+
+    def say(self, part: str, value: object, statement: Statement) -> None:
+        earlier = self.said_by.setdefault(part, statement)
+        if earlier is statement:
+            setattr(self, part, value)
+        elif getattr(self, part) != value:
+            raise disagreement(earlier, statement)
+
+
+def disagreement(one: Statement, other: Statement) -> ConfigError:
+    """The error for two statements of one layer that cannot both hold."""
+    return ConfigError(f"{one} and {other} disagree", why="both stand in the same layer", fix="keep one of them")
+
+
+def stated_by(statements: Sequence[Statement], below: Stated) -> Stated:
+    """What one layer's precision keys say on top of the layers below it."""
+    parts = sorted_parts(statements)
+    check_name(parts)
+    value, notes = read_together(parts, below)
+    if not value:
+        return below
+    kind = parts.type or (parts.name if parts.name in MIXED else "") or below.type
+    return Stated(value=value, type=kind, source=joint_source(statements), notes=notes)
+
+
+def sorted_parts(statements: Iterable[Statement]) -> Parts:
+    parts = Parts()
+    for statement in statements:
+        role = PRECISION_KEYS[statement.path]
+        value = typed(statement.value) if isinstance(statement.value, str) else statement.value
+        if role == "switch or name":
+            role = "switch" if isinstance(value, bool) else "name"
+        if role in ("name", "type"):
+            name = precision_name(statement.value, str(statement.source))
+            # `amp_dtype: float32` names a precision; only a half format can be the type of mixed precision.
+            parts.say(role if name in MIXED else "name", name, statement)
+        else:
+            sort_switch(parts, role, as_bool(value, statement), statement)
+    return parts
+
+
+def sort_switch(parts: Parts, role: str, is_on: bool, statement: Statement) -> None:
+    if role == "switch":
+        parts.say("switch", is_on, statement)
+    elif role == "optimizations":
+        parts.say("optimizations", is_on, statement)
+    elif is_on:
+        # `fp16: true` says two things: mixed precision is on, and it is fp16.
+        parts.say("switch", True, statement)
+        parts.say("type", role, statement)
+    else:
+        parts.excluded.add(role)
+        parts.said_by[f"not {role}"] = statement
+
+
+def as_bool(value: object, statement: Statement) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{statement}: expected true or false", fix="to name a precision: `precision: bf16`")
+    return value
+
+
+def check_name(parts: Parts) -> None:
+    """A precision named outright must fit what the layer's switches say."""
+    if not parts.name:
+        return
+    fits_switch = {None: True, True: parts.name in MIXED, False: parts.name in ("fp32", "tf32")}[parts.switch]
+    fits = {
+        "switch": fits_switch,
+        "type": parts.switch is False or not parts.type or parts.name == parts.type,
+        "not fp16": not (parts.name == "fp16" and "fp16" in parts.excluded),
+        "not bf16": not (parts.name in ("bf16", "bf16-true") and "bf16" in parts.excluded),
+        # Those optimizations switch TF32 on; `fp32` is strict.
+        "optimizations": not (parts.optimizations and parts.name == "fp32"),
+    }
+    for part, holds in fits.items():
+        if not holds:
+            raise disagreement(parts.said_by["name"], parts.said_by[part])
+
+
+def read_together(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
+    """The precision the sorted parts mean as a whole (empty: they say none), and what the user should know."""
+    if parts.name:
+        return parts.name, ()
+    if parts.switch:
+        return switched_on(parts, below), ()
+    if parts.switch is False:
+        return ("tf32" if parts.optimizations else "fp32"), ()
+    if parts.type:
+        return type_alone(parts, below)
+    if parts.excluded and below.value in {"", *parts.excluded}:
+        return "fp32", ()
+    if parts.optimizations and below.value == "fp32":
+        return "tf32", ()
+    return "", ()
+
+
+def switched_on(parts: Parts, below: Stated) -> str:
+    if parts.type:
+        if parts.type in parts.excluded:
+            raise disagreement(parts.said_by["type"], parts.said_by[f"not {parts.type}"])
+        return parts.type
+    already = [below.value] if below.value in MIXED else []
+    wanted = [*already, *([below.type] if below.type else []), *HALF_TYPES]
+    allowed = [name for name in wanted if name not in parts.excluded]
+    if not allowed:
+        raise disagreement(parts.said_by["switch"], parts.said_by["not bf16"])
+    return allowed[0]
+
+
+def type_alone(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
+    """A type switches nothing on: it counts where mixed precision is on already."""
+    if below.value in MIXED:
+        return parts.type, ()
+    said = parts.said_by["type"]
+    fix = f"add --mixed-precision, or say --precision {parts.type}"
+    return "fp32", (f"{said} alone does not switch mixed precision on, so this is fp32: {fix}",)
+
+
+def joint_source(statements: Sequence[Statement]) -> Source:
+    first = statements[0].source
+    where = list(dict.fromkeys(statement.source.where for statement in statements))
+    key = list(dict.fromkeys(statement.source.key for statement in statements))
+    return Source(layer=first.layer, where=" ".join(where), key=" + ".join(key))

@@ -1,0 +1,79 @@
+"""pydantic's complaints as our errors: key path, value, where it came from, what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from halfstep.config.keys import field_at, fields_of
+from halfstep.config.section import Section
+from halfstep.config.statements import Statement
+from halfstep.errors import ConfigError
+
+EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "dict": "settings of its own",
+    "finite": "a finite number",
+}
+"""What was expected, by the first word of pydantic's error type."""
+BOUNDS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def explained(error: ValidationError, said: Mapping[str, Statement], schema: type[Section]) -> ConfigError:
+    """One error for all that is wrong, each setting on a line of its own."""
+    details: dict[str, list[ErrorDetails]] = {}
+    for detail in error.errors():
+        details.setdefault(setting_at(detail["loc"], said, schema), []).append(detail)
+    lines = [f"{described(path, said)}: {complaint(details[path])}" for path in details]
+    known = [path for path in details if path in fields_of(schema)]
+    return ConfigError(
+        "\n".join(lines), fix="; ".join(f"{path}: {field_at(schema, path).description}" for path in known)
+    )
+
+
+def setting_at(loc: tuple[int | str, ...], said: Mapping[str, Statement], schema: type[Section]) -> str:
+    """The setting an error location lies in: pydantic adds list positions and union members behind it."""
+    paths = [".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1)]
+    return next((path for path in paths if path in said or path in fields_of(schema)), paths[0] if paths else "config")
+
+
+def described(path: str, said: Mapping[str, Statement]) -> str:
+    """`train.epochs = 'x' (unet.yaml:3)`; for a whole section, everything that was said of it."""
+    if path not in said:
+        inside = [str(said[key]) for key in said if key.startswith(f"{path}.")]
+        return f"{path} ({', '.join(inside)})" if inside else path
+    statement = said[path]
+    source = statement.source
+    other_key = source.layer in ("file", "preset") and source.key != path
+    return f"{path} = {statement.value!r} ({source}{f', as {source.key}' if other_key else ''})"
+
+
+def complaint(details: list[ErrorDetails]) -> str:
+    if details[0]["type"] == "value_error":
+        return str(details[0]["ctx"]["error"])
+    return "expected " + " or ".join(dict.fromkeys(expected(detail) for detail in details))
+
+
+def expected(detail: ErrorDetails) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind in BOUNDS:
+        words, bound = BOUNDS[kind]
+        return f"{words} {context[bound]:g}"
+    if kind == "literal_error":
+        return str(context["expected"])
+    if kind == "too_long":
+        return f"a list of {context['max_length']} values"
+    if kind == "missing":
+        return "one more value"
+    return EXPECTED.get(kind.split("_")[0], detail["msg"])

@@ -1,0 +1,131 @@
+"""The config tree every workload shares: frozen, unknown keys refused, each field described.
+
+A workload subclasses `RunConfig` and its `DataConfig` and `ModelConfig` where it has settings or defaults of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue, field_validator
+
+from halfstep.config.aliases import precision_name
+from halfstep.config.safety import EmaConfig, GuardConfig, ScalerConfig
+from halfstep.config.section import OffCount, PositiveCount, Section
+from halfstep.config.training import OptimizerConfig, ScheduleConfig, TrainConfig
+from halfstep.errors import ConfigError
+
+__all__ = [
+    "DataConfig",
+    "EmaConfig",
+    "GuardConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "ScalerConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+]
+
+
+class PrecisionConfig(Section):
+    """How weights are stored and what matmuls and convolutions compute in."""
+
+    default: str = Field(
+        default="auto",
+        description="auto, fp32 (strict, no TF32), tf32, bf16, fp16, fp8 or bf16-true; other tools' names work",
+    )
+    modules: dict[str, str] = Field(
+        default_factory=dict, description='Precision of parts of the model by name pattern: {"vae.*": fp32}'
+    )
+    strict: bool = Field(
+        default=False, description="Refuse to run when the asked precision is lacking, instead of falling back"
+    )
+    simulate: bool = Field(
+        default=False, description="Run the numerics of a format the hardware lacks; never for speed"
+    )
+
+    @field_validator("default", mode="before")
+    @classmethod
+    def canonical_default(cls, value: object) -> str:
+        return canonical(value)
+
+    @field_validator("modules", mode="before")
+    @classmethod
+    def canonical_modules(cls, value: object) -> object:
+        return {name: canonical(wish) for name, wish in value.items()} if isinstance(value, dict) else value
+
+
+def canonical(value: object) -> str:
+    try:
+        return precision_name(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+class DataConfig(Section):
+    """Where the data is and how it is read."""
+
+    dir: str | None = Field(
+        default=None, description="Folder of the data set; without one halfstep trains on generated demo data"
+    )
+    image_size: PositiveCount = Field(default=224, description="Side of the square images the model sees, in pixels")
+    num_workers: OffCount = Field(default=4, description="Processes that read and decode; 0 reads in the main process")
+    val_fraction: float = Field(default=0.1, ge=0, lt=1, description="Share of the samples kept for validation")
+    on_bad_file: Literal["error", "skip"] = Field(
+        default="error", description="A file that cannot be read: stop, or skip and count"
+    )
+
+
+class ModelConfig(Section):
+    """Which model, and how large."""
+
+    path: str | None = Field(
+        default=None, description="Import path of your own model, pkg.module:callable; default: the workload's"
+    )
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Keyword arguments for your own model or workload"
+    )
+    weights: str | None = Field(default=None, description="File with weights to start from")
+
+
+class LogConfig(Section):
+    """What is written and shown besides metrics.jsonl."""
+
+    tensorboard: bool = Field(default=False, description="Write TensorBoard events into the run's folder")
+    quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
+
+
+PRESET_NAMES = ("fast", "quality", "lowmem", "stable", "debug")
+
+
+class RunConfig(Section):
+    """Everything one run is made of."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "fast": {"precision.default": "bf16", "train.fast": "compile"},
+        "quality": {"precision.default": "bf16", "ema.enabled": True},
+        "lowmem": {"precision.default": "bf16", "train.memory": "low", "train.activation_checkpointing": True},
+        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
+    }
+    """Values by path for each preset; a workload has its own."""
+
+    workload: str = Field(description="What is trained: a workload's name, or an import path pkg.module:build")
+    preset: str | None = Field(default=None, description=f"Values for a purpose: {', '.join(PRESET_NAMES)}")
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps or xpu")
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    guard: GuardConfig = GuardConfig()
+    scaler: ScalerConfig = ScalerConfig()
+    ema: EmaConfig = EmaConfig()
+    log: LogConfig = LogConfig()
+    globals: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Values of your own: ${globals.NAME} works anywhere"
+    )

@@ -1,0 +1,137 @@
+"""How a run optimizes: optimizer, schedule, loop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
+
+OptimizerName = Literal[
+    "sgd",
+    "adam",
+    "adamw",
+    "adagrad",
+    "rmsprop",
+    "nadam",
+    "radam",
+    "adamax",
+    "adadelta",
+    "asgd",
+    "rprop",
+    "adafactor",
+    "muon",
+]
+ScheduleName = Literal["constant", "cosine", "linear", "polynomial", "exponential", "step", "onecycle", "plateau"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+ADAM_LIKE = frozenset({"adam", "adamw", "nadam", "radam", "adamax"})
+OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
+    "momentum": frozenset({"sgd", "rmsprop", "muon"}),
+    "betas": ADAM_LIKE,
+    "eps": ADAM_LIKE | {"adagrad", "rmsprop", "adadelta", "muon"},
+    "nesterov": frozenset({"sgd", "muon"}),
+    "alpha": frozenset({"rmsprop"}),
+    "rho": frozenset({"adadelta"}),
+}
+"""Which optimizers read an option; a value given to another one is reported, never dropped in silence."""
+
+SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
+    "min_factor": frozenset({"cosine", "linear", "polynomial", "exponential", "onecycle", "plateau"}),
+    "power": frozenset({"polynomial"}),
+    "half_life_steps": frozenset({"exponential"}),
+    "step_size": frozenset({"step"}),
+    "milestones": frozenset({"step"}),
+    "gamma": frozenset({"step"}),
+    "patience": frozenset({"plateau"}),
+    "factor": frozenset({"plateau"}),
+    "peak_fraction": frozenset({"onecycle"}),
+}
+"""The same for schedules."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer. An option left out takes the optimizer's own default."""
+
+    name: OptimizerName = Field(default="adamw", description="Which optimizer")
+    lr: Positive = Field(default=1e-3, description="Learning rate at the top of the schedule")
+    weight_decay: float = Field(
+        default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
+    )
+    decay_norms_and_biases: bool = Field(default=False, description="Decay normalisation parameters and biases too")
+    momentum: Beta | None = Field(default=None, description="Momentum; default: sgd 0.9, rmsprop 0, muon 0.95")
+    betas: tuple[Beta, Beta] | None = Field(
+        default=None, description="Decay of the two moments in the Adam family; default 0.9, 0.999"
+    )
+    eps: Positive | None = Field(default=None, description="Added to the denominator; default: the optimizer's own")
+    nesterov: bool = Field(default=False, description="Nesterov momentum, in sgd and muon")
+    alpha: Beta | None = Field(default=None, description="Smoothing of rmsprop; default 0.99")
+    rho: Beta | None = Field(default=None, description="Smoothing of adadelta; default 0.9")
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a factor of optimizer.lr over the committed steps."""
+
+    name: ScheduleName = Field(
+        default="cosine", description="Shape after the warmup; plateau follows the validation metric"
+    )
+    warmup_steps: OffCount | None = Field(
+        default=None, description="Steps of linear warmup; when given it replaces warmup_epochs"
+    )
+    warmup_epochs: float = Field(default=0.0, ge=0, description="Linear warmup in epochs, fractions allowed")
+    min_factor: Fraction = Field(default=0.0, description="The factor never falls below this")
+    power: Positive = Field(default=1.0, description="Exponent of the polynomial schedule")
+    half_life_steps: PositiveCount = Field(default=10_000, description="Steps in which the exponential schedule halves")
+    step_size: PositiveCount = Field(default=10_000, description="Steps between two cuts of the step schedule")
+    milestones: tuple[PositiveCount, ...] = Field(
+        default=(), description="Steps at which the step schedule cuts; replaces step_size"
+    )
+    gamma: Fraction = Field(default=0.1, description="Factor of one cut of the step schedule")
+    patience: PositiveCount = Field(default=5, description="Validations without a better metric before plateau cuts")
+    factor: float = Field(default=0.1, gt=0, lt=1, description="Factor of one cut of plateau")
+    peak_fraction: float = Field(default=0.3, gt=0, lt=1, description="Share of the steps before onecycle's peak")
+
+
+class TrainConfig(Section):
+    """The loop: how long, how large, how fast."""
+
+    epochs: PositiveCount = Field(default=100, description="Passes over the training set")
+    max_steps: OffCount = Field(
+        default=0, description="Stop after this many attempted steps, whatever the epochs; 0: no limit"
+    )
+    batch_size: PositiveCount = Field(default=8, description="Samples of one micro-batch")
+    accumulate: PositiveCount = Field(default=1, description="Micro-batches of one optimizer step")
+    clip_norm: OffNumber = Field(default=1.0, description="Gradients are clipped to this; 0: off")
+    clip_type: Literal["l2", "inf", "value"] = Field(
+        default="l2", description="What is clipped: the L2 norm, the largest entry's norm, each value"
+    )
+    early_stopping_patience: OffCount = Field(
+        default=20, description="Validations without a better metric before the run ends; 0: off"
+    )
+    validate_every: PositiveCount = Field(default=1, description="Epochs between two validations")
+    checkpoint_every: OffCount = Field(
+        default=0, description="Attempted steps between two checkpoints; 0: at each epoch's end"
+    )
+    checkpoints_total_limit: OffCount = Field(
+        default=3, description="Newest checkpoints kept besides the best one; 0: all"
+    )
+    report_every: PositiveCount = Field(default=10, description="Attempted steps between two lines of metrics")
+    fast: Literal["auto", "off", "compile", "graph"] = Field(
+        default="auto",
+        description="Compilation and graph capture: auto measures and decides, off is plain eager PyTorch",
+    )
+    memory: Literal["normal", "low"] = Field(
+        default="normal", description="low trades speed for memory wherever that is possible"
+    )
+    channels_last: Literal["auto"] | bool = Field(
+        default="auto", description="NHWC memory layout of images and convolutions"
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations in backward: less memory, about 30 % slower"
+    )
+    auto_batch: bool = Field(
+        default=False, description="Out of memory: halve the micro-batch, double accumulate, and go on"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, shuffling and augmentation")
+    deterministic: bool = Field(default=False, description="Bitwise repeatable on CUDA too, at the price of speed")

@@ -1,0 +1,112 @@
+"""U-Net's own settings; defaults and presets are guide 0's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from halfstep.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
+from halfstep.config.section import Fraction, PositiveCount, Section
+
+
+class UNetAugmentConfig(Section):
+    """How far training images are changed, image and mask alike; 0 switches a change off."""
+
+    flip: Fraction = Field(default=0.5, description="Chance of a horizontal flip, and of a vertical one")
+    rotate: float = Field(default=15.0, ge=0, le=180, description="Largest rotation, in degrees")
+    scale: float = Field(default=0.1, ge=0, lt=1, description="Largest relative change of size")
+    crop: float = Field(default=0.0, ge=0, lt=1, description="Largest share of each side that a random crop takes away")
+    brightness: float = Field(
+        default=0.1, ge=0, le=1, description="Largest relative change of brightness and contrast; image only"
+    )
+    elastic: float = Field(default=0.0, ge=0, description="Largest elastic displacement, in pixels")
+
+
+class UNetDataConfig(DataConfig):
+    """Image and mask pairs."""
+
+    image_size: PositiveCount = Field(default=512, description="Side of the square images the model sees, in pixels")
+    images: str = Field(default="auto", description="Folder of the images below data.dir; auto: imgs, images or image")
+    masks: str = Field(
+        default="auto", description="Folder of the masks below data.dir; auto: masks, mask, labels or label"
+    )
+    mask_suffix: str = Field(
+        default="auto", description="What a mask's name adds to its image's; auto: _mask, or nothing"
+    )
+    channels: Literal["auto", 1, 3] = Field(
+        default="auto", description="Channels of the images; auto: as the files have them"
+    )
+    val_list: str | None = Field(
+        default=None, description="Text file with the validation images, a name a line; replaces val_fraction"
+    )
+    train_list: str | None = Field(default=None, description="Text file with the training images; default: all others")
+    split_seed: int = Field(default=0, ge=0, description="Seed of the split by val_fraction")
+    augment: UNetAugmentConfig = UNetAugmentConfig()
+
+
+class UNetModelConfig(ModelConfig):
+    """The milesial U-Net at any width and depth."""
+
+    base_channels: PositiveCount = Field(default=64, description="Channels of the first level; each level doubles them")
+    depth: int = Field(default=4, ge=1, le=7, description="Number of times the image is halved")
+    bilinear: bool = Field(
+        default=False, description="Bilinear upsampling instead of transposed convolutions: fewer parameters"
+    )
+    classes: Literal["auto"] | PositiveCount = Field(
+        default="auto", description="Classes, background included; auto: from the masks"
+    )
+    dice_weight: float = Field(default=1.0, ge=0, description="Weight of the Dice part of the loss")
+    ce_weight: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy part of the loss")
+    class_weights: tuple[float, ...] = Field(
+        default=(), description="Weight of each class in the cross-entropy; empty: all equal"
+    )
+    ignore_index: int | None = Field(
+        default=None, description="Mask value that counts neither in the loss nor in the metrics"
+    )
+
+
+class UNetScheduleConfig(ScheduleConfig):
+    """Cosine with a short warmup: fp16's first steps are its most fragile ones."""
+
+    warmup_epochs: float = Field(default=1.0, ge=0, description="Linear warmup in epochs, fractions allowed")
+
+
+class UNetConfig(RunConfig):
+    """One U-Net run."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "fast": {"precision.default": "bf16", "train.batch_size": 16, "train.epochs": 50, "train.fast": "compile"},
+        "quality": {
+            "precision.default": "bf16",
+            "train.batch_size": 8,
+            "train.epochs": 100,
+            "train.early_stopping_patience": 20,
+            "ema.enabled": True,
+        },
+        # 4 GB: half the batch, accumulated, so that the optimizer sees the batch of 8 it was tuned for.
+        "lowmem": {
+            "precision.default": "bf16",
+            "train.batch_size": 4,
+            "train.accumulate": 2,
+            "train.memory": "low",
+            "train.activation_checkpointing": True,
+        },
+        "stable": {
+            "precision.default": "fp32",
+            "train.batch_size": 8,
+            "train.fast": "off",
+            "guard.on_fault": "rollback",
+        },
+        "debug": {
+            "precision.default": "fp32",
+            "train.batch_size": 2,
+            "train.epochs": 5,
+            "train.fast": "off",
+            "data.num_workers": 0,
+        },
+    }
+
+    data: UNetDataConfig = UNetDataConfig()
+    model: UNetModelConfig = UNetModelConfig()
+    schedule: UNetScheduleConfig = UNetScheduleConfig()

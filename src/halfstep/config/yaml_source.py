@@ -1,0 +1,189 @@
+"""YAML files as values with line numbers, without YAML's traps.
+
+PyYAML scans and composes; we walk its nodes ourselves. That keeps the text of every scalar (`Plain` decides its type
+later), finds duplicate keys with both lines, and never builds an object a tag asks for. Anchors and `<<` work, within
+bounds: a few lines of nested aliases may otherwise expand to gigabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from halfstep.config.scalars import Plain
+from halfstep.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 20_000
+MAX_DEPTH = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """The values of one YAML file, and the line of every key path."""
+
+    name: str
+    values: dict[str, object]
+    lines: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+
+class NodeLoader(yaml.SafeLoader):
+    """Composes nodes and resolves no type: every plain scalar stays the text that was written."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
+
+
+def read_yaml(path: Path) -> Document:
+    """The document in this file, or an error that says where it is broken."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    if not path.exists():
+        raise ConfigError(
+            f"no such config file: {path}", fix="give the path of a YAML file, or a workload such as unet"
+        )
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a folder, not a config file", fix="to continue a run: halfstep train --resume DIR"
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path} has {len(content):,} bytes", why=f"a config is smaller than {MAX_BYTES:,} bytes")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line}: byte {content[error.start]:#04x} is not UTF-8 text", fix="save the file as UTF-8"
+        ) from error
+
+
+def parse_yaml(text: str, name: str) -> Document:
+    """The mapping this text describes; `name` stands in errors."""
+    root = compose(text, name)
+    if root is None:
+        return Document(name=name, values={})
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else f"the text {root.value!r}"
+        raise ConfigError(f"{name}: expected `key: value` settings, found {kind}", fix="start with `workload: unet`")
+    walk = Walk(name)
+    values = walk.value(root, ())
+    assert isinstance(values, dict)
+    return Document(name=name, values=values, lines=walk.lines)
+
+
+def parse_flow(text: str, name: str) -> object:
+    """One value written in YAML's flow style: `[a, b]`, `{a: 1}`, `"quoted"`."""
+    node = compose(text, name)
+    return None if node is None else Walk(name).value(node, ())
+
+
+def compose(text: str, name: str) -> yaml.Node | None:
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=NodeLoader)
+        return node
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=hint_for(problem, text)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
+
+
+def hint_for(problem: str, text: str) -> str:
+    if "\n" not in text:
+        return "close every quote and bracket"
+    if "\\t" in problem:
+        return "indent with spaces, not tabs"
+    if "mapping values are not allowed" in problem:
+        return "quote a value that holds `: `, and check the indentation"
+    return "check the line above as well: a missing colon, quote or bracket is often there"
+
+
+class Walk:
+    """One pass over the nodes of a document: values out, lines noted, bounds kept."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lines: dict[tuple[str, ...], int] = {}
+        self.visited = 0
+        self.ancestors: list[yaml.Node] = []
+
+    def value(self, node: yaml.Node, path: tuple[str, ...]) -> object:
+        self.enter(node)
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self.mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return [self.value(item, path) for item in node.value]
+            # Only unquoted text may turn into a number or a bool.
+            return Plain(node.value) if is_unquoted(node) else str(node.value)
+        finally:
+            self.ancestors.pop()
+
+    def enter(self, node: yaml.Node) -> None:
+        self.visited += 1
+        line = node.start_mark.line + 1
+        if node in self.ancestors:
+            raise ConfigError(f"{self.name}:{line}: an anchor contains itself")
+        if self.visited > MAX_NODES or len(self.ancestors) >= MAX_DEPTH:
+            why = f"a config has at most {MAX_NODES:,} values, {MAX_DEPTH} levels deep, aliases expanded"
+            raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why)
+        if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.split(":")[-1] not in ("str", "map", "seq"):
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
+        self.ancestors.append(node)
+
+    def mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            if is_merge(key_node):
+                for base in self.bases(value_node, path):
+                    # YAML's rule: the earlier of several merged mappings wins, and own keys win over all.
+                    values = {**base, **values}
+        return {**values, **self.own_values(node, path)}
+
+    def own_values(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+        own: dict[str, object] = {}
+        first_lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if is_merge(key_node):
+                continue
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{self.name}:{line}: a key must be text, not a list or a mapping")
+            if key in first_lines:
+                both = f"lines {first_lines[key]} and {line}"
+                raise ConfigError(
+                    f"{self.name}: {'.'.join((*path, key))} stands twice, on {both}", fix="keep one of them"
+                )
+            first_lines[key] = self.lines[(*path, key)] = line
+            own[key] = self.value(value_node, (*path, key))
+        return own
+
+    def bases(self, node: yaml.Node, path: tuple[str, ...]) -> Iterator[dict[str, object]]:
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for base in nodes:
+            values = self.value(base, path)
+            if not isinstance(values, dict):
+                raise ConfigError(f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}")
+            yield values
+
+
+def is_merge(key_node: yaml.Node) -> bool:
+    return is_unquoted(key_node) and key_node.value == "<<"
+
+
+def is_unquoted(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None
