@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SAMPLES = 5
-"""Timed samples of one operation; the median is taken, so two disturbed ones do no harm."""
+"""Timed samples of one operation."""
 
 SAMPLE_S = 0.005
 """Short operations are repeated until a sample lasts about this long: launch and clock noise are microseconds."""
+
+TOO_LONG_S = 0.5
+"""A first run of this length is the measurement: loading libraries hardly shows in it, and the budget is seconds."""
 
 OTHERS_BYTES = 2 * 2**30
 """GPU memory in use, beyond our own tensors, that must be somebody else's: a context and the driver take less."""
@@ -123,14 +126,16 @@ class Driver:
         return time.perf_counter()
 
     def seconds(self, run: Callable[[], object], device: str, *, work: str) -> float:
-        """Median time of one `run`. `work` names it (`matmul bf16`) for whoever watches or fakes the clock."""
+        """Time of one `run`. `work` names it (`matmul bf16`) for whoever watches or fakes the clock."""
         del work
-        run()  # warm-up: libraries load, kernels are chosen
-        first = self._sample(run, device, 1)
-        if first > 10 * SAMPLE_S:
-            return first  # long enough to be exact, and too long to repeat
-        repeats = min(50, max(1, round(SAMPLE_S / max(first, 1e-6))))
-        return statistics.median(self._sample(run, device, repeats) for _ in range(SAMPLES))
+        warm_up = self._sample(run, device, 1)  # libraries load, kernels are chosen
+        if warm_up > TOO_LONG_S:
+            return warm_up
+        once = self._sample(run, device, 1)
+        repeats = min(50, max(1, round(SAMPLE_S / max(once, 1e-6))))
+        samples = [self._sample(run, device, repeats) for _ in range(SAMPLES)]
+        # Other processes share the cores of a CPU and only ever add time; a GPU's clock moves both ways.
+        return min(samples) if device == "cpu" else statistics.median(samples)
 
     def _sample(self, run: Callable[[], object], device: str, repeats: int) -> float:
         import torch

@@ -1,7 +1,7 @@
 """How fast and how exact each format is on a device that is here, within a few seconds.
 
-Every operation starts small. The time of the small one tells whether the full size fits the budget; where it does not
-(bf16 on a CPU without it is 100 times slower than fp32) the small one is the measurement, and a note says so.
+Every format starts on a small problem. What it loses against fp32 there tells whether the full one fits the budget;
+where it does not (bf16 on a CPU without it is 100 times slower) the small one is the measurement, and a note says so.
 """
 
 from __future__ import annotations
@@ -135,11 +135,13 @@ class _Session:
             return seconds
 
         with fp32_computes_in("tf32" if format_name == "tf32" else "ieee"):
-            chosen, seconds = small, timed(small)
-            if self._fits(seconds * full.flops / small.flops) and (format_name == "fp32" or full in fp32_seconds):
+            small_s = timed(small)
+            times_slower = small_s / fp32_seconds[small]
+            if format_name == "fp32" or self._fits(times_slower * fp32_seconds[full]):
                 chosen, seconds = full, timed(full)
             else:
-                self.notes.append(_small_only(op, format_name, seconds / fp32_seconds[small]))
+                chosen, seconds = small, small_s
+                self.notes.append(_small_only(op, format_name, times_slower))
             error = chosen.error(chosen.kernel(format_name)())
         if format_name != "fp32" and error > format_named(format_name).spacing_at_1:
             self.notes.append(f"{op} in {format_name} errs by {error:.0e}: its sums are {format_name} too, not fp32")
@@ -176,8 +178,7 @@ class _Session:
 
 
 def _small_only(op: Op, format_name: str, times_slower: float) -> str:
-    slower = f", {times_slower:.0f} times slower than fp32" if times_slower > 1.5 else ""
-    return f"{op} in {format_name} measured on a small problem only{slower}: the full one would take too long"
+    return f"{op} in {format_name} timed on a small problem only, {times_slower:.0f} times slower than fp32: hopeless"
 
 
 def _first_line(error: Exception) -> str:
