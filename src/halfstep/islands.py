@@ -1,37 +1,40 @@
 """`fp32_island()`: a region that computes in fp32 whatever the plan says.
 
-Autocast's lists differ between devices: CUDA upcasts softmax, exp, log and sum, the CPU does not, and neither
-upcasts an FFT on CUDA. A loss that leans on those lists is right on one device and wrong on another, so every
-fragile computation (Dice sums, slot normalisation, Gumbel noise, KL, noise schedules) stands on an island:
-autocast off, floating inputs upcast to fp32. Gradients leave the island in the dtype the input came with.
+Autocast's lists differ between devices: CUDA upcasts softmax, exp, log and sum, the CPU does not, and no GPU list
+upcasts an FFT. A loss that leans on those lists is right on one device and wrong on another, so every fragile
+computation (Dice sums, slot normalisation, Gumbel noise, KL, noise schedules) stands on an island: autocast off,
+floating inputs upcast to fp32. Gradients leave the island in the dtype the input came with.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @contextlib.contextmanager
-def fp32_island(device_type: str = "") -> Iterator[None]:
-    """Switch autocast off, on the device given or on every one this torch build knows.
+def fp32_island() -> Iterator[None]:
+    """Switch autocast off on every kind of device, since where the tensors live is not known here.
 
     with fp32_island():
         dice = dice_loss(to_fp32(logits), target)
     """
-    if device_type:
-        with torch.autocast(device_type, enabled=False):
-            yield
-        return
-    # Which device the tensors live on is not known here; switching both off costs two flag writes.
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    # Written out, not looped over: torch.compile traces autocast in a `with` statement, not on an ExitStack.
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.autocast("mps", enabled=False),
+        torch.autocast("xpu", enabled=False),
+    ):
         yield
 
 
@@ -40,20 +43,19 @@ def to_fp32(value: T) -> T:
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in LOW_PRECISION else value  # type: ignore[return-value]
     if isinstance(value, dict):
-        return type(value)((key, to_fp32(item)) for key, item in value.items())  # type: ignore[call-arg]
+        return type(value)((key, to_fp32(item)) for key, item in value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_fp32(item) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(to_fp32(item) for item in value)  # type: ignore[call-arg]
+        return type(value)(to_fp32(item) for item in value)
     return value
 
 
-def in_fp32(function: Any) -> Any:
+def in_fp32(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: run `function` on an island with its tensor arguments upcast."""
-    import functools
 
     @functools.wraps(function)
-    def on_island(*args: Any, **kwargs: Any) -> Any:
+    def on_island(*args: P.args, **kwargs: P.kwargs) -> T:
         with fp32_island():
             return function(*to_fp32(args), **to_fp32(kwargs))
 

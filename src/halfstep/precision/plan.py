@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,16 +16,28 @@ if TYPE_CHECKING:
 
 RowKind = Literal["default", "module", "frozen", "island"]
 
+WHOLE_MODEL = "*"
+"""Name of the one row a plan has for all modules when it was made without a model."""
+ROOT = "(root)"
+"""Name of the model itself, where it has weights of its own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One module (or a pattern of them): how its weights are stored, what it computes in, and why."""
+    """One module: how its weights are stored, what it computes in, and why."""
 
     module: str
     storage: str
     compute: str
     reason: str
     kind: RowKind = "default"
+    precision: str = ""
+    """What this part was granted; empty where the plan's own precision holds."""
+
+    @property
+    def is_part(self) -> bool:
+        """Named by a pattern of the request, so treated apart from the rest."""
+        return self.kind in ("module", "frozen")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +49,7 @@ class Plan:
     """One of fp32, tf32, bf16, fp16, fp8, bf16-true."""
     reason: str
     device: str
+    """How torch names it; empty for hardware that is not here: such a plan prints but does not run."""
     device_name: str
     simulated: bool = False
     """Numerics of `granted` on hardware that lacks it: never a statement about speed."""
@@ -54,13 +68,13 @@ class Plan:
 
     def forward(self) -> AbstractContextManager[None]:
         """The one context a forward pass runs in: backend flags, simulation, autocast; all restored on exit."""
-        from halfstep.precision.apply import forward_context
+        from halfstep.precision.contexts import forward_context
 
         return forward_context(self)
 
     def backend(self) -> AbstractContextManager[None]:
         """Backend flags and simulated kernels without autocast: what backward and the optimizer run in."""
-        from halfstep.precision.apply import backend_context
+        from halfstep.precision.contexts import backend_context
 
         return backend_context(self)
 
@@ -69,6 +83,9 @@ class Plan:
         from halfstep.precision.apply import apply
 
         return apply(self, model)
+
+    def __str__(self) -> str:
+        return render(self)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -79,5 +96,40 @@ class Plan:
             fields: dict[str, Any] = json.loads(text)
             rows = tuple(Row(**row) for row in fields.pop("rows"))
             return cls(**{**fields, "rows": rows, "warnings": tuple(fields["warnings"])})
-        except (ValueError, KeyError, TypeError) as error:
-            raise PrecisionError(f"this is not a stored plan: {error}", fix="use the plan.json of a run folder") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fix = "use the plan.json of a run folder"
+            raise PrecisionError(f"this is not a stored plan: {error}", fix=fix) from error
+
+
+def folded(rows: tuple[Row, ...]) -> list[tuple[tuple[str, ...], Row]]:
+    """Rows that say the same, together: the names they speak for and one of them, in order of first appearance."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.kind, row.storage, row.compute, row.reason), []).append(row)
+    return [(tuple(row.module for row in group), group[0]) for group in groups.values()]
+
+
+def render(plan: Plan) -> str:
+    """The plan as plain text: asked, granted, why; then the rows, equal ones folded; then the warnings."""
+    granted = f"{plan.granted}, simulated (numerics only, never speed)" if plan.simulated else plan.granted
+    lines = [
+        f"precision  asked {plan.asked}, granted {granted}",
+        f"device     {plan.device_name}" + (f" ({plan.device})" if plan.device else " (not on this machine)"),
+        f"why        {plan.reason}",
+    ]
+    if plan.rows:
+        body = [(_names(names), row.storage, row.compute, row.reason) for names, row in folded(plan.rows)]
+        lines += ["", *_table([("module", "storage", "compute", "why"), *body])]
+    return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])
+
+
+def _names(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        return names[0]
+    shown = textwrap.shorten(", ".join(names), width=40, placeholder=" …")
+    return f"{len(names)} modules: {shown}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

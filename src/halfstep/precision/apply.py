@@ -1,0 +1,78 @@
+"""`apply`: give a model's parts the storage and compute of their rows, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.contexts import AUTOCAST_DTYPES, device_type
+from halfstep.precision.fp8 import InFp8
+from halfstep.precision.ladder import Grant
+from halfstep.precision.parts import InFp32, InHalf, swap_class, undo_swaps
+from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, Row
+from halfstep.precision.rows import rows_of
+
+STORAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def apply(plan: Plan, model: nn.Module) -> nn.Module:
+    """Cast weights to the storage of their rows and swap the classes of parts that compute unlike the rest."""
+    undo_swaps(model)
+    modules = dict(model.named_modules())
+    rows = {row.module.replace(ROOT, ""): row for row in _rows_for(plan, model)}
+    if unknown := sorted(set(rows) - set(modules)):
+        raise PrecisionError(
+            f"the plan has a row for {unknown[0]!r}, which {type(model).__name__} does not have",
+            fix="decide again with this model",
+        )
+    for name, row in rows.items():
+        _store(modules[name], row)
+        _compute(modules[name], row, enclosing=_compute_around(name, rows, plan), plan=plan)
+    return model
+
+
+def _rows_for(plan: Plan, model: nn.Module) -> list[Row]:
+    """The plan's rows; one that was made without a model gets them now."""
+    rows = [row for row in plan.rows if row.kind != "island"]
+    if not any(row.module == WHOLE_MODEL for row in rows):
+        return rows
+    parts = {row.module: _grant(row.precision, plan) for row in rows if row.is_part}
+    return rows_of(model, _grant(plan.granted, plan), parts, cuda_lists=True)
+
+
+def _grant(precision: str, plan: Plan) -> Grant:
+    return Grant(asked=precision, precision=precision, reason=plan.reason, simulated=plan.simulated)
+
+
+def _store(module: nn.Module, row: Row) -> None:
+    # Buffers keep their dtype: a table of positions or betas loses more in half than it saves.
+    for weight in module.parameters(recurse=False):
+        if weight.is_floating_point():
+            weight.data = weight.data.to(STORAGE_DTYPES[row.storage])
+
+
+def _compute(module: nn.Module, row: Row, *, enclosing: str, plan: Plan) -> None:
+    if row.compute == "fp8" and isinstance(module, nn.Linear):
+        swap_class(module, InFp8, simulated=plan.simulated)
+    if not row.is_part or _compute_of(row) == enclosing:
+        return
+    if _compute_of(row) == "fp32":
+        swap_class(module, InFp32)
+    else:
+        swap_class(module, InHalf, device_type=device_type(plan), dtype=AUTOCAST_DTYPES[_compute_of(row)])
+
+
+def _compute_around(name: str, rows: Mapping[str, Row], plan: Plan) -> str:
+    """What the nearest enclosing part computes in, or the whole plan."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in rows and rows[name].is_part:
+            return _compute_of(rows[name])
+    return plan.compute
+
+
+def _compute_of(row: Row) -> str:
+    return row.precision.removesuffix("-true")

@@ -1,0 +1,118 @@
+"""Backend flags: what fp32 matmuls, convolutions and RNNs really compute in.
+
+torch keeps this twice. The newer tree, `torch.backends.*.fp32_precision`, has a leaf per backend and operation; a leaf
+that says "none" asks its parent (cuda, mkldnn), and that one asks the root. The older switches
+(`set_float32_matmul_precision`, `cudnn.allow_tf32`) live beside it, and torch refuses to read them once the two
+disagree: inductor does read them, so a compile under a half-set state dies. We therefore set every leaf *and* both old
+switches to say the same, and put all of them back. Leaves are read below their parents' shadow: restoring the resolved
+value instead would pin a leaf that only followed its parent.
+
+These flags belong to the whole process, not to a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Fp32Mode = Literal["ieee", "tf32"]
+
+PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+AGREEING = {("cuda", "matmul"): "ieee", ("mkldnn", "matmul"): "ieee", ("cuda", "conv"): "tf32", ("cuda", "rnn"): "tf32"}
+"""Leaves under which torch will read any matmul switch, and cudnn's unless it is off."""
+LEAVES = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn"))
+
+_read = torch._C._get_fp32_precision_getter
+_write = torch._C._set_fp32_precision_setter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendFlags:
+    """The raw state: leaves without what they inherit, and the two old switches."""
+
+    leaves: tuple[str, ...]
+    matmul_precision: str
+    """Of `set_float32_matmul_precision`: highest, high or medium."""
+    cudnn_allow_tf32: bool
+
+
+WANTED: dict[Fp32Mode, BackendFlags] = {
+    "ieee": BackendFlags(leaves=("ieee",) * len(LEAVES), matmul_precision="highest", cudnn_allow_tf32=False),
+    "tf32": BackendFlags(leaves=("tf32",) * len(LEAVES), matmul_precision="high", cudnn_allow_tf32=True),
+}
+
+
+@contextlib.contextmanager
+def fp32_mode(mode: Fp32Mode) -> Iterator[None]:
+    """Every fp32 matmul, convolution and RNN in this mode; all flags are put back on exit."""
+    before = read_flags()
+    try:
+        write_flags(WANTED[mode])
+        yield
+    finally:
+        write_flags(before)
+
+
+def strict_fp32() -> contextlib.AbstractContextManager[None]:
+    """True fp32 everywhere: no TF32 in matmul, convolution or RNN, on any backend."""
+    return fp32_mode("ieee")
+
+
+def tf32() -> contextlib.AbstractContextManager[None]:
+    """TF32 in every matmul, convolution and RNN that can."""
+    return fp32_mode("tf32")
+
+
+def effective_leaves() -> dict[tuple[str, str], str]:
+    """What each operation computes in right now, inherited values included."""
+    return {leaf: _read(*leaf) for leaf in LEAVES}
+
+
+def read_flags() -> BackendFlags:
+    """The raw state. Parents and leaves are lifted for a moment, because they hide what lies below them."""
+    parents = []
+    for parent in PARENTS:  # from the root down: each is read once those above it are silent
+        parents.append(_read(*parent))
+        _write(*parent, "none")
+    leaves = tuple(_read(*leaf) for leaf in LEAVES)
+    for leaf, value in AGREEING.items():
+        _write(*leaf, value)
+    _use_up_deprecation_notice()
+    old = _read_old_switches()
+    for name, value in zip((*PARENTS, *LEAVES), (*parents, *leaves), strict=True):
+        _write(*name, value)
+    return BackendFlags(leaves=leaves, matmul_precision=old[0], cudnn_allow_tf32=old[1])
+
+
+def write_flags(flags: BackendFlags) -> None:
+    """Set the old switches first, since they overwrite leaves, then the leaves."""
+    torch._C._set_float32_matmul_precision(flags.matmul_precision)
+    torch._C._set_cudnn_allow_tf32(flags.cudnn_allow_tf32)
+    for leaf, value in zip(LEAVES, flags.leaves, strict=True):
+        _write(*leaf, value)
+
+
+@functools.cache
+def _use_up_deprecation_notice() -> None:
+    """Some releases call the old switches deprecated, once a process; they must still agree with the leaves (above).
+
+    Done once: catching warnings on every step would reset Python's record of what was already shown.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch._C._set_float32_matmul_precision(_read_old_switches()[0])
+
+
+def _read_old_switches() -> tuple[str, bool]:
+    """Called with the leaves at AGREEING, where cudnn's switch being off is all that torch can complain of."""
+    try:
+        cudnn_allow_tf32 = torch._C._get_cudnn_allow_tf32()
+    except RuntimeError:
+        cudnn_allow_tf32 = False
+    return torch._C._get_float32_matmul_precision(), cudnn_allow_tf32

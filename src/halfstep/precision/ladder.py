@@ -1,0 +1,150 @@
+"""The ladder: which precision a device really gets, and the reason. Pure facts in, a Grant out; no torch.
+
+    fp8 → bf16 → fp16 (+ loss scaling) → tf32 → fp32
+
+A rung is lacking when the device has no such format, only emulates it, or is not faster with it. Asked for a lacking
+rung we go down to the next one that is there, and say so; under `strict` that is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfstep.errors import HardwareError
+from halfstep.hardware.facts import Hardware
+
+LADDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
+AUTO_RUNGS = LADDER[1:]
+"""fp8 changes what a model computes too much to be chosen unasked."""
+
+FORMATS_OF = {
+    "fp8": ("fp8_e4m3", "fp8_e5m2"),
+    "bf16": ("bf16",),
+    "bf16-true": ("bf16",),
+    "fp16": ("fp16",),
+    "tf32": ("tf32",),
+    "fp32": ("fp32",),
+}
+PRECISIONS = ("auto", *FORMATS_OF)
+
+TIE = 1.1
+"""bf16 is taken over a rung less than this much faster: its range needs no loss scaling."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """One answered request: what runs, why, and what the user must be told."""
+
+    asked: str
+    precision: str
+    reason: str
+    simulated: bool = False
+    warning: str = ""
+
+    @property
+    def compute(self) -> str:
+        return self.precision.removesuffix("-true")
+
+    @property
+    def storage(self) -> str:
+        """Trainable weights stay fp32 except under a -true precision."""
+        return self.compute if self.precision.endswith("-true") else "fp32"
+
+    @property
+    def is_mixed(self) -> bool:
+        """Matmuls run in a narrower format than fp32 words, so autocast is on."""
+        return self.compute in ("bf16", "fp16", "fp8")
+
+
+def grant(asked: str, hardware: Hardware, *, strict: bool = False, simulate: bool = False) -> Grant:
+    """Answer one request for one device."""
+    if simulate and asked != "fp32":
+        return _simulated(asked, hardware)
+    if asked == "auto":
+        return _fastest(hardware)
+    missing = lacks(asked, hardware)
+    if not missing:
+        return Grant(asked=asked, precision=asked, reason=_in_favour(asked, hardware))
+    return _step_down(asked, hardware, missing, strict=strict)
+
+
+def lacks(precision: str, hardware: Hardware) -> str:
+    """Why the device should not run this precision; empty when it should."""
+    if precision == "fp32":
+        return ""
+    formats = FORMATS_OF[precision]
+    for name in formats:
+        if hardware.has(name) == "missing":
+            return f"{hardware.name} has no {name}"
+        if hardware.has(name) == "emulated":
+            return f"{hardware.name} only emulates {name}"
+    speed = hardware.speedup(formats[0])
+    if speed is not None and speed <= 1.0:
+        return f"{precision} is not faster than fp32 on {hardware.name} ({_times(formats[0], hardware)})"
+    if speed is None and precision == "fp16" and hardware.kind == "cpu":
+        # Most CPUs that list fp16 run it in scalar code; without a measurement that is a trap.
+        return f"fp16 on a CPU counts only when measured, and it was not on {hardware.name}"
+    return ""
+
+
+def _fastest(hardware: Hardware) -> Grant:
+    here = [rung for rung in AUTO_RUNGS if not lacks(rung, hardware)]
+    if hardware.kind == "cpu" and "bf16" not in here:
+        reason = f"{lacks('bf16', hardware)}; fp32 is the fastest here, and simulate gives the numerics of any format"
+        return Grant(asked="auto", precision="fp32", reason=reason)
+    speeds = {rung: hardware.speedup(rung) for rung in here}
+    known = {rung: speed for rung, speed in speeds.items() if speed is not None}
+    if len(known) < len(here):
+        best = here[0]  # not all speeds are known: the ladder's own order decides
+    else:
+        best = max(known, key=lambda rung: known[rung])
+        if "bf16" in known and known[best] < TIE * known["bf16"]:
+            best = "bf16"
+    why_not_bf16 = "" if best == "bf16" else f"; not bf16: {lacks('bf16', hardware) or 'slower here'}"
+    return Grant(asked="auto", precision=best, reason=_in_favour(best, hardware) + why_not_bf16)
+
+
+def _step_down(asked: str, hardware: Hardware, missing: str, *, strict: bool) -> Grant:
+    start = LADDER.index(asked.removesuffix("-true")) + 1
+    granted = next(rung for rung in LADDER[start:] if not lacks(rung, hardware))
+    if strict:
+        raise HardwareError(
+            f"{asked} asked for, but {missing}",
+            why=f"strict is on, so halfstep does not go down to {granted}",
+            fix=f"ask for {granted} or auto, leave strict off, or simulate {asked} for its numerics",
+        )
+    scaling = " with loss scaling" if granted == "fp16" else ""
+    warning = f"{asked} asked for, running {granted}{scaling}: {missing}"
+    return Grant(asked=asked, precision=granted, reason=f"{missing}; {granted} is the next rung down", warning=warning)
+
+
+def _simulated(asked: str, hardware: Hardware) -> Grant:
+    if asked == "auto":
+        reason = f"numerics of bf16, what auto takes on a current GPU, simulated on {hardware.name}"
+        return Grant(asked=asked, precision="bf16", reason=reason, simulated=True)
+    reason = f"numerics of {asked}, simulated on {hardware.name}; eager only, and no statement about speed"
+    return Grant(asked=asked, precision=asked, reason=reason, simulated=True)
+
+
+def _in_favour(precision: str, hardware: Hardware) -> str:
+    if precision == "fp32":
+        return _strict_fp32(hardware)
+    times = _times(FORMATS_OF[precision][0], hardware)
+    return f"native on {hardware.name}, {times}" if times else f"native on {hardware.name}, speed not measured"
+
+
+def _strict_fp32(hardware: Hardware) -> str:
+    reason = "strict fp32: TF32 off in matmul, convolution and RNN"
+    tf32 = hardware.speedup("tf32")
+    if hardware.has("tf32") == "native" and tf32 is not None and tf32 > 1:
+        reason += f"; tf32 would be {tf32:.1f}x as fast ({_origin('tf32', hardware)})"
+    return reason
+
+
+def _times(format_name: str, hardware: Hardware) -> str:
+    speed = hardware.speedup(format_name)
+    return "" if speed is None else f"{_origin(format_name, hardware)} {speed:.2g}x fp32"
+
+
+def _origin(format_name: str, hardware: Hardware) -> str:
+    return "measured" if any(m.format == format_name for m in hardware.measurements) else "published"
