@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from halfstep.cli import detect, formats
+from halfstep.cli import detect, formats, train
 from halfstep.errors import HalfstepError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("detect")(detect.command)
 app.command("formats")(formats.command)
+app.command("train")(train.command)
 
 
 def show_version(asked: bool) -> None:

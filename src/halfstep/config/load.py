@@ -46,7 +46,8 @@ def load(
     target: str, *, flags: Mapping[str, object] | None = None, overrides: Sequence[str] = (), preset: str | None = None
 ) -> Loaded:
     """The config for a workload's name, an import path, or a YAML file, with flags and overrides on top."""
-    said = [*override_statements(overrides), *flag_statements({**(flags or {}), "preset": preset})]
+    given = {**(flags or {}), **({"preset": preset} if preset else {})}
+    said = [*override_statements(overrides), *flag_statements(given)]
     if is_file(target):
         return resolve([*file_statements(read_yaml(Path(target))), *said])
     named = Statement(path="workload", value=target, source=Source(layer="flag", where=target, key="WORKLOAD"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from halfstep.config.aliases import PRECISION_NAMES
 from halfstep.config.scalars import Plain
 from halfstep.config.statements import Layer, Source, Statement, leaves
 from halfstep.config.yaml_source import Document, parse_flow
@@ -22,9 +23,9 @@ def parse_override(word: str) -> list[Statement]:
     key, equals, text = word.partition("=")
     key = key.strip()
     if not equals:
-        raise ConfigError(
-            f"{word!r} is not an override", fix="write key=value, such as train.epochs=3 or optimizer.lr=1e-3"
-        )
+        is_precision = word.lower() in PRECISION_NAMES
+        fix = f"--precision {word}" if is_precision else "write key=value, such as train.epochs=3 or optimizer.lr=1e-3"
+        raise ConfigError(f"{word!r} is not an override", fix=fix)
     if not KEY.fullmatch(key):
         raise ConfigError(f"{word!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
     source = Source(layer="override", where=word, key=key)
@@ -62,6 +63,5 @@ def layer_statements(values: Mapping[str, object], layer: Layer, where: str) -> 
     return statements_of(values, lambda path: Source(layer=layer, where=where, key=".".join(path)))
 
 
-def statements_of(values: Mapping[str, object], source_of: object) -> list[Statement]:
-    assert callable(source_of)
+def statements_of(values: Mapping[str, object], source_of: Callable[[tuple[str, ...]], Source]) -> list[Statement]:
     return [Statement(path=".".join(path), value=value, source=source_of(path)) for path, value in leaves(values)]

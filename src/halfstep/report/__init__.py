@@ -1,0 +1,1 @@
+"""Console, metrics file, pictures: reads events and files, decides nothing."""

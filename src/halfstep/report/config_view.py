@@ -1,0 +1,95 @@
+"""`--show-config`: every setting with its value, where it came from, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from halfstep.config.keys import fields_of
+from halfstep.config.load import Loaded
+from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One row of the view."""
+
+    key: str
+    value: object
+    source: Source
+    description: str
+
+
+def settings(loaded: Loaded) -> Iterator[Setting]:
+    """Every setting in the order of the schema; an open section shows each of its keys."""
+    for path, field in fields_of(type(loaded.config)).items():
+        value = value_at(loaded, path)
+        described = field.description or ""
+        if path in OPEN_SECTIONS and isinstance(value, dict) and value:
+            for key, item in value.items():
+                source = loaded.sources.get(f"{path}.{key}", DEFAULT)
+                yield Setting(key=f"{path}.{key}", value=item, source=source, description=described)
+        else:
+            yield Setting(key=path, value=value, source=loaded.sources.get(path, DEFAULT), description=described)
+
+
+def value_at(loaded: Loaded, path: str) -> object:
+    value: Any = loaded.config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def config_as_json(loaded: Loaded) -> dict[str, Any]:
+    """The view for scripts."""
+    return {
+        "settings": {
+            setting.key: {
+                "value": setting.value,
+                "source": asdict(setting.source),
+                "description": setting.description,
+            }
+            for setting in settings(loaded)
+        },
+        "overridden": [asdict(override) for override in loaded.overridden],
+        "notes": list(loaded.notes),
+    }
+
+
+def show_config(loaded: Loaded, console: Console) -> None:
+    """The view for people: what was set by hand stands out, defaults are dim."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=30)
+    table.add_column("from", overflow="fold", max_width=30)
+    table.add_column("what it is", style="dim", min_width=20)
+    section = ""
+    for setting in settings(loaded):
+        if setting.key.partition(".")[0] != section and "." in setting.key:
+            table.add_section()
+        section = setting.key.partition(".")[0]
+        style = "dim" if setting.source is DEFAULT else "bold"
+        cells = (setting.key, shown(setting.value), str(setting.source))
+        table.add_row(*(f"[{style}]{escape(cell)}[/]" for cell in cells), escape(setting.description))
+    console.print(table)
+    for line in header_lines(loaded):
+        console.print(escape(line))
+
+
+def header_lines(loaded: Loaded) -> list[str]:
+    """What a run's header says about its config: what was overridden, and what to know."""
+    return [*(f"overridden: {override}" for override in loaded.overridden), *(f"note: {note}" for note in loaded.notes)]
+
+
+def shown(value: object) -> str:
+    """A value as it would be written in the file."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(shown(item) for item in value)}]"
+    return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else str(value)
