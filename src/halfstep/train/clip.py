@@ -31,7 +31,7 @@ class Clip:
         return torch.nn.utils.get_total_norm(list(gradients), norm_type=kind, error_if_nonfinite=False)
 
     def apply_(self, gradients: Sequence[Tensor], norm: Tensor) -> None:
-        if self.limit == 0:
+        if self.limit == 0 or not gradients:
             return
         if self.kind == "value":
             torch._foreach_clamp_min_(list(gradients), -self.limit)

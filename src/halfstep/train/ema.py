@@ -20,8 +20,10 @@ from halfstep.train.flat import by_kind, gather, is_writable_in_place, scatter
 class Ema:
     """Shadow copies of a model's parameters and buffers."""
 
-    def __init__(self, model: nn.Module, *, decay: float = 0.9999, warmup: bool = True) -> None:
-        self.decay, self.warmup = decay, warmup
+    def __init__(
+        self, model: nn.Module, *, decay: float = 0.9999, warmup_power: float = 2 / 3, inv_gamma: float = 1.0
+    ) -> None:
+        self.decay, self.warmup_power, self.inv_gamma = decay, warmup_power, inv_gamma
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.named = {name: tensor for name, tensor in named.items() if is_writable_in_place(tensor)}
         self.groups = by_kind(self.named.values())
@@ -43,12 +45,9 @@ class Ema:
             self.shadows[position] = torch.where(bad, shadow, now)
 
     def _decay_at(self, committed: Tensor) -> Tensor:
-        """With warmup min(decay, (1 + n) / (10 + n)): early averages must not hold on to the random start."""
-        limit = torch.full((), self.decay, device=committed.device)
-        if not self.warmup:
-            return limit
-        n = committed.float()
-        return torch.minimum(limit, (1 + n) / (10 + n))
+        """Rises with the steps up to `decay`: an early average must not hold on to the random start."""
+        rising = 1 - (1 + (committed - 1) / self.inv_gamma) ** -self.warmup_power
+        return rising.clamp(max=self.decay)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

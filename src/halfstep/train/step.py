@@ -149,8 +149,8 @@ class Step:
     def _judge(self, loss: Tensor, weight: Tensor) -> Facts:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         scale = self.scaler.value.clone()
-        if self.scaler.enabled or self.accumulate > 1:
-            torch._foreach_mul_(gradients, (1.0 / (scale * weight)))
+        if gradients and (self.scaler.enabled or self.accumulate > 1):
+            torch._foreach_mul_(gradients, 1.0 / (scale * weight))
         norm = self.clip.norm_of(gradients) if gradients else torch.zeros((), device=self.device)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
         facts.empty = weight == 0
@@ -209,16 +209,21 @@ class Step:
 
 def batch_length(batch: Batch) -> int:
     """Samples in a micro-batch: the first dimension of its first tensor."""
+    tensor = next(_tensors_in(batch), None)
+    if tensor is None or tensor.ndim == 0:
+        raise DataError(
+            f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
+            fix="let loss_fn return (loss, weight), for example (loss, number_of_tokens)",
+        )
+    return len(tensor)
+
+
+def _tensors_in(batch: Batch) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        return len(batch)
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    for part in parts if isinstance(parts, Iterable) else ():
-        if isinstance(part, (Tensor, Mapping, list, tuple)):
-            return batch_length(part)
-    raise DataError(
-        f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
-        fix="let loss_fn return (loss, weight), for example (loss, number_of_tokens)",
-    )
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors_in(part)
 
 
 def sample_ids(window: Window) -> tuple[Tensor, ...]:

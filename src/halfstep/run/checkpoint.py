@@ -1,0 +1,181 @@
+"""Checkpoints that a kill at any moment cannot spoil.
+
+    checkpoints/step-00000120/model.safetensors    weights and buffers
+                              ema.safetensors      the averaged ones, where the run keeps them
+                              state.safetensors    optimizer, RNG, snapshots: every other tensor
+                              state.json           the rest, with size and checksum of the files above
+    checkpoints/best.json                          which checkpoint had the best metric
+
+A checkpoint is written into a hidden folder, flushed to the disk and renamed: it is there whole or not at all.
+On reading, sizes and checksums are compared; a damaged one is passed over for the one before, and that is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from halfstep.errors import CheckpointError
+from halfstep.run.tree import pack, unpack
+
+STATE = "state.json"
+LAYOUT_VERSION = 1
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """One checkpoint in memory, tensors on the CPU."""
+
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, *, keep: int = 0) -> None:
+        self.folder, self.keep = folder, keep
+
+    def save(self, step: int, checkpoint: Checkpoint) -> Path:
+        """Write atomically, then drop the oldest beyond the limit (never the best one)."""
+        final = self.folder / f"step-{step:08d}"
+        hidden = self.folder / f".writing-{final.name}-{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.mkdir()
+            _write(hidden, checkpoint)
+            _publish(hidden, final)
+        except (OSError, RuntimeError) as error:
+            # safetensors reports a full disk as its own error, a RuntimeError in some versions.
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write checkpoint {final}: {error}",
+                why="nothing was overwritten; earlier checkpoints are intact",
+                fix="free some space or fix the folder's permissions, then continue with --resume",
+            ) from error
+        self._drop_old()
+        return final
+
+    def mark_best(self, path: Path, metric: str, value: float) -> None:
+        _replace(self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value}))
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best metric, if one was marked and is still there."""
+        try:
+            path = self.folder / str(json.loads((self.folder / "best.json").read_text())["checkpoint"])
+        except (OSError, ValueError, KeyError):
+            return None
+        return path if path.is_dir() else None
+
+    def all(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+
+    def load_newest(self, *, on_damaged: Callable[[str], None]) -> tuple[Path, Checkpoint]:
+        """The newest checkpoint that is whole; each damaged one on the way is reported."""
+        for path in reversed(self.all()):
+            try:
+                return path, load(path)
+            except CheckpointError as error:
+                on_damaged(f"{error.what}; going back to the checkpoint before it")
+        raise CheckpointError(
+            f"no usable checkpoint in {self.folder}", fix="start the run anew; its config.yaml is still there"
+        )
+
+    def clean_up(self) -> None:
+        """Remove what a killed process left half-written."""
+        for path in self.folder.glob(".writing-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _drop_old(self) -> None:
+        if not self.keep:
+            return
+        best = self.best()
+        ordinary = [path for path in self.all() if path != best]
+        for path in ordinary[: -self.keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def load(path: Path) -> Checkpoint:
+    """Read one checkpoint, checking every file against its recorded size and checksum."""
+    try:
+        document = json.loads((path / STATE).read_text())
+        files: Mapping[str, Mapping[str, int]] = document["files"]
+        state, version = document["state"], document["layout"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path.name} is damaged: {STATE}: {error}") from error
+    if version != LAYOUT_VERSION:
+        raise CheckpointError(f"checkpoint {path.name} has layout {version}, this halfstep reads {LAYOUT_VERSION}")
+    for name, expected in files.items():
+        _verify(path, name, expected)
+    tensors = {name: load_file(path / f"{name}.safetensors") for name in ("model", "ema", "state")}
+    return Checkpoint(model=tensors["model"], ema=tensors["ema"], state=unpack(state, tensors["state"]))
+
+
+def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
+    try:
+        found = _fingerprint(path / name)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path.name} is damaged: {name}: {error}") from error
+    if found != dict(expected):
+        raise CheckpointError(
+            f"checkpoint {path.name} is damaged: {name} has {found['bytes']} bytes, checksum {found['crc32']:08x}, "
+            f"expected {expected['bytes']} bytes, {expected['crc32']:08x}"
+        )
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    packed, tensors = pack(checkpoint.state)
+    for name, content in (("model", checkpoint.model), ("ema", checkpoint.ema), ("state", tensors)):
+        save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()},
+                  folder / f"{name}.safetensors")  # fmt: skip
+    files = {path.name: _fingerprint(path) for path in sorted(folder.glob("*.safetensors"))}
+    document = {"layout": LAYOUT_VERSION, "files": files, "state": packed}
+    (folder / STATE).write_text(json.dumps(document))
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    size = checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            size, checksum = size + len(piece), zlib.crc32(piece, checksum)
+    return {"bytes": size, "crc32": checksum}
+
+
+def _publish(hidden: Path, final: Path) -> None:
+    """Flush everything, then make it visible in one rename."""
+    for path in [*hidden.iterdir(), hidden]:
+        _flush(path)
+    if final.exists():
+        # The same step again, after a resume from an earlier checkpoint: the old one was made by the same run.
+        shutil.rmtree(final)
+    hidden.rename(final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a small file in one rename."""
+    hidden = path.with_name(f".{path.name}-{os.getpid()}")
+    hidden.write_text(text)
+    _flush(hidden)
+    hidden.replace(path)

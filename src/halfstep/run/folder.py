@@ -1,0 +1,70 @@
+"""A run's folder: `config.yaml plan.json metrics.jsonl checkpoints/ report/`. Never overwritten, never half-made."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfstep.errors import CheckpointError
+from halfstep.run.checkpoint import Checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where a run keeps its files."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report"
+
+    def checkpoints(self, *, keep: int = 0) -> Checkpoints:
+        return Checkpoints(self.path / "checkpoints", keep=keep)
+
+    @classmethod
+    def create(cls, out: str | None, name: str) -> RunFolder:
+        """A new folder, made by this call alone: an existing one with content is an error."""
+        path = Path(out) if out else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if path.is_dir() and any(path.iterdir()):
+            raise CheckpointError(
+                f"{path} already exists and is not empty",
+                why="a run never overwrites another one",
+                fix=f"choose another --out, or continue that run with: halfstep train --resume {path}",
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=bool(out))
+            (path / "report").mkdir()
+        except FileExistsError:
+            # Two runs started in the same second: each gets a folder of its own.
+            return cls.create(f"{path}-{time.time_ns() % 10**6:06d}", name)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot make the run's folder {path}: {error.strerror}", fix="choose a writable place with --out"
+            ) from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str) -> RunFolder:
+        """An existing run."""
+        folder = cls(Path(path))
+        if not folder.path.is_dir():
+            raise CheckpointError(f"there is no run folder {path}", fix="give the folder that `halfstep train` named")
+        if not folder.config.is_file():
+            raise CheckpointError(
+                f"{path} is not a run folder: it has no config.yaml", fix="give the folder that `halfstep train` named"
+            )
+        return folder
