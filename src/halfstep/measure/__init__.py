@@ -1,0 +1,1 @@
+"""Timers, peak memory and energy: small and alone."""

@@ -1,0 +1,117 @@
+"""How much memory a run took, and the picture of it when there was not enough."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep.measure.nvml import ask_nvml
+
+if TYPE_CHECKING:
+    import torch
+
+PROCESS_MEMORY = Path("/proc/self/status")
+MACHINE_MEMORY = Path("/proc/meminfo")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Decimal units, as vendors and papers print them: 4_800_000_000 is "4.8 GB"."""
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while abs(value) >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    # 99.95 would round to "100.0".
+    digits = 1 if abs(value) < 99.95 and units[0] in ("GB", "TB") else 0
+    return f"{value:.{digits}f} {units[0]}"
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory in use since `reset_peak`: torch's on a GPU, the process's on a CPU; None where not counted."""
+    import torch
+
+    if device.type == "cuda":
+        in_graphs = torch.cuda.memory_allocated(device) + _idle_graph_bytes(device)
+        return max(torch.cuda.max_memory_allocated(device), in_graphs)
+    if device.type == "xpu":
+        return torch.xpu.max_memory_allocated(device)
+    return _peak_resident_bytes() if device.type == "cpu" else None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Count the peak from here on; on a CPU without Linux' /proc it stays the peak since the process began."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "xpu":
+        torch.xpu.reset_peak_memory_stats(device)
+    elif device.type == "cpu" and os.access(CLEAR_REFS, os.W_OK):
+        CLEAR_REFS.write_text("5")  # 5 resets the peak resident size (man proc_pid_clear_refs)
+
+
+def memory_picture(device: torch.device) -> str:
+    """One fact a line, for the message of a run that did not fit."""
+    if device.type == "cuda":
+        return "\n".join(_cuda_picture(device))
+    facts = {"total on this machine": _kibibytes(MACHINE_MEMORY, "MemTotal")}
+    facts |= {"available": _kibibytes(MACHINE_MEMORY, "MemAvailable"), "peak of this run": peak_memory_bytes(device)}
+    known = [f"{name}: {format_bytes(size)}" for name, size in facts.items() if size is not None]
+    return "\n".join(known) or f"{device} does not say how much memory it has"
+
+
+def _cuda_picture(device: torch.device) -> list[str]:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    peak, others = torch.cuda.max_memory_allocated(device), max(total - free - reserved, 0)
+    return [
+        f"total on {torch.cuda.get_device_name(device)}: {format_bytes(total)}, free: {format_bytes(free)}",
+        f"in torch's tensors: {format_bytes(allocated)}, at most {format_bytes(peak)}",
+        f"reserved by torch and empty: {format_bytes(reserved - allocated)}",
+        f"everything else (CUDA context, other processes): {format_bytes(others)}{_biggest_of(others, device)}",
+    ]
+
+
+def _biggest_of(others_bytes: int, device: torch.device) -> str:
+    """`, of it process 4242: 8.1 GB`; empty where there is none or NVML does not tell."""
+    processes = ask_nvml(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    # Size is None where the driver hides it. A container's own process goes by another id here: it is the one too big.
+    sizes = [(p.usedGpuMemory or 0, p.pid) for p in processes if p.pid != os.getpid()]
+    size, pid = max([s for s in sizes if s[0] <= others_bytes], default=(0, 0))
+    return f", of it process {pid}: {format_bytes(size)}" if size else ""
+
+
+def _idle_graph_bytes(device: torch.device) -> int:
+    """Memory that captured CUDA graphs hold: replays write into it, though torch counts it as free."""
+    import torch
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        # (0, 0) is the ordinary pool; every graph's pool has an id of its own.
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
+def _peak_resident_bytes() -> int | None:
+    # Not ru_maxrss first: it survives exec, so a child of a big process would report its parent's peak.
+    if (peak := _kibibytes(PROCESS_MEMORY, "VmHWM")) is not None:
+        return peak
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes everywhere but on macOS
+
+
+def _kibibytes(file: Path, name: str) -> int | None:
+    """A `Name:  123 kB` line of Linux' /proc, in bytes; None elsewhere."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE) if file.exists() else None
+    return int(found.group(1)) * 1024 if found else None

@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+import torch
+
+from halfstep.measure.energy import EnergyMeter
+
+
+def test_a_cpu_has_no_energy_counter() -> None:
+    assert EnergyMeter(torch.device("cpu")).joules() is None

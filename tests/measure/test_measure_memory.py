@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from halfstep.measure.memory import CLEAR_REFS, format_bytes, memory_picture, peak_memory_bytes, reset_peak
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (12_345_678, "12 MB"),
+        (999_700_000, "1.0 GB"),
+        (4_800_000_000, "4.8 GB"),
+        (99_960_000_000, "100 GB"),
+        (139_800_000_000, "140 GB"),
+        (1_500_000_000_000, "1.5 TB"),
+    ],
+)
+def test_sizes_are_printed_in_decimal_units(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def touch_and_free(num_bytes: int) -> None:
+    """By mmap: an allocator may keep freed memory, the kernel does not."""
+    with mmap.mmap(-1, num_bytes) as block:
+        block.write(b"\1" * num_bytes)
+
+
+def test_the_cpu_peak_remembers_memory_that_was_freed_until_it_is_reset() -> None:
+    if not CLEAR_REFS.exists():
+        pytest.skip("only Linux can reset the peak: this was NOT tested")
+    num_bytes = 200_000_000
+    touch_and_free(num_bytes)
+    before = peak_memory_bytes(CPU)
+    reset_peak(CPU)
+    after = peak_memory_bytes(CPU)
+    assert before is not None
+    assert after is not None
+    assert before - after > 0.9 * num_bytes
+
+
+def test_the_picture_of_the_cpu_names_total_available_and_peak() -> None:
+    picture = memory_picture(CPU)
+    assert [line.split(":")[0] for line in picture.splitlines()] == [
+        "total on this machine",
+        "available",
+        "peak of this run",
+    ]
+
+
+def test_a_device_that_does_not_count_has_no_peak() -> None:
+    assert peak_memory_bytes(torch.device("meta")) is None
