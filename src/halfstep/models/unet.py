@@ -142,7 +142,7 @@ def receptive_radius(depth: int) -> int:
     2**depth - 1 from the far corner of the pooled cell it falls into: 6·2**d - 4 + 2**d - 1. Bilinear upsampling
     with aligned corners depends on the size of the whole map, so no finite radius is exact for it.
     """
-    return 7 * 2**depth - 5
+    return 7 * (1 << depth) - 5
 
 
 def _run(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""Random changes of image and mask alike, for a whole batch on its device.
+
+All geometry (flip, rotation, scale, crop, elastic) is one sampling grid, so an image is interpolated once. The random
+numbers come from the CPU and from a key such as (seed, attempted step): the same step always sees the same images,
+whatever the device, and nothing waits. The grid is built by hand: `affine_grid` is a matrix product, which TF32 would
+round to half a pixel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.data.masks import IGNORED
+from halfstep.data.seeds import generator_for
+
+ELASTIC_KNOTS = 6
+"""Control points a side; the displacement between them is bicubic, so neighbouring pixels move together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Augmentation:
+    """How far training images are changed; 0 switches a change off."""
+
+    flip: float = 0.0
+    """Chance of a horizontal flip, and of a vertical one."""
+    rotate_degrees: float = 0.0
+    scale: float = 0.0
+    """Largest relative change of size, both ways."""
+    crop: float = 0.0
+    """Largest share of each side that a random crop takes away; the rest is enlarged to the full size."""
+    brightness: float = 0.0
+    """Largest relative change of brightness and of contrast."""
+    elastic_pixels: float = 0.0
+    """Largest elastic displacement."""
+
+    @property
+    def moves_pixels(self) -> bool:
+        """Whether any change is geometric."""
+        return any((self.flip, self.rotate_degrees, self.scale, self.crop, self.elastic_pixels))
+
+
+def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Change float images (N, C, H, W) in 0..1 and class maps (N, H, W) alike; what came from outside is ignored."""
+    num, _, height, width = image.shape
+    generator = generator_for(*key)
+    # All numbers are drawn whatever is switched on, so that one setting does not reshuffle the others.
+    draws = torch.rand(num, 9, generator=generator)
+    knots = torch.rand(num, 2, ELASTIC_KNOTS, ELASTIC_KNOTS, generator=generator) * 2 - 1
+    numbers = draws.T.contiguous()
+    if spec.moves_pixels:
+        grid = _affine_grid(_to(_affine(numbers, spec), image.device), height, width)
+        if spec.elastic_pixels:
+            reach = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
+            shift = F.interpolate(_to(knots * reach, image.device), (height, width), mode="bicubic", align_corners=True)
+            grid = grid + shift.permute(0, 2, 3, 1)
+        image, mask = _sample(image, mask, grid)
+    if spec.brightness:
+        gain, offset = _to((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
+        image = image * (1 + gain) + offset
+    return image, mask
+
+
+def _affine(numbers: Tensor, spec: Augmentation) -> Tensor:
+    """Rows (2, 3) that take an output position in -1..1 to the input position it shows."""
+    flip_x, flip_y, turn, zoom, cut, move_x, move_y = numbers[:7]
+    angle = (turn * 2 - 1) * math.radians(spec.rotate_degrees)
+    window = (1 - cut * spec.crop) / (1 + (zoom * 2 - 1) * spec.scale)
+    free = cut * spec.crop  # half-width of what the crop left free, in units of half an image
+    sign_x, sign_y = (1 - 2 * (flip < spec.flip).float() for flip in (flip_x, flip_y))
+    cos, sin = angle.cos() * window, angle.sin() * window
+    shift_x, shift_y = (move_x * 2 - 1) * free, (move_y * 2 - 1) * free
+    rows = [sign_x * cos, -sign_x * sin, shift_x, sign_y * sin, sign_y * cos, shift_y]
+    return torch.stack(rows, dim=1).view(-1, 2, 3)
+
+
+def _affine_grid(affine: Tensor, height: int, width: int) -> Tensor:
+    y, x = (
+        ((torch.arange(side, device=affine.device, dtype=torch.float32) + 0.5) * 2 - side) / side
+        for side in (height, width)
+    )
+    # Rotation acts on pixels, not on the unit square, which a wide image stretches.
+    ratio = width / height
+    x, y = x.view(1, 1, width), y.view(1, height, 1)
+    a = affine.view(-1, 6, 1, 1)
+    source_x = a[:, 0] * x + a[:, 1] * y / ratio + a[:, 2]
+    source_y = a[:, 3] * x * ratio + a[:, 4] * y + a[:, 5]
+    return torch.stack([source_x, source_y], dim=-1)
+
+
+def _sample(image: Tensor, mask: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+    moved = F.grid_sample(image, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+    # Classes below 256 are exact in fp32.
+    classes = F.grid_sample(mask.unsqueeze(1).float(), grid, mode="nearest", padding_mode="border", align_corners=False)
+    is_inside = (grid.abs() <= 1).all(dim=-1)
+    return moved, torch.where(is_inside, classes.squeeze(1), IGNORED).to(mask.dtype)
+
+
+def _to(numbers: Tensor, device: torch.device) -> Tensor:
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -1,0 +1,93 @@
+"""Reading arrays and pictures, and what happens with a file that cannot be read."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+from halfstep.errors import DataError
+
+PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
+ARRAYS = (".npy", ".pt", ".pth")
+READABLE = PICTURES + ARRAYS
+UNREADABLE = (
+    OSError,
+    SyntaxError,  # Pillow's word for a broken PNG chunk
+    ValueError,
+    EOFError,
+    struct.error,
+    RuntimeError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    Image.DecompressionBombError,
+)
+
+OnBadFile = Literal["error", "skip"]
+
+
+class BadFiles:
+    """Collects what is wrong with single files: the first one is raised, or all are left out and counted."""
+
+    def __init__(self, mode: OnBadFile) -> None:
+        self.mode = mode
+        self.skipped: list[DataError] = []
+
+    def report(self, error: DataError) -> None:
+        """Raise `error`, or note that its file is left out."""
+        if self.mode == "error":
+            raise error
+        self.skipped.append(error)
+
+
+def readable_files(folder: Path) -> list[Path]:
+    """The files of `folder` with a known ending, dotfiles aside, in natural order (2 before 10)."""
+    if not folder.is_dir():
+        raise DataError(f"no folder {folder}", why="it does not exist or is a file", fix="check data.dir")
+    visible = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    found = [path for path in visible if path.suffix.lower() in READABLE]
+    if not found:
+        seen = ", ".join(sorted({path.suffix or path.name for path in visible})[:8]) or "nothing"
+        raise DataError(f"no images in {folder}", why=f"it holds {seen}", fix="readable are " + " ".join(READABLE))
+    return sorted(found, key=lambda path: natural_key(path.name))
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sort key in which numbers count as numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def load_array(path: Path) -> np.ndarray[Any, Any]:
+    """The values of an array file as they are, without unpickling code; a corrupt file is named."""
+    try:
+        if path.suffix.lower() == ".npy":
+            # Mapped, so that asking for the shape alone reads the header alone.
+            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+        tensor = torch.load(path, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+    if not isinstance(tensor, torch.Tensor):
+        raise DataError(f"{path} holds a {type(tensor).__name__}", why="a .pt file must hold one tensor")
+    return tensor.numpy()
+
+
+def unreadable(path: Path, error: BaseException) -> DataError:
+    """The error for a file that is corrupt, truncated or not what its ending says."""
+    why = (str(error) or type(error).__name__).splitlines()[0].replace(str(path), path.name)
+    return DataError(
+        f"cannot read {path}", why=why, fix="replace the file, or leave bad files out: data.on_bad_file=skip"
+    )
+
+
+def some_of(names: Iterable[object], count: int = 5) -> str:
+    """A few names for an error message, and how many more there are."""
+    listed = [str(name) for name in names]
+    return ", ".join(listed[:count]) + (f" and {len(listed) - count} more" if len(listed) > count else "")

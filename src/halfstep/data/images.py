@@ -1,0 +1,163 @@
+"""Images of every bit depth and colour mode to (H, W, C) arrays: uint8, or float32 where 8 bits would lose something.
+
+The scale is a matter of the file's type, or, for plain floats, of the whole data set; never of one image's brightest
+pixel, which would lift a nearly black image into noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from halfstep.data.files import ARRAYS, UNREADABLE, load_array, unreadable
+from halfstep.errors import DataError
+
+Array = np.ndarray[Any, Any]
+Kind = Literal["uint8", "uint16", "raw"]
+"""raw: floats and wide integers, whose scale the data set as a whole decides."""
+
+COLOUR_CHANNELS = (1, 3, 4)
+SIXTEEN_BIT_MODES = ("I;16", "I;16B", "I;16L", "I;16N")
+LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # ITU-R 601, as Pillow converts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFacts:
+    """What the header says, without decoding pixels."""
+
+    size: tuple[int, int]
+    """Height and width."""
+    channels: int
+    """1 for gray, 3 for colour (transparency aside), an array's own count."""
+    kind: Kind
+
+
+def image_facts(path: Path) -> ImageFacts:
+    """Size and kind of an image or mask file."""
+    if path.suffix.lower() in ARRAYS:
+        array = channels_last(load_array(path), path)
+        channels = 3 if array.shape[2] == 4 else array.shape[2]
+        return ImageFacts(size=(array.shape[0], array.shape[1]), channels=channels, kind=_kind_of_array(array))
+    try:
+        with Image.open(path) as picture:
+            channels = 1 if picture.mode[0] in "1LIF" and picture.mode != "LAB" else 3
+            size = picture.height, picture.width
+            return ImageFacts(size=size, channels=channels, kind=_kind_of_picture(picture))
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+
+
+def read_image(path: Path, *, channels: int, raw_scale: float = 1.0) -> Array:
+    """Decode to (H, W, channels): uint8 in 0..255, or float32 with 16-bit values divided by 65535, raw ones scaled."""
+    array, kind = _decode(path)
+    if kind == "uint16":
+        array = array.astype(np.float32) / 65535
+    elif kind == "raw":
+        array = array.astype(np.float32) * np.float32(raw_scale)
+        num_bad = array.size - int(np.isfinite(array).sum())
+        if num_bad:
+            raise DataError(
+                f"{path} holds {num_bad} values that are NaN or infinite",
+                why="one of them turns the whole batch's loss into NaN",
+                fix="repair the file, or leave bad files out: data.on_bad_file=skip",
+            )
+    return _with_channels(array, channels, path)
+
+
+def raw_range(path: Path) -> tuple[float, float]:
+    """Smallest and largest value of a raw image, for the data set's scale."""
+    array, _ = _decode(path)
+    finite = array[np.isfinite(array)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def scale_for(low: float, high: float) -> float:
+    """The factor for raw images of a whole data set whose values lie in low..high.
+
+    Already normalised (some value negative, or none above 1): as they are. Up to 255: bytes stored as floats. Else:
+    the largest value becomes 1.
+    """
+    if low < 0 or high <= 1:
+        return 1.0
+    return 1 / 255 if high <= 255 else 1 / high
+
+
+def resize_image(image: Array, size: tuple[int, int]) -> Array:
+    """Bicubic, with antialiasing when shrinking; floats stay inside the range they had."""
+    if image.shape[:2] == size:
+        return image
+    planes = [
+        np.asarray(Image.fromarray(np.ascontiguousarray(image[..., c])).resize(size[::-1], Image.Resampling.BICUBIC))
+        for c in range(image.shape[2])
+    ]
+    resized = np.stack(planes, axis=-1)
+    return resized if image.dtype == np.uint8 else resized.clip(image.min(), image.max())
+
+
+def channels_last(array: Array, path: Path) -> Array:
+    """An array file's (H, W), (H, W, C) or (C, H, W) as (H, W, C)."""
+    if array.ndim == 2:
+        return array[..., None]
+    if array.ndim == 3 and array.shape[0] in COLOUR_CHANNELS and array.shape[2] not in COLOUR_CHANNELS:
+        return np.moveaxis(array, 0, -1)
+    if array.ndim != 3:
+        raise DataError(f"{path} has shape {array.shape}", why="an image is (H, W), (H, W, C) or (C, H, W)")
+    return array
+
+
+def _decode(path: Path) -> tuple[Array, Kind]:
+    if path.suffix.lower() in ARRAYS:
+        array = channels_last(load_array(path), path)
+        kind = _kind_of_array(array)
+        return (array * np.uint8(255) if array.dtype == np.bool_ else array), kind
+    try:
+        with Image.open(path) as picture:
+            kind = _kind_of_picture(picture)
+            is_plain = kind != "uint8" or picture.mode in ("L", "RGB", "RGBA")
+            array = np.asarray(picture if is_plain else picture.convert(_plain_mode(picture)))
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
+    return (array[..., None] if array.ndim == 2 else array), kind
+
+
+def _kind_of_array(array: Array) -> Kind:
+    if array.dtype in (np.uint8, np.bool_):
+        return "uint8"
+    return "uint16" if array.dtype == np.uint16 else "raw"
+
+
+def _kind_of_picture(picture: Image.Image) -> Kind:
+    # Older Pillow opens 16-bit PNGs as 32-bit integers; PNG itself has nothing wider than 16.
+    if picture.mode in SIXTEEN_BIT_MODES or (picture.mode == "I" and picture.format == "PNG"):
+        return "uint16"
+    return "raw" if picture.mode in ("I", "F") else "uint8"
+
+
+def _plain_mode(picture: Image.Image) -> str:
+    if picture.mode == "P":
+        return "RGBA" if "transparency" in picture.info else "RGB"
+    return {"1": "L", "LA": "L", "La": "L"}.get(picture.mode, "RGB")
+
+
+def _with_channels(array: Array, channels: int, path: Path) -> Array:
+    have = array.shape[2]
+    if have == channels:
+        return array
+    if have == 4 and channels in (1, 3):
+        array, have = array[..., :3], 3
+    if have == 1 and channels in (3, 4):
+        return np.repeat(array, channels, axis=2)
+    if have == 3 and channels == 1:
+        gray = array.astype(np.float32) @ LUMA
+        return (gray.round().astype(np.uint8) if array.dtype == np.uint8 else gray)[..., None]
+    if have == channels:
+        return array
+    raise DataError(
+        f"{path} has {have} channels, the model takes {channels}",
+        why="only gray, RGB and RGBA convert into each other",
+        fix=f"data.channels={have}, or files of one kind",
+    )

@@ -1,0 +1,144 @@
+"""Batches in an order that is a pure function of (seed, epoch), whatever the number of workers.
+
+A sample is a pure function of (seed, epoch, index), so to resume in the middle of an epoch is to start at a later
+batch. Torch's DataLoader moves the work into processes; errors come back as values, because torch would wrap them in
+a traceback of the worker.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from halfstep.data.seeds import generator_for
+from halfstep.errors import DataError, HalfstepError
+
+Batch: TypeAlias = dict[str, Tensor]
+
+
+class Samples(Protocol):
+    """A data set: samples by index, each a pure function of its key (seed, epoch, index)."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        """One sample as tensors of the same shapes as every other."""
+        ...
+
+
+class Loader:
+    """Batches of a data set; `index` in each holds the ids of its samples."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        if shuffle and batch_size > len(samples):
+            raise DataError(
+                f"batch size {batch_size} is larger than the training set of {len(samples)} samples",
+                fix=f"train.batch_size={max(1, len(samples))} or less; train.accumulate enlarges the effective batch",
+            )
+        self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle, drop_last=drop_last)
+        self.num_workers = num_workers
+        self._torch_loader: DataLoader[Batch | HalfstepError] = DataLoader(
+            _Fetch(samples, seed),
+            batch_sampler=self._order,
+            num_workers=num_workers,
+            collate_fn=_unchanged,
+            worker_init_fn=_leave_signals_to_the_parent,
+            persistent_workers=num_workers > 0,
+            # Batches a worker makes ahead. Its generator is not ours: torch would draw from the global one.
+            prefetch_factor=2 if num_workers > 0 else None,
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return len(self._order)
+
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch from `start_batch` on; one iterator at a time."""
+        self._order.epoch, self._order.start_batch = epoch, start_batch
+        with warnings.catch_warnings():
+            # Workers are forked before they start threads and touch no lock of ours; Python 3.12 warns all the same.
+            warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+            # torch counts the cores this process may use and warns; how many workers pay is the user's to try.
+            warnings.filterwarnings("ignore", message=".*worker processes.*", category=UserWarning)
+            batches = iter(self._torch_loader)
+        return self._checked(batches)
+
+    def _checked(self, batches: Iterator[Batch | HalfstepError]) -> Iterator[Batch]:
+        while True:
+            try:
+                batch = next(batches, None)
+            except RuntimeError as error:
+                if self.num_workers == 0:
+                    raise
+                raise DataError(
+                    f"a loader worker failed: {str(error).splitlines()[0]}",
+                    why="a worker that dies silently mostly ran out of memory, or of shared memory in a container",
+                    fix="data.num_workers=0 shows the cause; docker needs --shm-size or --ipc=host",
+                ) from error
+            if batch is None:
+                return
+            if isinstance(batch, HalfstepError):
+                raise batch
+            yield batch
+
+
+class _Order(Sampler[list[tuple[int, int]]]):
+    """Batches of (epoch, index)."""
+
+    def __init__(self, num_samples: int, batch_size: int, seed: int, *, shuffle: bool, drop_last: bool) -> None:
+        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self.epoch, self.start_batch = 0, 0
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, first = self.epoch, self.start_batch
+        order = torch.arange(self.num_samples)
+        if self.shuffle:
+            order = torch.randperm(self.num_samples, generator=generator_for(self.seed, epoch))
+        for batch in range(first, len(self)):
+            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            yield [(epoch, index) for index in indices.tolist()]
+
+
+class _Fetch(Dataset[Batch | HalfstepError]):
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self.samples, self.seed = samples, seed
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
+        try:
+            rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for epoch, index in keys]
+        except HalfstepError as error:
+            return error
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return batch | {"index": torch.tensor([index for _, index in keys])}
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    # Ctrl-C and a scheduler's SIGTERM reach the whole process group. The parent finishes its step and saves, for
+    # which it still needs batches; it ends the workers through their queues, and they watch for its death.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

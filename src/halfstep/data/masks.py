@@ -1,0 +1,169 @@
+"""Masks to class maps and back: a table says which gray value or colour is which class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from halfstep.data.files import ARRAYS, UNREADABLE, load_array, some_of, unreadable
+from halfstep.data.images import channels_last
+from halfstep.errors import DataError
+
+Array = np.ndarray[Any, Any]
+MaskValue = int | tuple[int, int, int]
+
+IGNORED = 255
+"""The class of pixels that count neither in the loss nor in the metrics; class maps are uint8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskTable:
+    """The gray value or RGB colour of each class, by position; and the value of pixels to ignore."""
+
+    values: tuple[MaskValue, ...]
+    ignored: MaskValue | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.values) < IGNORED or len(set(self.values)) < len(self.values):
+            raise DataError(
+                f"a mask table with {len(self.values)} values: {some_of(self.values)}",
+                why=f"1 to {IGNORED - 1} different values can be classes",
+            )
+
+    @property
+    def is_colour(self) -> bool:
+        """Whether any class is an RGB colour."""
+        return any(isinstance(value, tuple) for value in (*self.values, self.ignored))
+
+    def classes_of(self, mask: Array, path: Path) -> Array:
+        """The class map (uint8) of a mask as read; a value outside the table is an error naming file and value."""
+        if mask.ndim == 3 and not self.is_colour:
+            raise DataError(
+                f"{path} is a colour mask", why=f"the classes are the gray values {some_of(self.values, 8)}"
+            )
+        codes = _codes(mask, colour=self.is_colour)
+        known = [*self.values, *([] if self.ignored is None else [self.ignored])]
+        known_codes = np.array([_code(value, colour=self.is_colour) for value in known])
+        order = np.argsort(known_codes)
+        found = order[np.searchsorted(known_codes, codes, sorter=order).clip(max=len(known) - 1)]
+        wrong = known_codes[found] != codes
+        if wrong.any():
+            strange = [_value(int(code), colour=self.is_colour) for code in np.unique(codes[wrong])]
+            raise DataError(
+                f"{path} has the unknown mask value {some_of(strange)}",
+                why=f"the classes are {some_of(self.values, 8)}",
+                fix="correct the mask, or name the value to ignore",
+            )
+        return np.where(found == len(self.values), IGNORED, found).astype(np.uint8)
+
+    def paint(self, classes: Array) -> Array:
+        """The mask with the original values: (H, W) uint8 or uint16, or (H, W, 3) uint8."""
+        if self.is_colour:
+            colours = [v if isinstance(v, tuple) else (v, v, v) for v in self.values]
+            return np.array(colours, dtype=np.uint8)[classes]
+        values = np.array(self.values)
+        return values.astype(np.uint8 if values.max() < 256 else np.uint16)[classes]
+
+
+def table_from(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
+    """A table from plain lists, as JSON, a config or another project's checkpoint gives them."""
+    return MaskTable(
+        values=tuple(_plain(value) for value in values), ignored=None if ignored is None else _plain(ignored)
+    )
+
+
+def read_mask(path: Path) -> Array:
+    """A mask's values: (H, W) integers, or (H, W, 3) uint8 where the channels truly differ. Palettes give indices."""
+    if path.suffix.lower() in ARRAYS:
+        array = channels_last(load_array(path), path)
+    else:
+        try:
+            with Image.open(path) as picture:
+                direct = picture.mode in ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "F") or picture.mode[0] == "I"
+                array = np.asarray(picture if direct else picture.convert("RGB"))
+        except UNREADABLE as error:
+            raise unreadable(path, error) from error
+        array = array[..., None] if array.ndim == 2 else array
+    if array.shape[2] in (3, 4):
+        colour = np.asarray(array[..., :3])
+        is_gray = (colour == colour[..., :1]).all()
+        return colour[..., 0] if is_gray else colour
+    return _integers(np.asarray(array[..., 0]), path)
+
+
+def values_in(path: Path) -> list[MaskValue]:
+    """The distinct values of one mask, sorted."""
+    mask = read_mask(path)
+    colour = mask.ndim == 3
+    if mask.dtype == np.uint8 and not colour:
+        found = np.flatnonzero(np.bincount(mask.ravel()))  # many times faster than sorting the pixels
+    else:
+        found = np.unique(_codes(mask, colour=colour))
+    if len(found) > 2 and path.suffix.lower() in (".jpg", ".jpeg"):
+        raise DataError(
+            f"{path} has {len(found)} different values",
+            why="JPEG is lossy: it blurs the classes at every edge",
+            fix="save masks as PNG",
+        )
+    return [_value(int(code), colour=colour) for code in found]
+
+
+def table_of(values: Iterable[MaskValue], *, ignored: MaskValue | None = None) -> MaskTable:
+    """The table of all values seen in a data set, sorted; gray ones join the colours where there are any."""
+    seen = set(values)
+    if any(isinstance(value, tuple) for value in seen):
+        seen = {value if isinstance(value, tuple) else (value, value, value) for value in seen}
+        ignored = (ignored, ignored, ignored) if isinstance(ignored, int) else ignored
+    classes = sorted(seen - {ignored}, key=lambda value: value if isinstance(value, tuple) else (value,))
+    if len(classes) >= IGNORED:
+        raise DataError(
+            f"the masks have {len(classes)} different values: {some_of(classes)}",
+            why="that is no set of classes; masks saved lossily or with smooth edges look so",
+            fix="save masks as PNG with one value a class",
+        )
+    return MaskTable(values=tuple(classes), ignored=ignored)
+
+
+def resize_mask(mask: Array, size: tuple[int, int]) -> Array:
+    """Nearest neighbour by pixel centres, of values or classes: there is nothing in between."""
+    rows, columns = (
+        ((np.arange(new) + 0.5) * (old / new)).astype(np.int64) for new, old in zip(size, mask.shape[:2], strict=True)
+    )
+    return mask if mask.shape[:2] == size else mask[rows][:, columns]
+
+
+def _integers(array: Array, path: Path) -> Array:
+    if array.dtype == np.bool_:
+        return array.astype(np.uint8)
+    if np.issubdtype(array.dtype, np.floating):
+        if not (np.isfinite(array).all() and (array == array.round()).all()):
+            raise DataError(f"{path} holds fractions or NaN", why="mask values name classes, so they are whole numbers")
+        return array.astype(np.int64)
+    return array
+
+
+def _codes(mask: Array, *, colour: bool) -> Array:
+    wide = mask.astype(np.int64)
+    if mask.ndim == 3:
+        return (wide[..., 0] << 16) | (wide[..., 1] << 8) | wide[..., 2]
+    return wide * 0x010101 if colour else wide
+
+
+def _code(value: MaskValue, *, colour: bool) -> int:
+    return int(_codes(np.array([[value]]), colour=colour).item())
+
+
+def _value(code: int, *, colour: bool) -> MaskValue:
+    return (code >> 16 & 255, code >> 8 & 255, code & 255) if colour else code
+
+
+def _plain(value: Any) -> MaskValue:
+    if isinstance(value, (list, tuple)):
+        red, green, blue = (int(part) for part in value)
+        return red, green, blue
+    return int(value)

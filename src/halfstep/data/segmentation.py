@@ -1,0 +1,177 @@
+"""Segmentation samples from pairs of files: scanned once for sizes, kinds and mask values, then read by index."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.data.cache import SampleCache
+from halfstep.data.files import BadFiles
+from halfstep.data.images import ImageFacts, image_facts, raw_range, read_image, resize_image, scale_for
+from halfstep.data.masks import MaskTable, MaskValue, read_mask, resize_mask, table_of, values_in
+from halfstep.data.pairs import Pair
+from halfstep.errors import DataError
+
+Result = TypeVar("Result")
+SCAN_THREADS = 8
+VALUES_CACHE = ".halfstep_mask_values.json"
+"""Beside the masks, so that scanning a large set happens once; a dotfile no layout reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFormat:
+    """What every image becomes: stored with a checkpoint, so that a later image is treated as the training ones."""
+
+    size: tuple[int, int]
+    channels: int = 3
+    is_float: bool = False
+    """Some image has more than 8 bits, so all travel as float32."""
+    raw_scale: float = 1.0
+
+
+class SegmentationData:
+    """Pairs as samples: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8; kept in RAM where all fit."""
+
+    def __init__(
+        self, pairs: Sequence[Pair], *, table: MaskTable, image: ImageFormat, cache_bytes: int = 2 << 30
+    ) -> None:
+        self.pairs, self.table, self.image = tuple(pairs), table, image
+        image_dtype = np.dtype(np.float32 if image.is_float else np.uint8)
+        self._cache = SampleCache(
+            len(self.pairs),
+            fields={"image": ((image.channels, *image.size), image_dtype), "mask": (image.size, np.dtype(np.uint8))},
+            limit_bytes=cache_bytes,
+        )
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        """Sample `index`; the key (seed, epoch, index) is not needed, since augmentation runs on the device."""
+        arrays = self._cache.get(index)
+        if arrays is None:
+            pair = self.pairs[index]
+            arrays = {"image": read_planes(pair.image, self.image), "mask": self._read_classes(pair)}
+            self._cache.put(index, arrays)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        return self.table.classes_of(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)
+
+
+def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """One image file as (C, H, W) in the format of the training data."""
+    array = read_image(path, channels=image.channels, raw_scale=image.raw_scale)
+    if image.is_float and array.dtype == np.uint8:
+        array = array.astype(np.float32) / 255
+    elif not image.is_float and array.dtype != np.uint8:
+        array = (array * 255).round().clip(0, 255).astype(np.uint8)
+    return np.array(np.moveaxis(resize_image(array, image.size), -1, 0), order="C")  # a copy: Pillow's is read-only
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan:
+    """What a look at every file found."""
+
+    pairs: tuple[Pair, ...]
+    sizes: tuple[tuple[int, int], ...]
+    channels: int
+    """The most that any image has: gray ones join colour ones."""
+    is_float: bool
+    raw_scale: float
+
+
+def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
+    """Read every header; where bad files are to be left out, every pixel, since only that finds them all."""
+    inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
+    found = [(pair, facts) for pair, facts in _for_each(inspect, pairs, bad_files) if facts is not None]
+    if not found:
+        raise DataError("no usable pair of image and mask is left", why=f"{len(bad_files.skipped)} were left out")
+    raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
+    ranges = [limits for _, limits in _for_each(raw_range, raw_images, bad_files) if limits is not None]
+    scale = scale_for(min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else 1.0
+    return Scan(
+        pairs=tuple(pair for pair, _ in found),
+        sizes=tuple(facts.size for _, facts in found),
+        channels=max(facts.channels for _, facts in found),
+        is_float=any(facts.kind != "uint8" for _, facts in found),
+        raw_scale=scale,
+    )
+
+
+def discover_table(pairs: Sequence[Pair], *, ignored: MaskValue | None, bad_files: BadFiles) -> MaskTable:
+    """The mask values of all pairs, sorted; remembered beside the masks until one of the files changes."""
+    masks = [pair.mask for pair in pairs]
+    note, fingerprint = masks[0].parent / VALUES_CACHE, _fingerprint(masks)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        remembered = json.loads(note.read_text())
+        if remembered["fingerprint"] == fingerprint:
+            return table_of((v if isinstance(v, int) else tuple(v) for v in remembered["values"]), ignored=ignored)
+    values = {value for _, found in _for_each(values_in, masks, bad_files) for value in found or ()}
+    with contextlib.suppress(OSError):  # a read-only data folder only costs the scan
+        note.write_text(json.dumps({"fingerprint": fingerprint, "values": sorted(values, key=str)}))
+    return table_of(values, ignored=ignored)
+
+
+def _inspect(pair: Pair) -> ImageFacts:
+    image, mask = image_facts(pair.image), image_facts(pair.mask)
+    if image.size != mask.size:
+        raise DataError(
+            f"{pair.image} is {_text(image.size)}, its mask {pair.mask.name} is {_text(mask.size)}",
+            why="each pixel of the image needs its class",
+            fix="export both at one size, or leave such pairs out: data.on_bad_file=skip",
+        )
+    return image
+
+
+def _inspect_fully(pair: Pair) -> ImageFacts:
+    facts = _inspect(pair)
+    read_image(pair.image, channels=facts.channels)
+    values_in(pair.mask)
+    return facts
+
+
+Item = TypeVar("Item")
+
+
+def _for_each(
+    work: Callable[[Item], Result], items: Sequence[Item], bad_files: BadFiles
+) -> list[tuple[Item, Result | None]]:
+    """`work` on every item in threads (decoding releases the GIL), errors reported in the items' order."""
+
+    def attempt(item: Item) -> Result | DataError:
+        try:
+            return work(item)
+        except DataError as error:
+            return error
+
+    results: list[tuple[Item, Result | None]] = []
+    with ThreadPoolExecutor(SCAN_THREADS) as threads:
+        for item, outcome in zip(items, threads.map(attempt, items), strict=True):
+            if isinstance(outcome, DataError):
+                bad_files.report(outcome)
+            results.append((item, None if isinstance(outcome, DataError) else outcome))
+    return results
+
+
+def _fingerprint(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        status = os.stat(path)
+        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _text(size: tuple[int, int]) -> str:
+    return f"{size[1]}×{size[0]} pixels"

@@ -1,0 +1,105 @@
+"""Loss and metrics of semantic segmentation, on logits (N, C, H, W) and class maps (N, H, W).
+
+One logit means binary: class 1 where the logit is positive. Pixels of class IGNORED count nowhere. Everything is a
+comparison and a sum: no indexing kernels that are slow or undefined in deterministic mode, no host wait, no branch
+on data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.data.masks import IGNORED
+from halfstep.islands import fp32_island, to_fp32
+
+DICE_EPS = 1e-6
+"""Of the reference project; with it a class absent from truth and prediction scores exactly 1."""
+
+
+def segmentation_loss(
+    logits: Tensor,
+    mask: Tensor,
+    *,
+    class_weights: Tensor | None = None,
+    ce_weight: float = 1.0,
+    dice_weight: float = 1.0,
+) -> Tensor:
+    """(Binary) cross-entropy + (1 - mean Dice of the classes), in fp32; zero where every pixel is ignored."""
+    with fp32_island():
+        logits = to_fp32(logits)
+        truth = one_hot(mask, max(2, logits.shape[1]))
+        weights = truth.float() if class_weights is None else truth * class_weights.view(1, -1, 1, 1).to(logits)
+        if logits.shape[1] == 1:
+            log_probability = torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=1)
+            probability, foreground = logits.sigmoid(), truth[:, 1:]
+        else:
+            log_probability = F.log_softmax(logits, dim=1)
+            probability, foreground = log_probability.exp(), truth
+        # The clamp only acts where the weights of all pixels are zero; the numerator is zero there, too.
+        tiny = torch.finfo(logits.dtype).tiny
+        cross_entropy = -torch.where(truth, log_probability * weights, 0).sum() / weights.sum().clamp(min=tiny)
+        valid = truth.any(dim=1, keepdim=True)
+        dice = dice_per_class(torch.where(valid, probability, 0), foreground)
+        return ce_weight * cross_entropy + dice_weight * (1 - dice.mean())
+
+
+def dice_per_class(probability: Tensor, truth: Tensor) -> Tensor:
+    """Soft Dice of each class, summed over batch and pixels in fp32: 8·512² terms would overflow fp16."""
+    pixels = (0, 2, 3)
+    overlap = 2 * torch.where(truth, probability, 0).sum(pixels)
+    sizes = probability.sum(pixels) + truth.sum(pixels)
+    sizes = torch.where(sizes == 0, overlap, sizes)
+    return (overlap + DICE_EPS) / (sizes + DICE_EPS)
+
+
+def one_hot(classes: Tensor, num_classes: int) -> Tensor:
+    """Booleans (N, C, H, W); an ignored pixel belongs to no class."""
+    return classes.unsqueeze(1) == torch.arange(num_classes, device=classes.device).view(1, -1, 1, 1)
+
+
+def predicted_classes(logits: Tensor) -> Tensor:
+    """The class map (N, H, W) that the logits say."""
+    return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
+
+
+class SegmentationMetrics:
+    """IoU and Dice over a whole data set: pixels are counted as integers on the device, and divided once at the end.
+
+    `iou` and `dice` are means over the classes but class 0, the background. A class that neither truth nor
+    prediction ever show has no score and is left out of the mean; where no class has one, nothing was to be found
+    and nothing was, which scores 1.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = max(2, num_classes)
+        self._counts: Tensor | None = None
+
+    def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Count one batch; no host wait."""
+        mask = batch["mask"]
+        truth = one_hot(mask, self.num_classes)
+        predicted = one_hot(predicted_classes(logits), self.num_classes) & (mask != IGNORED).unsqueeze(1)
+        pixels = (0, 2, 3)
+        counts = torch.stack([(truth & predicted).sum(pixels), predicted.sum(pixels), truth.sum(pixels)])
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def compute(self) -> dict[str, float]:
+        """`iou`, `dice`, `accuracy`, and `iou/K`, `dice/K` of each class K that occurs; waits for the device."""
+        if self._counts is None:
+            return {}
+        hit, predicted, true = self._counts.double().cpu()
+        union = predicted + true - hit
+        occurs = [k for k in range(self.num_classes) if union[k] > 0]
+        scores = {f"iou/{k}": float(hit[k] / union[k]) for k in occurs}
+        scores |= {f"dice/{k}": float(2 * hit[k] / (predicted[k] + true[k])) for k in occurs}
+        means = {name: _mean([scores[f"{name}/{k}"] for k in occurs if k > 0]) for name in ("iou", "dice")}
+        accuracy = float(hit.sum() / true.sum()) if true.sum() > 0 else 1.0
+        return means | {"accuracy": accuracy} | scores
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 1.0

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfstep.data.loader import Loader
+from halfstep.data.prefetch import prefetch
+from halfstep.data.seeds import generator_for
+from halfstep.errors import DataError
+
+
+class Numbers:
+    """Sample i is i and noise of its key."""
+
+    def __init__(self, count: int, *, bad: int = -1) -> None:
+        self.count, self.bad = count, bad
+
+    def __len__(self) -> int:
+        return self.count
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        if index == self.bad:
+            raise DataError("cannot read seven.png", why="cut short", fix="replace it")
+        noise = torch.rand(2, generator=generator_for(*key))
+        return {"image": torch.cat([torch.tensor([float(index)]), noise])}
+
+
+class Dying(Numbers):
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        if index == self.bad:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sample(index, key=key)
+
+
+def rows(loader: Loader, epoch: int, start: int = 0) -> list[Tensor]:
+    return [torch.cat([batch["index"][:, None].float(), batch["image"]], dim=1) for batch in loader.epoch(epoch, start)]
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_workers_change_nothing_and_order_depends_on_seed_and_epoch() -> None:
+    here = Loader(Numbers(11), batch_size=4, seed=5)
+    there = Loader(Numbers(11), batch_size=4, seed=5, num_workers=2)
+    for epoch in (0, 1, 7):
+        assert equal(rows(here, epoch), rows(there, epoch))
+    assert not equal(rows(here, 0), rows(here, 1))
+    assert not equal(rows(here, 0), rows(Loader(Numbers(11), batch_size=4, seed=6), 0))
+
+
+def test_an_epoch_holds_every_sample_once_the_last_batch_partial() -> None:
+    loader = Loader(Numbers(11), batch_size=4)
+    batches = rows(loader, 3)
+    assert [len(batch) for batch in batches] == [4, 4, 3]
+    assert len(loader) == 3
+    assert sorted(torch.cat(batches)[:, 0].tolist()) == list(range(11))
+    assert len(Loader(Numbers(11), batch_size=4, drop_last=True)) == len(
+        rows(Loader(Numbers(11), batch_size=4, drop_last=True), 0)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_starting_in_the_middle_gives_the_rest_of_the_epoch(num_workers: int) -> None:
+    loader = Loader(Numbers(11), batch_size=2, num_workers=num_workers)
+    whole = rows(loader, 2)
+    assert equal(rows(loader, 2, start=4), whole[4:])
+    assert rows(loader, 2, start=6) == []
+
+
+def test_an_epoch_left_early_does_not_leak_into_the_next() -> None:
+    loader = Loader(Numbers(12), batch_size=2, num_workers=2)
+    expected = rows(loader, 1)
+    left_early = loader.epoch(0)
+    next(left_early)
+    assert equal(rows(loader, 1), expected)
+
+
+def test_validation_keeps_the_order_and_may_be_smaller_than_a_batch() -> None:
+    (batch,) = Loader(Numbers(3), batch_size=8, shuffle=False).epoch(0)
+    assert batch["index"].tolist() == [0, 1, 2]
+
+
+def test_a_batch_larger_than_the_training_set_is_an_error() -> None:
+    with pytest.raises(DataError, match="batch size 8 is larger than the training set of 3 samples"):
+        Loader(Numbers(3), batch_size=8)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_a_worker_arrives_as_it_was_raised(num_workers: int) -> None:
+    loader = Loader(Numbers(10, bad=7), batch_size=2, num_workers=num_workers, shuffle=False)
+    batches = loader.epoch(0)
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(DataError) as caught:
+        next(batches)
+    assert str(caught.value) == "cannot read seven.png\n  why: cut short\n  fix: replace it"
+
+
+def test_a_worker_that_dies_is_an_error_and_not_a_hang() -> None:
+    loader = Loader(Dying(10, bad=3), batch_size=2, num_workers=2, shuffle=False)
+    with pytest.raises(DataError, match="worker"):
+        list(loader.epoch(0))
+
+
+def test_loading_leaves_the_global_random_state_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(Loader(Numbers(4), batch_size=2, num_workers=1).epoch(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_survive_ctrl_c_and_end_with_their_parent() -> None:
+    script = textwrap.dedent("""
+        import os, signal, sys, time, torch
+        from halfstep.data.loader import Loader
+        class Ids:
+            def __len__(self): return 6
+            def sample(self, index, *, key): return {"pid": torch.tensor(os.getpid())}
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).epoch(0)
+        pids = {int(next(batches)["pid"]), int(next(batches)["pid"])}
+        os.killpg(os.getpgrp(), signal.SIGINT)
+        os.killpg(os.getpgrp(), signal.SIGTERM)
+        pids |= {int(batch["pid"]) for batch in batches}
+        print(*pids, flush=True)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, start_new_session=True, check=True
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        for _ in range(50):
+            if not os.path.exists(f"/proc/{pid}"):
+                break
+            time.sleep(0.1)
+        assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_prefetching_keeps_batches_order_and_counts_the_waiting() -> None:
+    def slow() -> object:
+        for i in range(3):
+            time.sleep(0.02)
+            yield {"image": torch.full((2,), float(i))}
+
+    batches = prefetch(slow(), "cpu")  # type: ignore[arg-type]
+    assert [int(batch["image"][0]) for batch in batches] == [0, 1, 2]
+    assert 0.06 <= batches.waited_s < 5

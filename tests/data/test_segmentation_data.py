@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from halfstep.data.files import BadFiles
+from halfstep.data.images import read_image, scale_for
+from halfstep.data.masks import IGNORED, MaskTable, read_mask, resize_mask, table_from, values_in
+from halfstep.data.pairs import Pair
+from halfstep.data.segmentation import VALUES_CACHE, ImageFormat, SegmentationData, discover_table, scan_pairs
+from halfstep.errors import DataError
+
+GRAY = np.arange(48, dtype=np.uint8).reshape(6, 8)
+BINARY = MaskTable(values=(0, 255))
+
+
+def save(path: Path, array: np.ndarray, mode: str | None = None) -> Path:
+    if path.suffix == ".npy":
+        np.save(path, array)
+    elif path.suffix == ".pt":
+        torch.save(torch.from_numpy(array), path)
+    else:
+        picture = Image.fromarray(array)
+        (picture.convert(mode) if mode else picture).save(path)
+    return path
+
+
+def write_pair(root: Path, name: str, image: np.ndarray, mask: np.ndarray, ending: str = ".png") -> Pair:
+    return Pair(
+        id=name,
+        image=save(root / f"{name}{ending}", image),
+        mask=save(root / f"{name}_mask.png", mask),
+    )
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.tif", "a.webp", "a.gif", "a.npy", "a.pt"])
+def test_gray_bytes_read_alike_from_every_container(tmp_path: Path, name: str) -> None:
+    if name.endswith("webp"):
+        Image.fromarray(GRAY).convert("RGB").save(tmp_path / name, lossless=True)
+    else:
+        save(tmp_path / name, GRAY)
+    image = read_image(tmp_path / name, channels=1)
+    assert image.dtype == np.uint8
+    assert np.array_equal(image[..., 0], GRAY)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "LA", "1"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_colour_mode_becomes_the_channels_asked_for(tmp_path: Path, mode: str, channels: int) -> None:
+    save(tmp_path / "a.png", GRAY * 5, mode)
+    image = read_image(tmp_path / "a.png", channels=channels)
+    assert image.shape == (6, 8, channels)
+    assert image.dtype == np.uint8
+    if mode in ("L", "RGB", "RGBA", "LA"):
+        assert np.array_equal(image[..., 0], GRAY * 5)
+
+
+def test_sixteen_bits_keep_their_precision(tmp_path: Path) -> None:
+    deep = (np.arange(48).reshape(6, 8) * 1000).astype(np.uint16)
+    for name in ("a.png", "a.tif", "a.npy"):
+        image = read_image(save(tmp_path / name, deep), channels=1)
+        assert image.dtype == np.float32
+        np.testing.assert_allclose(image[..., 0], deep / 65535, rtol=1e-6)
+
+
+def test_a_nearly_black_image_stays_nearly_black(tmp_path: Path) -> None:
+    dark = np.zeros((6, 8), dtype=np.uint8)
+    dark[2, 3] = 1
+    data = SegmentationData(
+        [write_pair(tmp_path, "a", dark, dark * 255)], table=BINARY, image=ImageFormat(size=(6, 8), channels=1)
+    )
+    image = data.sample(0, key=(0, 0, 0))["image"]
+    assert image.dtype == torch.uint8
+    assert int(image.max()) == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "scale"), [(0, 1, 1), (0, 0.2, 1), (-2, 3, 1), (0, 255, 1 / 255), (0, 4095, 1 / 4095)]
+)
+def test_floats_are_scaled_by_the_range_of_the_whole_set(low: float, high: float, scale: float) -> None:
+    assert scale_for(low, high) == pytest.approx(scale)
+
+
+def test_one_dark_float_image_is_scaled_like_its_bright_neighbour(tmp_path: Path) -> None:
+    mask = np.zeros((6, 8), dtype=np.uint8)
+    pairs = [
+        write_pair(tmp_path, "dark", np.full((6, 8), 0.5, dtype=np.float32), mask, ".npy"),
+        write_pair(tmp_path, "bright", np.full((6, 8), 255, dtype=np.float32), mask, ".npy"),
+    ]
+    scan = scan_pairs(pairs, bad_files=BadFiles("error"))
+    assert scan.is_float
+    assert read_image(pairs[0].image, channels=1, raw_scale=scan.raw_scale)[0, 0, 0] == pytest.approx(0.5 / 255)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_nan_in_a_float_image_names_the_file(tmp_path: Path, bad: float) -> None:
+    image = np.zeros((6, 8), dtype=np.float32)
+    image[1, 1] = bad
+    with pytest.raises(DataError, match=r"broken\.npy holds 1 values that are NaN or infinite"):
+        read_image(save(tmp_path / "broken.npy", image), channels=1)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.tif", "a.npy"])
+def test_a_truncated_or_alien_file_is_named(tmp_path: Path, name: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64), dtype=np.uint8)
+    path = save(tmp_path / name, noise)
+    content = path.read_bytes()
+    for broken in (content[: len(content) // 2], b"not an image at all", b""):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match=f"cannot read .*{name}"):
+            read_image(path, channels=1)
+
+
+def test_mask_values_are_sorted_and_colours_are_classes(tmp_path: Path) -> None:
+    colour = np.zeros((4, 4, 3), dtype=np.uint8)
+    colour[0], colour[1] = (255, 0, 0), (0, 0, 255)
+    black = np.zeros((4, 4), dtype=np.uint8)
+    pairs = [write_pair(tmp_path, "a", black, colour), write_pair(tmp_path, "b", black, black)]
+    table = discover_table(pairs, ignored=None, bad_files=BadFiles("error"))
+    assert table.values == ((0, 0, 0), (0, 0, 255), (255, 0, 0))
+    classes = table.classes_of(read_mask(pairs[0].mask), pairs[0].mask)
+    assert classes[:3, 0].tolist() == [2, 1, 0]
+    assert np.array_equal(table.paint(classes), colour)
+    assert table.classes_of(read_mask(pairs[1].mask), pairs[1].mask).max() == 0
+
+
+def test_the_remembered_values_serve_until_a_mask_changes(tmp_path: Path) -> None:
+    black = np.zeros((4, 4), dtype=np.uint8)
+    pair = write_pair(tmp_path, "a", black, black)
+    find = lambda: discover_table([pair], ignored=None, bad_files=BadFiles("error")).values  # noqa: E731
+    assert find() == (0,)
+    note = tmp_path / VALUES_CACHE
+    note.write_text(note.read_text().replace("[0]", "[0, 9]"))
+    assert find() == (0, 9)
+    save(pair.mask, black + 70)
+    assert find() == (70,)
+
+
+def test_palette_masks_give_their_indices_and_255_can_be_ignored(tmp_path: Path) -> None:
+    indices = np.array([[0, 1], [2, 255]], dtype=np.uint8)
+    picture = Image.fromarray(indices)
+    picture.putpalette([7, 7, 7] * 256)
+    picture.save(tmp_path / "a_mask.png")
+    pair = Pair(id="a", image=save(tmp_path / "a.png", indices), mask=tmp_path / "a_mask.png")
+    table = discover_table([pair], ignored=255, bad_files=BadFiles("error"))
+    assert table == MaskTable(values=(0, 1, 2), ignored=255)
+    assert table.classes_of(read_mask(pair.mask), pair.mask).tolist() == [[0, 1], [2, IGNORED]]
+
+
+def test_sixteen_bit_masks_are_painted_back_with_their_values() -> None:
+    table = MaskTable(values=(0, 1000, 40000))
+    mask = np.array([[0, 40000], [1000, 0]], dtype=np.uint16)
+    painted = table.paint(table.classes_of(mask, Path("m.png")))
+    assert painted.dtype == np.uint16
+    assert np.array_equal(painted, mask)
+
+
+def test_an_unknown_mask_value_names_file_and_value() -> None:
+    with pytest.raises(DataError, match=r"m\.png has the unknown mask value 7") as caught:
+        BINARY.classes_of(np.array([[0, 7], [255, 255]]), Path("m.png"))
+    assert "0, 255" in str(caught.value)
+
+
+def test_a_colour_mask_does_not_pass_for_gray_classes() -> None:
+    blue_five = np.zeros((2, 2, 3), dtype=np.uint8)
+    blue_five[..., 2] = 5
+    with pytest.raises(DataError, match="colour mask"):
+        MaskTable(values=(0, 5)).classes_of(blue_five, Path("m.png"))
+
+
+def test_tables_of_other_projects_and_json_are_understood() -> None:
+    assert table_from([0, 255]) == BINARY
+    assert table_from([[0, 0, 0], [255, 0, 0]]).values == ((0, 0, 0), (255, 0, 0))
+
+
+def test_a_jpeg_mask_with_smeared_values_is_refused(tmp_path: Path) -> None:
+    mask = np.zeros((32, 32), dtype=np.uint8)
+    mask[5:20, 7:21] = 255
+    with pytest.raises(DataError, match="JPEG is lossy"):
+        values_in(save(tmp_path / "m.jpg", mask))
+
+
+def test_fractions_in_a_float_mask_are_refused(tmp_path: Path) -> None:
+    assert read_mask(save(tmp_path / "ok.npy", np.array([[0.0, 1.0]]))).tolist() == [[0, 1]]
+    with pytest.raises(DataError, match="whole numbers"):
+        read_mask(save(tmp_path / "bad.npy", np.array([[0.0, 0.5]])))
+
+
+def test_a_size_mismatch_names_both_sizes(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, "a", GRAY, GRAY[:4])
+    with pytest.raises(DataError, match=r"a\.png is 8×6 pixels, its mask a_mask\.png is 8×4 pixels"):
+        scan_pairs([pair], bad_files=BadFiles("error"))
+
+
+def test_bad_pairs_are_left_out_and_counted_on_request(tmp_path: Path) -> None:
+    good = write_pair(tmp_path, "good", GRAY, GRAY * 0)
+    mismatch = write_pair(tmp_path, "mismatch", GRAY, GRAY[:4])
+    cut = write_pair(tmp_path, "cut", np.random.default_rng(0).integers(0, 255, (64, 64), dtype=np.uint8), GRAY)
+    save(cut.mask, np.zeros((64, 64), dtype=np.uint8))
+    cut.image.write_bytes(cut.image.read_bytes()[:900])
+    nan = write_pair(tmp_path, "nan", np.full((6, 8), np.nan, dtype=np.float32), GRAY * 0, ".npy")
+    bad_files = BadFiles("skip")
+    assert scan_pairs([good, mismatch, cut, nan], bad_files=bad_files).pairs == (good,)
+    for error, name in zip(bad_files.skipped, ("mismatch.png", "cut.png", "nan.npy"), strict=True):
+        assert name in error.what
+    with pytest.raises(DataError, match="no usable pair"):
+        scan_pairs([mismatch], bad_files=BadFiles("skip"))
+
+
+def test_images_and_masks_are_resized_together(tmp_path: Path) -> None:
+    image = np.zeros((10, 20), dtype=np.uint8)
+    image[:, 10:] = 200
+    data = SegmentationData(
+        [write_pair(tmp_path, "a", image, (image > 0) * np.uint8(255))],
+        table=BINARY,
+        image=ImageFormat(size=(40, 40), channels=3),
+    )
+    sample = data.sample(0, key=(0, 0, 0))
+    assert sample["image"].shape == (3, 40, 40)
+    assert torch.equal(sample["mask"], (sample["image"][0] > 100).byte())
+
+
+def test_nearest_resizing_takes_pixel_centres() -> None:
+    assert resize_mask(np.arange(4)[None], (1, 2)).tolist() == [[1, 3]]
+    assert resize_mask(np.arange(2)[None], (2, 4)).tolist() == [[0, 0, 1, 1]] * 2
+
+
+def test_a_cached_sample_is_the_same_and_outlives_its_file(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, "a", GRAY, GRAY * 0)
+    image = ImageFormat(size=(6, 8), channels=1)
+    cached = SegmentationData([pair], table=BINARY, image=image)
+    uncached = SegmentationData([pair], table=BINARY, image=image, cache_bytes=10)
+    first = cached.sample(0, key=(0, 0, 0))
+    pair.image.unlink()
+    first["image"].zero_()
+    assert np.array_equal(cached.sample(0, key=(0, 1, 0))["image"][0].numpy(), GRAY)
+    with pytest.raises(DataError, match=r"a\.png"):
+        uncached.sample(0, key=(0, 0, 0))
