@@ -27,11 +27,11 @@ class GuardConfig(Section):
     )
     snapshot_every: PositiveCount = Field(default=100, description="Committed steps between two snapshots for rollback")
     floor_patience: PositiveCount = Field(
-        default=20, description="fp16 overflows in a row at the smallest scale before the run stops"
+        default=10, description="fp16 overflows in a row at the smallest scale before the run stops"
     )
     skip_spikes: bool = Field(default=False, description="Skip steps whose loss is a spike, not only non-finite ones")
     spike_threshold: Positive = Field(
-        default=8.0, description="A spike is a loss this many deviations (MAD) above the median"
+        default=10.0, description="A spike is a loss this many deviations (MAD) above the median"
     )
     spike_window: int = Field(default=64, ge=8, description="Losses the median and the deviation are taken over")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
 
@@ -26,6 +27,7 @@ OptimizerName = Literal[
 ScheduleName = Literal["constant", "cosine", "linear", "polynomial", "exponential", "step", "onecycle", "plateau"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+UNJUDGEABLE = ("lbfgs", "sparseadam")
 ADAM_LIKE = frozenset({"adam", "adamw", "nadam", "radam", "adamax"})
 OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
     "momentum": frozenset({"sgd", "rmsprop", "muon"}),
@@ -38,7 +40,7 @@ OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
 """Which optimizers read an option; a value given to another one is reported, never dropped in silence."""
 
 SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
-    "min_factor": frozenset({"cosine", "linear", "polynomial", "exponential", "onecycle", "plateau"}),
+    "min_factor": frozenset({"cosine", "linear", "polynomial", "exponential", "plateau"}),
     "power": frozenset({"polynomial"}),
     "half_life_steps": frozenset({"exponential"}),
     "step_size": frozenset({"step"}),
@@ -46,7 +48,7 @@ SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
     "gamma": frozenset({"step"}),
     "patience": frozenset({"plateau"}),
     "factor": frozenset({"plateau"}),
-    "peak_fraction": frozenset({"onecycle"}),
+    "peak_share": frozenset({"onecycle"}),
 }
 """The same for schedules."""
 
@@ -60,14 +62,28 @@ class OptimizerConfig(Section):
         default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
     )
     decay_norms_and_biases: bool = Field(default=False, description="Decay normalisation parameters and biases too")
-    momentum: Beta | None = Field(default=None, description="Momentum; default: sgd 0.9, rmsprop 0, muon 0.95")
+    momentum: Beta | None = Field(default=None, description="Momentum; default: 0.9 in sgd, 0 in rmsprop, 0.95 in muon")
     betas: tuple[Beta, Beta] | None = Field(
         default=None, description="Decay of the two moments in the Adam family; default 0.9, 0.999"
     )
     eps: Positive | None = Field(default=None, description="Added to the denominator; default: the optimizer's own")
-    nesterov: bool = Field(default=False, description="Nesterov momentum, in sgd and muon")
+    nesterov: bool | None = Field(default=None, description="Nesterov momentum; default: off in sgd, on in muon")
     alpha: Beta | None = Field(default=None, description="Smoothing of rmsprop; default 0.99")
     rho: Beta | None = Field(default=None, description="Smoothing of adadelta; default 0.9")
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def known_optimizer(cls, value: object) -> object:
+        name = re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
+        if name in UNJUDGEABLE:
+            raise ValueError(f"refused: {name} changes weights before a step can be judged; adamw is a good default")
+        return name
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for the chosen optimizer: what was set, and 0.9 where sgd needs a momentum."""
+        given = {option: getattr(self, option) for option, readers in OPTIMIZER_OPTIONS.items() if self.name in readers}
+        defaults = {"momentum": 0.9} if self.name == "sgd" else {}
+        return {**defaults, **{option: value for option, value in given.items() if value is not None}}
 
 
 class ScheduleConfig(Section):
@@ -90,7 +106,7 @@ class ScheduleConfig(Section):
     gamma: Fraction = Field(default=0.1, description="Factor of one cut of the step schedule")
     patience: PositiveCount = Field(default=5, description="Validations without a better metric before plateau cuts")
     factor: float = Field(default=0.1, gt=0, lt=1, description="Factor of one cut of plateau")
-    peak_fraction: float = Field(default=0.3, gt=0, lt=1, description="Share of the steps before onecycle's peak")
+    peak_share: float = Field(default=0.3, gt=0, lt=1, description="Share of the steps before onecycle's peak")
 
 
 class TrainConfig(Section):

@@ -14,25 +14,25 @@ class UNetAugmentConfig(Section):
     """How far training images are changed, image and mask alike; 0 switches a change off."""
 
     flip: Fraction = Field(default=0.5, description="Chance of a horizontal flip, and of a vertical one")
-    rotate: float = Field(default=15.0, ge=0, le=180, description="Largest rotation, in degrees")
+    rotate_degrees: float = Field(default=15.0, ge=0, le=180, description="Largest rotation, both ways")
     scale: float = Field(default=0.1, ge=0, lt=1, description="Largest relative change of size")
     crop: float = Field(default=0.0, ge=0, lt=1, description="Largest share of each side that a random crop takes away")
     brightness: float = Field(
         default=0.1, ge=0, le=1, description="Largest relative change of brightness and contrast; image only"
     )
-    elastic: float = Field(default=0.0, ge=0, description="Largest elastic displacement, in pixels")
+    elastic_pixels: float = Field(default=0.0, ge=0, description="Largest elastic displacement")
 
 
 class UNetDataConfig(DataConfig):
     """Image and mask pairs."""
 
     image_size: PositiveCount = Field(default=512, description="Side of the square images the model sees, in pixels")
-    images: str = Field(default="auto", description="Folder of the images below data.dir; auto: imgs, images or image")
+    images: str = Field(default="", description="Folder of the images below data.dir; empty: imgs, images or image")
     masks: str = Field(
-        default="auto", description="Folder of the masks below data.dir; auto: masks, mask, labels or label"
+        default="", description="Folder of the masks below data.dir; empty: masks, mask, labels or label"
     )
     mask_suffix: str = Field(
-        default="auto", description="What a mask's name adds to its image's; auto: _mask, or nothing"
+        default="_mask", description="What a mask's name adds to its image's; masks named as their image are found too"
     )
     channels: Literal["auto", 1, 3] = Field(
         default="auto", description="Channels of the images; auto: as the files have them"
@@ -61,8 +61,9 @@ class UNetModelConfig(ModelConfig):
     class_weights: tuple[float, ...] = Field(
         default=(), description="Weight of each class in the cross-entropy; empty: all equal"
     )
-    ignore_index: int | None = Field(
-        default=None, description="Mask value that counts neither in the loss nor in the metrics"
+    ignore_index: int | tuple[int, int, int] | None = Field(
+        default=None,
+        description="Mask value (a number, or a colour) that counts neither in the loss nor in the metrics",
     )
 
 
