@@ -16,7 +16,10 @@ tf32 is fp32's range with fp16's mantissa; it lives in 32-bit words and exists o
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
 
 from halfstep.errors import FormatError, nearest
 
@@ -102,3 +105,39 @@ def round_value(x: float, fmt: Format) -> float:
     if abs(rounded) > fmt.largest:
         return math.copysign(math.inf, x) if fmt.has_infinity else math.nan
     return rounded
+
+
+FateKind = Literal["exact", "rounded", "subnormal", "flushed to zero", "overflow"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fate:
+    """What one format makes of one number."""
+
+    format: str
+    result: float
+    kind: FateKind
+    relative_error: float | None
+    """Against the number as it was written; None where either is not finite."""
+
+
+def fate_of(written: str, fmt: Format) -> Fate:
+    """What `fmt` makes of a number as a person writes it: `0.1` is rounded even by fp64."""
+    try:
+        x = float(written)
+    except ValueError:
+        raise FormatError(f"{written!r} is not a number", fix="write 70000, 1e-8, -3.5, inf or nan") from None
+    result = round_value(x, fmt)
+    if math.isnan(x) or written.strip().lstrip("+-").lower() in ("inf", "infinity") and math.isinf(result):
+        return Fate(format=fmt.name, result=result, kind="exact", relative_error=None)
+    if not math.isfinite(result):
+        return Fate(format=fmt.name, result=result, kind="overflow", relative_error=None)
+    if result == 0.0:
+        is_zero = not re.search(r"[1-9]", re.split("[eE]", written)[0])
+        kind: FateKind = "exact" if is_zero else "flushed to zero"
+        return Fate(format=fmt.name, result=result, kind=kind, relative_error=0.0 if is_zero else 1.0)
+    exact = Fraction(written)
+    error = float(abs(Fraction(result) - exact) / abs(exact))
+    if abs(result) < fmt.smallest_normal:
+        return Fate(format=fmt.name, result=result, kind="subnormal", relative_error=error)
+    return Fate(format=fmt.name, result=result, kind="rounded" if error else "exact", relative_error=error)

@@ -20,7 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("detect")(detect.command)
-app.command("formats")(formats.command)
+app.command("formats", context_settings={"ignore_unknown_options": True})(formats.command)  # `formats -3.5`
 app.command("train")(train.command)
 
 

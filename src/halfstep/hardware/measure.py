@@ -78,6 +78,10 @@ class _Session:
     sizes: Sizes
     budget_s: float
     notes: list[str] = field(default_factory=list)
+    hopeless: dict[str, list[str]] = field(default_factory=dict)
+    """Format to what was too slow for the full problem."""
+    inexact: dict[str, list[str]] = field(default_factory=dict)
+    """Format to what errs by more than rounding its inputs explains."""
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,8 +103,14 @@ class _Session:
             source="measured",
             measurements=measurements,
             bandwidth_gb_s=bandwidth,
-            notes=(*self.hardware.notes, *self.notes),
+            notes=(*self.hardware.notes, *self.notes, *self._findings()),
         )
+
+    def _findings(self) -> Iterator[str]:
+        for name, found in self.hopeless.items():
+            yield f"{name} is hopeless here, so it was timed on a small problem only: {', '.join(found)}"
+        for name, found in self.inexact.items():
+            yield f"{name} sums in {name} here, not in fp32: {', '.join(found)}"
 
     def _bandwidth_gb_s(self, place: torch.device) -> float | None:
         try:
@@ -141,10 +151,10 @@ class _Session:
                 chosen, seconds = full, timed(full)
             else:
                 chosen, seconds = small, small_s
-                self.notes.append(_small_only(op, format_name, times_slower))
+                self.hopeless.setdefault(format_name, []).append(f"{op} {times_slower:.0f}x slower than fp32")
             error = chosen.error(chosen.kernel(format_name)())
         if format_name != "fp32" and error > format_named(format_name).spacing_at_1:
-            self.notes.append(f"{op} in {format_name} errs by {error:.0e}: its sums are {format_name} too, not fp32")
+            self.inexact.setdefault(format_name, []).append(f"{op} errs by {error:.0e}")
         return Measurement(
             op=op,
             format=format_name,
@@ -175,10 +185,6 @@ class _Session:
         until = self.driver.now() + WARM_UP_S
         while self.driver.now() < until:
             self._seconds(kernel, "warm-up")
-
-
-def _small_only(op: Op, format_name: str, times_slower: float) -> str:
-    return f"{op} in {format_name} timed on a small problem only, {times_slower:.0f} times slower than fp32: hopeless"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,80 @@
+"""`halfstep formats`: what happens to these numbers in each format?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from halfstep.formats import FORMATS, Fate, Format, fate_of
+
+
+def command(
+    values: Annotated[
+        list[str] | None, typer.Argument(metavar="[VALUE]...", help="Numbers to put into each format.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What happens to these numbers in each format?
+
+    Without numbers: the range, spacing and digits of every format. With numbers: what each format makes of them.
+
+    Example:
+
+        halfstep formats
+
+        halfstep formats 1e-8 70000 0.1 1.0009765625 -3.5
+    """
+    fates = {value: [fate_of(value, fmt) for fmt in FORMATS.values()] for value in values or ()}
+    if as_json:
+        print_json(fates)
+    else:
+        print_tables(fates)
+
+
+def print_tables(fates: dict[str, list[Fate]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from halfstep.report.tables import fates_table, formats_table
+
+    console = Console()
+    if not fates:
+        console.print(formats_table(FORMATS.values()), "")
+        console.print(
+            "fp8_e4m3 has no infinity: what is too large becomes nan. tf32 lives in 32-bit words.", style="dim"
+        )
+    for value, rows in fates.items():
+        console.print(Text(value, style="bold underline"), fates_table(rows), "", sep="\n")
+
+
+def print_json(fates: dict[str, list[Fate]]) -> None:
+    import json
+
+    answer: object = {value: {fate.format: fate_facts(fate) for fate in rows} for value, rows in fates.items()}
+    if not fates:
+        answer = {fmt.name: format_facts(fmt) for fmt in FORMATS.values()}
+    typer.echo(json.dumps(answer, indent=2, allow_nan=False))
+
+
+def fate_facts(fate: Fate) -> dict[str, object]:
+    import math
+
+    # JSON knows neither inf nor nan.
+    result = fate.result if math.isfinite(fate.result) else str(fate.result)
+    return {"result": result, "fate": fate.kind, "relative_error": fate.relative_error}
+
+
+def format_facts(fmt: Format) -> dict[str, object]:
+    return {
+        "bits": fmt.bits,
+        "storage_bits": fmt.storage_bits,
+        "exponent_bits": fmt.exponent_bits,
+        "mantissa_bits": fmt.mantissa_bits,
+        "has_infinity": fmt.has_infinity,
+        "largest": fmt.largest,
+        "smallest_normal": fmt.smallest_normal,
+        "smallest_subnormal": fmt.smallest_subnormal,
+        "spacing_at_1": fmt.spacing_at_1,
+        "decimal_digits": fmt.decimal_digits,
+    }

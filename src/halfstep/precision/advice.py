@@ -1,0 +1,181 @@
+"""From the facts of a device to what a user should do: precision, settings, and what is lost. No torch.
+
+The precision comes from the same ladder that training uses; this file only says it in words and adds what goes with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.formats import FP32, format_named
+from halfstep.hardware.facts import Hardware
+from halfstep.precision.decide import decide
+
+NOUN = {"cpu": "CPU", "tpu": "TPU"}
+OP_NAMES = {"matmul": "matmul", "conv_nchw": "convolution", "conv_nhwc": "channels_last convolution"}
+
+LAYOUT_GAIN = 1.05
+"""A layout that gains less than this is within the noise of a few samples."""
+
+UNET_SAMPLE_BYTES = 1.29 * 2**30
+"""Saved for backward by a 64-channel U-Net on one 512x512 image in fp32, counted with saved-tensor hooks."""
+UNET_FIXED_BYTES = 31_037_698 * 16
+"""Its weights, gradients and Adam's two moments, in fp32."""
+USABLE_MEMORY = 0.8
+"""The rest goes to workspaces, fragmentation and the CUDA context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One suggested setting, and why."""
+
+    name: str
+    value: str | bool | int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What to use on a device."""
+
+    precision: str
+    headline: str
+    """One line, such as `use bf16: native, measured 7.1x fp32 on matmul, error 2e-03`."""
+    reason: str
+    """The ladder's own words, as a plan would store them."""
+    settings: tuple[Setting, ...]
+    lost: str
+    warnings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def advise(hardware: Hardware) -> Advice:
+    """The fastest precision the device truly runs, and the settings that go with it."""
+    plan = decide("auto", hardware)
+    return Advice(
+        precision=plan.granted,
+        headline=_headline(plan.granted, hardware),
+        reason=plan.reason,
+        settings=(
+            Setting(name="precision", value=plan.granted, reason=plan.reason),
+            _loss_scaling(plan.granted),
+            _channels_last(plan.granted, hardware),
+            _compile(hardware),
+            *_batch_size(plan.granted, hardware),
+        ),
+        lost=what_is_lost(plan.granted),
+        warnings=(*plan.warnings, *_caution(hardware)),
+    )
+
+
+def what_is_lost(precision: str) -> str:
+    """Digits and range that this precision gives up against fp32."""
+    if precision == "fp32":
+        return "nothing"
+    chosen = format_named(precision)
+    digits = f"matmuls and convolutions keep {chosen.decimal_digits:.1f} of {FP32.decimal_digits:.1f} decimal digits"
+    if chosen.exponent_bits == FP32.exponent_bits:
+        return f"{digits}; the range stays that of fp32"
+    return (
+        f"{digits}; the range shrinks to {chosen.smallest_subnormal:.0e} … {chosen.largest:.0f}, "
+        "so small gradients need loss scaling"
+    )
+
+
+def _headline(precision: str, hardware: Hardware) -> str:
+    if precision == "bf16":
+        evidence = [_in_favour(precision, hardware)]
+    elif precision == "fp32":
+        evidence = _against(("bf16", "fp16"), hardware)
+    else:
+        evidence = [*_against(("bf16",), hardware), f"{precision} is {_in_favour(precision, hardware)}"]
+    scaling = " with loss scaling" if precision == "fp16" else ""
+    return f"use {precision}{scaling}: {'; '.join(evidence)}"
+
+
+def _in_favour(precision: str, hardware: Hardware) -> str:
+    best, speedup = hardware.best(precision), hardware.speedup(precision)
+    if best is not None:
+        return f"native, measured {_share(best.speedup)} fp32 on {OP_NAMES[best.op]}, error {best.error:.0e}"
+    return "native, speed not measured" if speedup is None else f"native, published peak {_share(speedup)} fp32"
+
+
+def _against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
+    """Why not these formats, one sentence for all that share a reason."""
+    noun = NOUN.get(hardware.kind, "GPU")
+    reasons = {
+        "missing": f"not to be had on this {noun}",
+        "emulated": f"emulated on this {noun}",
+        "native": "slower here",
+    }
+    sentences = []
+    for support, reason in reasons.items():
+        group = [name for name in names if hardware.has(name) == support]
+        if group:
+            verb = "is" if len(group) == 1 else "are"
+            sentences.append(f"{' and '.join(group)} {verb} {reason}{_speeds(group, hardware)}")
+    return sentences
+
+
+def _speeds(names: list[str], hardware: Hardware) -> str:
+    matmuls = [hardware.measured("matmul", name) for name in names]
+    shares = [_share(matmul.speedup) for matmul in matmuls if matmul is not None]
+    return f", measured {' and '.join(shares)} fp32 on matmul" if shares else ""
+
+
+def _share(speedup: float) -> str:
+    return f"{speedup:.1f}x" if speedup > 0.1 else f"1/{1 / speedup:.0f} of"
+
+
+def _loss_scaling(precision: str) -> Setting:
+    if precision == "fp16":
+        return Setting(name="loss_scaling", value=True, reason="gradients below 6e-08 become zero in fp16")
+    return Setting(name="loss_scaling", value=False, reason="gradients keep the range of fp32")
+
+
+def _channels_last(precision: str, hardware: Hardware) -> Setting:
+    nchw, nhwc = hardware.measured("conv_nchw", precision), hardware.measured("conv_nhwc", precision)
+    if nchw and nhwc:
+        gain = nhwc.tflops / nchw.tflops
+        reason = f"convolutions in {precision} run {gain:.2g}x as fast in it (measured)"
+        return Setting(name="channels_last", value=gain > LAYOUT_GAIN, reason=reason)
+    if hardware.tensor_cores and hardware.kind in ("cuda", "rocm", "xpu"):
+        return Setting(name="channels_last", value=True, reason="matrix units read images in this layout; not measured")
+    return Setting(name="channels_last", value=False, reason="no gain is known here; not measured")
+
+
+def _compile(hardware: Hardware) -> Setting:
+    if hardware.kind == "cuda" and hardware.capability is not None and hardware.capability < (7, 0):
+        return Setting(name="compile", value=False, reason="torch.compile's Triton needs sm_70 or newer")
+    if hardware.kind in ("cuda", "rocm", "xpu"):
+        return Setting(name="compile", value=True, reason="fuses what lies between the matmuls; pays after minutes")
+    reasons = {
+        "cpu": "needs a C++ compiler and minutes; worth a try for long runs only",
+        "mps": "torch.compile is young on Apple GPUs",
+        "tpu": "halfstep has no TPU path",
+    }
+    return Setting(name="compile", value=False, reason=reasons[hardware.kind])
+
+
+def _batch_size(precision: str, hardware: Hardware) -> tuple[Setting, ...]:
+    memory = hardware.memory_total_bytes if hardware.memory_free_bytes is None else hardware.memory_free_bytes
+    if not memory:
+        return ()
+    sample_bytes = UNET_SAMPLE_BYTES * (1 if precision in ("fp32", "tf32") else 0.5)
+    fits = int((memory * USABLE_MEMORY - UNET_FIXED_BYTES) / sample_bytes)
+    reason = (
+        f"fits {memory / 2**30:.0f} GiB for a 64-channel U-Net at 512x512 and {sample_bytes / 2**30:.2f} GiB a sample"
+    )
+    if fits < 1:
+        return (Setting(name="batch_size", value=1, reason="even one 512x512 image for a 64-channel U-Net is tight"),)
+    return (Setting(name="batch_size", value=2 ** (fits.bit_length() - 1), reason=reason),)
+
+
+def _caution(hardware: Hardware) -> tuple[str, ...]:
+    if hardware.source == "table":
+        return ("from published peaks, which no training reaches: run `halfstep detect` on the device itself",)
+    return ()
