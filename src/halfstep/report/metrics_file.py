@@ -1,0 +1,106 @@
+"""`metrics.jsonl`: one record a line, always valid JSON, always readable, also after a kill in the middle of a line.
+
+JSON has no NaN: a value that is not finite stands as the string "NaN", "Infinity" or "-Infinity", and `read` turns it
+back. Finite floats are written by `repr`, so they come back as the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from halfstep.errors import CheckpointError
+
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsFile:
+    """Appends records; each is on its way to the disk when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+
+    def append(self, record: Mapping[str, object]) -> None:
+        line = json.dumps({name: _as_json(value) for name, value in record.items()}, allow_nan=False) + "\n"
+        try:
+            # Opened late: `cut_back` replaces the file, and an older handle would write into the one that is gone.
+            self._file = self._file or self.path.open("a", encoding="utf-8")
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Every whole record, oldest first; none when there is no file yet."""
+    return [_from_json(record) for _, record in _records(path)]
+
+
+def last_step(path: Path) -> int | None:
+    """The newest step on record; None when nothing is."""
+    return max((record["step"] for _, record in _records(path) if "step" in record), default=None)
+
+
+def cut_back(path: Path, attempted: int) -> None:
+    """Drop every record after the step of the checkpoint that is resumed, and a half-written last line."""
+    if not path.exists():
+        return
+    kept = [line for line, record in _records(path) if record.get("step", 0) <= attempted]
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(line + b"\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from error
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line with its record; the last line may be one that a kill cut short, and is left out then."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                yield line, json.loads(line)
+        except ValueError as error:  # not JSON, or not UTF-8
+            if number == len(lines):
+                return
+            raise CheckpointError(
+                f"line {number} of {path} is not a record: {line[:60]!r}",
+                why="only the last line can be cut short by a kill; this one was changed or the disk lost it",
+                fix="delete that line",
+            ) from error
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {name: _as_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(inner) for inner in value]
+    return value
+
+
+def _from_json(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
+
+
+def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write {path}: {error.strerror}",
+        why="a run without records proves nothing",
+        fix=f"make room or make it writable, then continue with: halfstep train --resume {path.parent}",
+    )

@@ -1,0 +1,172 @@
+"""One bar for one pass over the data: alive on a terminal, now and then a plain line elsewhere.
+
+`advance` only counts. A thread of rich draws eight times a second, so a step pays well under a microsecond for its bar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.file_proxy import FileProxy
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+REFRESHES_PER_S = 8
+LINE_EVERY_S = 30.0
+"""Log files are read later: often enough to see life, seldom enough to be read at all."""
+PACE_WINDOW_S = 10.0
+"""The shown rate is that of the last seconds, so a slow first step (compilation) does not spoil it for long."""
+BAR_WIDTHS = (5, 24)
+"""Cells: below the first it no longer reads as a bar, beyond the second it only takes room from numbers."""
+NAMELESS_FIELDS = {"precision", "memory"}
+"""Fields whose value explains itself: `bf16`, `4.8 GB`."""
+
+
+class Bar:
+    """Where one pass stands; draws itself on one line of whatever width there is."""
+
+    def __init__(self, label: str, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.label, self.total, self.done = label, total, 0
+        self.is_over = False
+        self._shown: Mapping[str, str] = {}
+        self._clock = clock
+        self._start_s = clock()
+        self._marks = deque([(self._start_s, 0)])
+
+    def advance(self, shown: Mapping[str, str] | None = None) -> None:
+        """One step further; `shown` replaces the fields, most important first."""
+        self.done += 1
+        if shown is not None:
+            self._shown = shown
+
+    def parts(self) -> list[str]:
+        """What stands beside the bar, most important first."""
+        now_s, done = self._clock(), self.done
+        elapsed_s = now_s - self._start_s
+        steps_per_s = done / max(elapsed_s, 1e-9) if self.is_over else self._pace(now_s, done)
+        fields = [value if name in NAMELESS_FIELDS else f"{name} {value}" for name, value in self._shown.items()]
+        return [f"{done}/{self.total}", format_rate(steps_per_s), *fields, self._time(elapsed_s, steps_per_s)]
+
+    def _pace(self, now_s: float, done: int) -> float:
+        self._marks.append((now_s, done))
+        while len(self._marks) > 2 and self._marks[1][0] < now_s - PACE_WINDOW_S:
+            self._marks.popleft()
+        first_s, first_done = self._marks[0]
+        return (done - first_done) / (now_s - first_s) if now_s > first_s else 0.0
+
+    def _time(self, elapsed_s: float, steps_per_s: float) -> str:
+        if self.is_over:
+            return f"in {format_time(elapsed_s)}"
+        return f"{format_time((self.total - self.done) / steps_per_s)} left" if steps_per_s else ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        narrowest, widest = BAR_WIDTHS
+        room = options.max_width - cell_len(self.label) - narrowest - 1
+        tail = ""
+        for part in filter(None, self.parts()):
+            # Stop at the first that does not fit: letting later ones in would make fields come and go.
+            if cell_len(tail) + 1 + cell_len(part) > room:
+                break
+            tail += f" {part}"
+        if not tail:
+            yield Text(f"{self.label} {self.done}/{self.total}", overflow="ellipsis", no_wrap=True, end="")
+            return
+        yield Text(f"{self.label} ", end="")
+        width = min(widest, room + narrowest - cell_len(tail))
+        yield ProgressBar(total=max(self.total, 1), completed=self.done, width=width)
+        yield Text(tail, end="")
+
+
+class LineBar(Bar):
+    """A bar for log files: a line when it begins, one every half minute, and one when it ends."""
+
+    def __init__(
+        self, label: str, total: int, *, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(label, total, clock=clock)
+        self._write = write
+        self._line_s = self._start_s
+
+    def __enter__(self) -> LineBar:
+        self._write(f"{self.label} 0/{self.total}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        self._write_parts()
+
+    def advance(self, shown: Mapping[str, str] | None = None) -> None:
+        super().advance(shown)
+        now_s = self._clock()
+        # The last step's line is the one that __exit__ writes.
+        if now_s - self._line_s >= LINE_EVERY_S and self.done < self.total:
+            self._line_s = now_s
+            self._write_parts()
+
+    def _write_parts(self) -> None:
+        self._write(" ".join([self.label, *filter(None, self.parts())]))
+
+
+@contextlib.contextmanager
+def alive(bar: Bar, console: Console) -> Iterator[None]:
+    """Keep the bar on the terminal's last line; whatever ends the block, the cursor comes back."""
+    # rich's own redirection is off: see AboveBar.
+    live = Live(bar, console=console, refresh_per_second=REFRESHES_PER_S, redirect_stdout=False, redirect_stderr=False)
+    with _prints_above(console), live:
+        try:
+            yield
+        finally:
+            bar.is_over = True
+
+
+class AboveBar(FileProxy):
+    """Shows what others print above the bar; in a forked loader worker it writes straight through.
+
+    A fork may happen while the drawing thread holds the console's lock. Nobody would ever release it in the child, so
+    the first warning printed there would hang the worker, and with it the training.
+    """
+
+    def __init__(self, console: Console, file: IO[str]) -> None:
+        super().__init__(console, file)
+        self._owner = os.getpid()
+
+    def write(self, text: str) -> int:
+        return super().write(text) if os.getpid() == self._owner else self.rich_proxied_file.write(text)
+
+    def flush(self) -> None:
+        super().flush() if os.getpid() == self._owner else self.rich_proxied_file.flush()
+
+
+@contextlib.contextmanager
+def _prints_above(console: Console) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if sys.stdout.isatty():
+            stack.enter_context(contextlib.redirect_stdout(AboveBar(console, sys.stdout)))
+        if sys.stderr.isatty():
+            stack.enter_context(contextlib.redirect_stderr(AboveBar(console, sys.stderr)))
+        yield
+
+
+def format_rate(steps_per_s: float) -> str:
+    """`3.3 it/s`, or `2.5 s/it` for slow steps; empty while unknown."""
+    if not steps_per_s:
+        return ""
+    if steps_per_s < 1:
+        return f"{1 / steps_per_s:.1f} s/it"
+    return f"{steps_per_s:.{1 if steps_per_s < 100 else 0}f} it/s"
+
+
+def format_time(seconds: float) -> str:
+    """`0:45`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

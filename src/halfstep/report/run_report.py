@@ -1,0 +1,114 @@
+"""Everything a run tells: header, bars, notices, epoch summaries and the end on the console, records on disk.
+
+On a terminal it is alive; elsewhere it writes plain lines; `quiet` leaves warnings, errors and the final summary.
+Only strings and numbers come in here: a tensor would make the host wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.report.metrics_file import MetricsFile, last_step
+from halfstep.report.progress import Bar, LineBar, alive
+from halfstep.report.tracking import Tracker
+
+Level = Literal["info", "warning", "error"]
+STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold red"}
+
+Rows = Sequence[tuple[str, str]]
+
+
+class RunReport:
+    """The voice of one run; a resumed run cuts its metrics file back before it makes one."""
+
+    def __init__(
+        self, folder: Path, *, quiet: bool = False, tensorboard: bool = False, console: Console | None = None
+    ) -> None:
+        self._console = console or Console()
+        self._quiet = quiet
+        self._metrics = MetricsFile(folder / "metrics.jsonl")
+        after_step = last_step(self._metrics.path) if tensorboard else None
+        self._tracker = Tracker(folder / "tensorboard", after_step=after_step) if tensorboard else None
+
+    def header(self, title: str, rows: Rows, *, plan: str = "", warnings: Sequence[str] = ()) -> None:
+        """What runs, on what, in which precision and why."""
+        if not self._quiet:
+            self._show_card(title, rows, below=plan, border="cyan")
+        for warning in dict.fromkeys(warnings):
+            self.notice(warning, "warning")
+
+    @contextlib.contextmanager
+    def phase(self, label: str, total: int) -> Iterator[Bar]:
+        """One pass over the data, such as `Epoch 1/100 [Train]`; call `advance` of what it gives once a step."""
+        if self._quiet:
+            yield Bar(label, total)
+        elif self._console.is_interactive:
+            bar = Bar(label, total)
+            with alive(bar, self._console):
+                yield bar
+        else:
+            with LineBar(label, total, write=self._line) as line_bar:
+                yield line_bar
+
+    def notice(self, text: str, level: Level = "info") -> None:
+        """One message, above the bar where there is one."""
+        if level != "info":
+            self._line(f"{level}: {text}", style=STYLES[level])
+        elif not self._quiet:
+            self._line(text, style=STYLES[level])
+
+    def epoch_summary(self, epoch: int, epochs: int, rows: Sequence[tuple[str, str, str]]) -> None:
+        """Training beside validation, a line for each (name, train value, validation value)."""
+        if self._quiet:
+            return
+        has_validation = any(validation for *_, validation in rows)
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        table.add_column(f"Epoch {epoch}/{epochs}", style="dim", header_style="bold")
+        table.add_column("train", justify="right")
+        if has_validation:
+            table.add_column("val", justify="right", style="bold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in (row if has_validation else row[:2])))
+        self._console.print(table)
+
+    def log(self, record: Mapping[str, object]) -> None:
+        """Append one record to metrics.jsonl, and to TensorBoard where asked for."""
+        self._metrics.append(record)
+        if self._tracker is not None:
+            self._tracker.add(record)
+
+    def finish(self, title: str, rows: Rows) -> None:
+        """The final summary; also when quiet."""
+        self._show_card(title, rows, border="green")
+
+    def close(self) -> None:
+        """Close the files; the console needs nothing."""
+        self._metrics.close()
+        if self._tracker is not None:
+            self._tracker.close()
+
+    def _show_card(self, title: str, rows: Rows, *, border: str, below: str = "") -> None:
+        """A panel on a terminal; elsewhere lines that a search finds whole."""
+        if not self._console.is_interactive:
+            lines = [title, *(f"  {name}: {value}" for name, value in rows), *below.splitlines()]
+            self._line("\n".join(lines))
+            return
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in rows:
+            grid.add_row(Text(name), Text(value))
+        content = Group(grid, Text(), Text(below)) if below else grid
+        self._console.print(Panel(content, title=Text(title, style="bold"), border_style=border, expand=False))
+
+    def _line(self, text: str, style: str = "") -> None:
+        # Text, not a string: `[Train]` and file names with brackets are no markup.
+        self._console.print(Text(text, style=style), soft_wrap=True)
