@@ -11,7 +11,7 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.train.clip import Clip
 from halfstep.train.optimizers import build_optimizer, parameter_groups
 from halfstep.train.step import Step, batch_length
-from tiny_training import assert_same_bits, batch, loss_of, make_model, make_step, plan
+from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan
 
 
 def test_plain_training_is_bit_equal_to_a_hand_written_loop() -> None:
@@ -165,3 +165,37 @@ def test_spikes_are_reported_and_skipped_only_on_request() -> None:
         assert reading.is_spike
         assert reading.is_bad is skips
         assert reading.committed == (10 if skips else 11)
+
+
+def test_a_step_that_broke_off_is_abandoned_without_a_trace() -> None:
+    step = make_step()
+    loss_fn = loss_of(step.model)
+    step(loss_fn, [batch(0)])
+    before, draws = everything(step), torch.get_rng_state()
+
+    def breaks_off(b):
+        loss = loss_fn(b) + torch.rand(())
+        raise MemoryError(loss)
+
+    with pytest.raises(MemoryError):
+        step.compute(breaks_off, [batch(1)])
+    step.abandon()
+    assert_same_bits(before, everything(step))
+    assert torch.equal(draws, torch.get_rng_state())
+    assert not any(p.grad is not None for p in step.model.parameters())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_reloaded_step_goes_on_bit_for_bit(layout: torch.memory_format) -> None:
+    whole, first, second = (make_step("adamw", "fp16") for _ in range(3))
+    for step in (whole, first, second):
+        step.model.to(memory_format=layout)
+    for k in range(6):
+        whole(loss_of(whole.model), [batch(k)])
+    for k in range(3):
+        first(loss_of(first.model), [batch(k)])
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for k in range(3, 6):
+        second(loss_of(second.model), [batch(k)])
+    assert_same_bits(everything(whole), everything(second))

@@ -26,7 +26,7 @@ from halfstep.train.buffers import Buffers
 from halfstep.train.clip import Clip
 from halfstep.train.commit import Committer
 from halfstep.train.ema import Ema
-from halfstep.train.facts import Facts, rng_state
+from halfstep.train.facts import Facts, restore_rng, rng_state
 from halfstep.train.rates import Rates
 from halfstep.train.scaler import Scaler, ScalerOptions
 from halfstep.train.schedule import Schedule
@@ -77,6 +77,7 @@ class Step:
         self.attempted = 0
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
         self._buffers = Buffers(model)
+        self._rng: dict[str, Tensor] = {}
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Groups of `accumulate` micro-batches; the last partial group still steps."""
@@ -96,14 +97,19 @@ class Step:
 
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
         """Forward, backward, unscale and norm. Gradients are ready afterwards, nothing else has changed for good."""
-        rng = rng_state(self.device)
+        self._rng = rng_state(self.device)
         self._buffers.save()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         loss, weight = self._accumulate(loss_fn, window)
-        facts = self._judge(loss, weight)
-        facts.ids, facts.rng = sample_ids(window), rng
+        facts = self._judge(loss, weight, is_weighted=len(window) > 1)
+        facts.ids, facts.rng = sample_ids(window), self._rng
         return facts
+
+    def abandon(self) -> None:
+        """Undo a compute() that did not finish (out of memory): buffers and generators as before, no gradients."""
+        self._clear_gradients()
+        self._buffers.restore_where(torch.ones((), dtype=torch.bool, device=self.device))
+        restore_rng(self._rng, self.device)
 
     @torch.no_grad()
     def commit(self, facts: Facts) -> None:
@@ -146,10 +152,10 @@ class Step:
         return total_loss / total_weight, total_weight
 
     @torch.no_grad()
-    def _judge(self, loss: Tensor, weight: Tensor) -> Facts:
+    def _judge(self, loss: Tensor, weight: Tensor, *, is_weighted: bool) -> Facts:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         scale = self.scaler.value.clone()
-        if gradients and (self.scaler.enabled or self.accumulate > 1):
+        if gradients and (self.scaler.enabled or is_weighted):
             torch._foreach_mul_(gradients, 1.0 / (scale * weight))
         norm = self.clip.norm_of(gradients) if gradients else torch.zeros((), device=self.device)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
@@ -160,6 +166,10 @@ class Step:
         facts.spike = facts.spike & ~bad
         self.clip.apply_(gradients, norm)
         return facts
+
+    def _clear_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def _first_rate(self) -> Tensor:
         if self.rates is not None:
@@ -199,6 +209,7 @@ class Step:
             self.ema.load_state_dict(state["ema"])
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(own)
+            _match_layouts(optimizer)
         if self.rates is not None:
             self.rates.factor.fill_(float(state["rate_factor"]))
             self.rates.cover(self.attempted)
@@ -257,3 +268,11 @@ def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
     """Learning rates as numbers: the tensors are views of one vector and are bound again on load."""
     groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
     return {**state, "param_groups": groups}
+
+
+def _match_layouts(optimizer: Optimizer) -> None:
+    """State of channels_last weights must lie in memory as they do: fused kernels walk both as flat arrays."""
+    for parameter, own in optimizer.state.items():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                own[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

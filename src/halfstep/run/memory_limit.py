@@ -1,0 +1,61 @@
+"""Out of memory: halve the micro-batch and keep the effective batch, or say what happened and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.config.schema import RunConfig
+from halfstep.errors import MemoryLimitError
+from halfstep.measure.memory import memory_picture
+
+OutOfMemory = torch.OutOfMemoryError
+
+
+def split_window(window: list[dict[str, Tensor]], pieces: int) -> list[dict[str, Tensor]]:
+    """Every batch cut into `pieces` micro-batches; the step weighs them by their samples, so nothing else changes."""
+    if pieces == 1:
+        return window
+    return [part for batch in window for part in _split(batch, pieces)]
+
+
+def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
+    chunks = {name: tensor.chunk(pieces) for name, tensor in batch.items()}
+    num = len(next(iter(chunks.values())))
+    return [{name: parts[k] for name, parts in chunks.items()} for k in range(num)]
+
+
+def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: torch.device) -> MemoryLimitError:
+    """What happened, the memory picture, and three ways out with the exact words to type."""
+    size, accumulate = config.train.batch_size, config.train.accumulate * pieces
+    smaller = max(size // (2 * pieces), 1)
+    ways: list[str] = []
+    if size > 1:
+        ways.append(
+            f"train.batch_size={smaller} train.accumulate={accumulate * -(-size // (pieces * smaller))}"
+            " (same effective batch; train.auto_batch=true does this by itself)"
+        )
+    ways.append("--precision bf16 (activations take half the memory)")
+    ways.append("train.activation_checkpointing=true (about 30 % slower)")
+    return MemoryLimitError(
+        f"out of memory on {device} with batch size {size} at {config.data.image_size} pixels",
+        why=f"{_first_line(error)}\n{memory_picture(device)}",
+        fix="one of:\n       " + "\n       ".join(ways),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def announce(pieces: int, config: RunConfig, model: Any) -> str:
+    """What auto_batch did, and what it changes."""
+    micro = -(-config.train.batch_size // pieces)
+    has_batch_norm = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    note = "; BatchNorm now sees smaller batches" if has_batch_norm else ""
+    return (
+        f"out of memory: going on with micro-batches of {micro} instead of {config.train.batch_size}, "
+        f"{pieces} times as many of them (same effective batch){note}"
+    )

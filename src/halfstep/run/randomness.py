@@ -1,0 +1,59 @@
+"""Seeds and generator states: what makes a run repeat itself."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """The global generators, which initialisation and dropout draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def generator_states() -> dict[str, Any]:
+    """All of them, to be stored with a checkpoint."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+@contextmanager
+def algorithms(*, deterministic: bool, tune: bool) -> Iterator[None]:
+    """Which kernels torch may pick: repeatable ones, or the fastest found by trying. Restored on exit."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+    )
+    if deterministic:
+        # cuBLAS reads it when its handle is made; without it torch refuses deterministic matmuls.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = tune and not deterministic
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[1:]
