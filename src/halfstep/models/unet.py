@@ -6,16 +6,12 @@ Sizes that 2**depth does not divide are met by padding each upsampled map to its
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ModelError
+from halfstep.models.recompute import block_runner
 
 
 class DoubleConv(nn.Module):
@@ -124,7 +120,7 @@ class UNet(nn.Module):
                 why=f"each level halves the size, so a side needs at least {2**self.depth} pixels",
                 fix="a larger image_size, or a smaller model.depth",
             )
-        run = _run_checkpointed if self.checkpointing and torch.is_grad_enabled() else _run
+        run = block_runner(checkpointing=self.checkpointing)
         skips = [run(self.inc, x)]
         for level in range(1, self.depth + 1):
             skips.append(run(self.get_submodule(f"down{level}"), skips[-1]))
@@ -143,38 +139,3 @@ def receptive_radius(depth: int) -> int:
     with aligned corners depends on the size of the whole map, so no finite radius is exact for it.
     """
     return 7 * (1 << depth) - 5
-
-
-def _run(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    return block(*inputs)
-
-
-def _run_checkpointed(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    # No layer draws random numbers, so the RNG state need not be kept. A compiled region recomputes only pure
-    # values, so BatchNorm's statistics need shielding in eager mode alone.
-    if torch.compiler.is_compiling():
-        out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-    else:
-        out = checkpoint(
-            block,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (contextlib.nullcontext(), _spare_statistics(block)),
-        )
-    assert isinstance(out, Tensor)
-    return out
-
-
-@contextlib.contextmanager
-def _spare_statistics(block: Callable[..., Tensor]) -> Iterator[None]:
-    """Recomputing runs BatchNorm a second time: let it write its running statistics into throw-away copies."""
-    assert isinstance(block, nn.Module)
-    kept = [(norm, dict(norm._buffers)) for norm in block.modules() if isinstance(norm, _BatchNorm)]
-    try:
-        for norm, buffers in kept:
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-        yield
-    finally:
-        for norm, buffers in kept:
-            norm._buffers.update(buffers)

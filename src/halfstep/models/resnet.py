@@ -1,0 +1,151 @@
+"""ResNet v1.5 (He et al. 2015; the stride stands on the 3×3 convolution) with torchvision's names.
+
+25,557,032 parameters for ResNet-50 at 1000 classes, 23,712,932 at 100. Convolutions start from Kaiming's fan-out
+normal, each block's last BatchNorm from gain 0, so that a block begins as the identity (Goyal et al. 2017, 5.1).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError
+from halfstep.models.recompute import block_runner
+
+Stem = Literal["imagenet", "small"]
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions around a shortcut: ResNet-18 and -34."""
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = conv(in_channels, width, 3, stride)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = conv(width, width, 3)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = shortcut(in_channels, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        out: Tensor = self.relu(y + self.downsample(x))
+        return out
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3, 1×1 around a shortcut, four times as wide outside as inside: ResNet-50 and deeper."""
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = conv(in_channels, width, 1)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = conv(width, width, 3, stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = conv(width, width * self.expansion, 1)
+        self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = shortcut(in_channels, width * self.expansion, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        out: Tensor = self.relu(y + self.downsample(x))
+        return out
+
+
+class ResNet(nn.Module):
+    """Image (N, in_channels, H, W) to logits (N, num_classes)."""
+
+    head_name = "fc"
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        blocks: tuple[int, ...],
+        *,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        width: int = 64,
+        stem: Stem = "imagenet",
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if not blocks or min(*blocks, num_classes, in_channels, width) < 1:
+            raise ModelError(
+                f"ResNet of blocks {blocks}, width {width}, {in_channels} input channels, {num_classes} classes",
+                why="each must be at least 1",
+                fix="ResNet-50 has blocks (3, 4, 6, 3) and width 64",
+            )
+        self.num_stages, self.checkpointing = len(blocks), checkpointing
+        is_small = stem == "small"
+        # CIFAR's stem (He et al. 2015, 4.2): at 32 pixels the usual one would leave the last stage a single pixel.
+        self.conv1 = conv(in_channels, width, 3) if is_small else conv(in_channels, width, 7, stride=2)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.Identity() if is_small else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        channels = width
+        for number, depth in enumerate(blocks):
+            stage_width = width * 2**number
+            strides = [1 if number == 0 else 2] + [1] * (depth - 1)
+            stage = nn.Sequential()
+            for stride in strides:
+                stage.append(block(channels, stage_width, stride))
+                channels = stage_width * block.expansion
+            self.add_module(f"layer{number + 1}", stage)
+        self.fc = nn.Linear(channels, num_classes)
+        self.apply(start_)
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = block_runner(checkpointing=self.checkpointing)
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for number in range(1, self.num_stages + 1):
+            stage = self.get_submodule(f"layer{number}")
+            for block in stage.children():
+                x = run(block, x)
+        logits: Tensor = self.fc(x.mean(dim=(2, 3)))
+        return logits
+
+
+def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution that keeps the size but for its stride; BatchNorm follows, so no bias."""
+    return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
+
+
+def shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:
+    """What the sum of a block adds: its input, projected where the shape changes."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    return nn.Sequential(conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+
+
+def start_(module: nn.Module) -> None:
+    """Initial weights of one module; for `Module.apply`, which visits a block after its parts."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    elif isinstance(module, BasicBlock):
+        nn.init.zeros_(module.bn2.weight)
+    elif isinstance(module, Bottleneck):
+        nn.init.zeros_(module.bn3.weight)
+
+
+RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet34": (BasicBlock, (3, 4, 6, 3)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+    "resnet152": (Bottleneck, (3, 8, 36, 3)),
+}
+
+
+def resnet(name: str, *, blocks: tuple[int, ...] = (), **options: Any) -> ResNet:
+    """`resnet18` to `resnet152`, with the options of `ResNet`; `blocks` replaces the number of blocks a stage."""
+    block, published = RESNETS[name]
+    return ResNet(block, blocks or published, **options)

@@ -1,0 +1,187 @@
+"""Vision transformer (Dosovitskiy et al. 2020) with torchvision's names; 86,567,656 parameters for ViT-B/16.
+
+Attention is the fused kernel on the very weights of `nn.MultiheadAttention`. Register tokens (Darcet et al. 2023) and
+layer scale (Touvron et al. 2021) are off by default and add no parameter then, so that official weights load. Images
+of another size than the model was built for get interpolated position embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.errors import ModelError
+from halfstep.islands import fp32_island, to_fp32
+from halfstep.models.recompute import block_runner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViTSize:
+    """The published sizes of one vision transformer."""
+
+    depth: int
+    heads: int
+    dim: int
+    mlp_dim: int
+    patch: int = 16
+
+
+VITS = {
+    "vit_s_16": ViTSize(depth=12, heads=6, dim=384, mlp_dim=1536),
+    "vit_b_16": ViTSize(depth=12, heads=12, dim=768, mlp_dim=3072),
+    "vit_l_16": ViTSize(depth=24, heads=16, dim=1024, mlp_dim=4096),
+}
+"""B and L as torchvision has them, S as in DeiT (Touvron et al. 2020)."""
+
+
+class SelfAttention(nn.Module):
+    """`nn.MultiheadAttention` by its parameters, one fused kernel by its work."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * dim, dim))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * dim))
+        self.out_proj = nn.Linear(dim, dim)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        q, k, v = qkv.view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.out_proj(attended.transpose(1, 2).reshape(batch, tokens, dim))
+        return out
+
+
+class LayerScale(nn.Module):
+    """A learned gain for each channel of a branch, small at the start."""
+
+    def __init__(self, dim: int, start: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class EncoderBlock(nn.Module):
+    """Attention, then a two-layer perceptron, each normalised before and added to its input."""
+
+    def __init__(self, size: ViTSize, layer_scale: float) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(size.dim, eps=1e-6)
+        self.self_attention = SelfAttention(size.dim, size.heads)
+        self.ls_1 = LayerScale(size.dim, layer_scale) if layer_scale else nn.Identity()
+        self.ln_2 = nn.LayerNorm(size.dim, eps=1e-6)
+        # torchvision counts its dropout layers, so the second one is number 3.
+        layers = {"0": nn.Linear(size.dim, size.mlp_dim), "1": nn.GELU(), "3": nn.Linear(size.mlp_dim, size.dim)}
+        self.mlp = nn.Sequential(OrderedDict(layers))
+        self.ls_2 = LayerScale(size.dim, layer_scale) if layer_scale else nn.Identity()
+        for linear in (self.mlp[0], self.mlp[2]):
+            assert isinstance(linear, nn.Linear)
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.normal_(linear.bias, std=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.ls_1(self.self_attention(self.ln_1(x)))
+        out: Tensor = x + self.ls_2(self.mlp(self.ln_2(x)))
+        return out
+
+
+class Encoder(nn.Module):
+    """Position embedding, blocks and the last normalisation, under the names of torchvision."""
+
+    def __init__(self, size: ViTSize, num_positions: int, layer_scale: float) -> None:
+        super().__init__()
+        self.pos_embedding = nn.Parameter(torch.empty(1, num_positions, size.dim).normal_(std=0.02))
+        self.layers = nn.Sequential(
+            OrderedDict((f"encoder_layer_{i}", EncoderBlock(size, layer_scale)) for i in range(size.depth))
+        )
+        self.ln = nn.LayerNorm(size.dim, eps=1e-6)
+
+
+class ViT(nn.Module):
+    """Image (N, 3, H, W) to logits (N, num_classes); H and W are multiples of the patch size."""
+
+    head_name = "heads.head"
+
+    def __init__(
+        self,
+        size: ViTSize,
+        *,
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        image_size: int = 224,
+        layer_scale: float = 0.0,
+        registers: int = 0,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if size.dim % size.heads or image_size < size.patch or min(num_classes, in_channels, size.depth) < 1:
+            raise ModelError(
+                f"ViT of {size}, {num_classes} classes, {in_channels} input channels, image size {image_size}",
+                why="the heads share the channels evenly, an image holds at least one patch, and counts start at 1",
+                fix="the published sizes are vit_s_16, vit_b_16 and vit_l_16 at 224 pixels",
+            )
+        self.patch, self.num_registers, self.checkpointing = size.patch, registers, checkpointing
+        self.grid = checked_grid(image_size, image_size, size.patch)[0]
+        self.conv_proj = nn.Conv2d(in_channels, size.dim, kernel_size=size.patch, stride=size.patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, size.dim))
+        if registers:
+            self.register_tokens = nn.Parameter(torch.empty(1, registers, size.dim).normal_(std=0.02))
+        self.encoder = Encoder(size, self.grid**2 + 1, layer_scale)
+        self.heads = nn.Sequential(OrderedDict(head=nn.Linear(size.dim, num_classes)))
+        nn.init.trunc_normal_(self.conv_proj.weight, std=math.sqrt(1 / (in_channels * size.patch**2)))
+        for zero in (self.conv_proj.bias, *self.heads.parameters()):
+            assert zero is not None
+            nn.init.zeros_(zero)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = checked_grid(x.shape[2], x.shape[3], self.patch)
+        run = block_runner(checkpointing=self.checkpointing)
+        patches = self.conv_proj(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1)
+        tokens = tokens + resized_positions(self.encoder.pos_embedding, rows, columns)
+        if self.num_registers:
+            registers = self.register_tokens.expand(len(x), -1, -1)
+            tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
+        for block in self.encoder.layers:
+            tokens = run(block, tokens)
+        # Only the class token is read, and a layer norm acts on each token alone.
+        logits: Tensor = self.heads(self.encoder.ln(tokens[:, 0]))
+        return logits
+
+
+def checked_grid(height: int, width: int, patch: int) -> tuple[int, int]:
+    """Rows and columns of patches."""
+    if height % patch or width % patch:
+        raise ModelError(
+            f"image of {height}×{width} pixels for a ViT of patch size {patch}",
+            why=f"patches must tile the image, so each side is a multiple of {patch}",
+            fix=f"data.image_size={max(1, round(width / patch)) * patch}",
+        )
+    return height // patch, width // patch
+
+
+def resized_positions(positions: Tensor, rows: int, columns: int) -> Tensor:
+    """Position embeddings (1, 1 + side², dim) for another grid: bicubic, in fp32; the class token's stays."""
+    side = math.isqrt(positions.shape[1] - 1)
+    if (rows, columns) == (side, side):
+        return positions
+    with fp32_island():
+        grid = to_fp32(positions[:, 1:]).transpose(1, 2).unflatten(2, (side, side))
+        grid = F.interpolate(grid, (rows, columns), mode="bicubic", align_corners=False, antialias=False)
+        return torch.cat([positions[:, :1], grid.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
+
+
+def vit(name: str, **options: Any) -> ViT:
+    """`vit_s_16`, `vit_b_16` or `vit_l_16`, with the options of `ViT`."""
+    return ViT(VITS[name], **options)
