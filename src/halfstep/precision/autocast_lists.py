@@ -1,6 +1,7 @@
 """CUDA's autocast lists as data: ATen/autocast_mode.h and the op reference of torch.amp's documentation.
 
-Names are ATen overloads. `FUSED_ONLY` ops of the CPU's own list and those in no list at all are explained where used.
+Names are ATen overloads. Left out: `_thnn_fused_lstm_cell`, `_thnn_fused_gru_cell` and
+`_scaled_dot_product_flash_attention`, kernels that exist on CUDA only and are reached through listed ones.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ Refused: rounding hooks on modules (they miss functional calls and gradients), a
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,23 +38,11 @@ OPERANDS: dict[Any, tuple[int, ...]] = {
     aten.baddbmm.default: (1, 2),
     aten.convolution.default: (0, 1),
     aten.convolution_backward.default: (0, 1, 2),
-    # inference_mode hands these over whole instead of taking them apart first
-    aten.linear.default: (0, 1),
-    aten.matmul.default: (0, 1),
-    aten.conv1d.default: (0, 1),
-    aten.conv2d.default: (0, 1),
-    aten.conv3d.default: (0, 1),
-    aten.conv_transpose1d.default: (0, 1),
-    aten.conv_transpose2d.input: (0, 1),
-    aten.conv_transpose3d.input: (0, 1),
 }
-"""Replaced kernels, and which of their arguments are multiplied with each other."""
+"""Kernels of products, and which of their arguments are multiplied with each other."""
 
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    aten.scaled_dot_product_attention.default,
-}
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
@@ -86,29 +76,78 @@ class _SimulatedKernels(TorchDispatchMode):
         self.tf32 = tf32
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in ATTENTION:
-            return _attention_in_fp32(func, args, kwargs)
-        if func not in OPERANDS:
-            return func(*args, **kwargs)
-        dtype = args[OPERANDS[func][0]].dtype
-        if dtype in LOW_PRECISION:
-            return _cast(func(*to_fp32(args), **kwargs), dtype)
-        if self.tf32 and dtype == torch.float32:
-            return func(*_operands_in_tf32(args, OPERANDS[func]), **kwargs)
+        if func in REPLACED:
+            dtype = args[OPERANDS.get(func, (0,))[0]].dtype
+            if dtype in LOW_PRECISION:
+                return REPLACED[func](func, dtype, args, kwargs)
+            if self.tf32 and dtype == torch.float32:
+                return func(*_operands_in_tf32(args, OPERANDS.get(func, (0, 1, 2))), **kwargs)
+        elif _is_composite(func):
+            with self:  # inference_mode hands over linear, conv2d or attention whole: their parts come back here
+                return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _attention_in_fp32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dtype = args[0].dtype
-    if dtype not in LOW_PRECISION:
-        return func(*args, **kwargs)
-    result = func(*to_fp32(args), **to_fp32(kwargs))
-    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return result[0].to(dtype), result[1]  # the log-sum-exp stays fp32, as the half kernel has it
-    return _cast(result, dtype)
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return bool(func._can_decompose())
+
+
+def _in_fp32(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _cast(func(*to_fp32(args), **to_fp32(kwargs)), dtype)
+
+
+def _convolution(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, weight, bias, *geometry = args
+    is_transposed = args[6]
+    if bias is None or not is_transposed:
+        return _in_fp32(func, dtype, args, kwargs)
+    # Half-precision transposed convolutions round the sum, then add the bias and round again.
+    output = _in_fp32(func, dtype, (input, weight, None, *geometry), kwargs)
+    return output + bias.reshape(-1, *[1] * (output.dim() - 2))
+
+
+def _attention(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return flash_attention(*args, **kwargs)
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as the half-precision kernels have it: scores and sums in fp32, but probabilities in half for P @ V."""
+    assert dropout_p == 0.0, "torch takes the decomposed path under dropout"
+    scores = query.float() @ key.float().transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+    if is_causal:
+        is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(is_future, -math.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    top = scores.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)  # rows that may see nothing give zeros, not NaN
+    unnormalised = torch.exp(scores - top)
+    total = unnormalised.sum(-1, keepdim=True)
+    output = unnormalised.to(query.dtype).float() @ value.float() / total.masked_fill(total == 0, 1.0)
+    # The kernel stores heads next to each other, and its backward expects that.
+    output = output.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    return output, (top + total.log()).squeeze(-1)
+
+
+REPLACED: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys([*OPERANDS, FLASH_BACKWARD], _in_fp32),
+    aten.convolution.default: _convolution,
+    FLASH: _attention,
+}
+"""What stands in for each kernel on half-precision tensors."""
 
 
 def _cast(result: Any, dtype: torch.dtype) -> Any:
