@@ -1,0 +1,142 @@
+"""plan.forward() and plan.backend(): what holds inside, and that nothing is left behind."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.hardware.facts import Hardware
+from halfstep.precision.backend import effective_leaves, read_flags
+from halfstep.precision.decide import decide
+from halfstep.precision.plan import Plan
+
+SUPPORT = MappingProxyType(
+    dict.fromkeys(("fp32", "tf32", "bf16", "fp8_e4m3", "fp8_e5m2"), "native") | {"fp16": "emulated"}
+)
+CPU = Hardware(kind="cpu", device="cpu", name="Test CPU", vendor="test", support=SUPPORT)
+
+
+def state() -> tuple[Any, ...]:
+    return (
+        read_flags(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch._C._len_torch_dispatch_stack(),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+PLANS = [decide(name, CPU) for name in ("fp32", "tf32", "bf16", "bf16-true", "fp8")]
+PLANS += [decide(name, CPU, simulate=True) for name in ("tf32", "bf16", "fp16", "fp8")]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.granted} {plan.simulated}")
+@pytest.mark.parametrize("context", [Plan.forward, Plan.backend])
+def test_contexts_leave_nothing_behind(plan: Plan, context: Any) -> None:
+    before = state()
+    with context(plan), context(plan):
+        pass
+    assert state() == before
+    with pytest.raises(ZeroDivisionError), context(plan):
+        _ = 1 / 0
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("bf16-true", torch.bfloat16)],
+)
+def test_matmuls_run_in_the_granted_format(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 2)
+    with decide(name, CPU).forward():
+        assert (x @ x).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32"])
+def test_fp32_plans_switch_an_outer_autocast_off(name: str) -> None:
+    x = torch.randn(2, 2)
+    with torch.autocast("cpu", torch.bfloat16), decide(name, CPU).forward():
+        assert (x @ x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "value"), [("fp32", "ieee"), ("bf16", "ieee"), ("tf32", "tf32")])
+def test_backend_flags_follow_the_plan(name: str, value: str) -> None:
+    plan = decide(name, CPU)
+    for context in (plan.forward(), plan.backend()):
+        with context:
+            assert set(effective_leaves().values()) == {value}
+
+
+def test_backend_has_no_autocast() -> None:
+    x = torch.randn(2, 2)
+    with decide("bf16", CPU).backend():
+        assert (x @ x).dtype == torch.float32
+
+
+def test_a_simulated_step_trains_a_model_with_half_activations() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
+    plan = decide("fp16", CPU, model, simulate=True)
+    plan.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(16, 1, 8, 8), torch.arange(16) % 2
+    losses = []
+    for _ in range(10):
+        with plan.forward():
+            logits = model(x)
+            assert logits.dtype == torch.float16
+            loss = nn.functional.cross_entropy(logits, y)
+        assert loss.dtype == torch.float32
+        with plan.backend():
+            optimizer.zero_grad()
+            (loss * 1024).backward()
+        for weight in model.parameters():
+            assert weight.grad is not None
+            weight.grad /= 1024
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_compiled_model_runs_inside_the_context() -> None:
+    model = nn.Linear(4, 4)
+    plan = decide("bf16", CPU, model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with plan.forward():
+        output = compiled(torch.randn(2, 4))
+    assert output.dtype == torch.bfloat16
+
+
+def test_the_context_may_stand_inside_a_compiled_region() -> None:
+    model = nn.Linear(4, 4)
+    plan = decide("bf16", CPU, model)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        with plan.forward():
+            return model(x).float().sum()
+
+    x = torch.randn(2, 4)
+    with plan.backend():
+        torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), loss(x))
+
+
+@pytest.mark.parametrize("plan", [decide("tf32", CPU), decide("bf16", CPU, simulate=True)], ids=["flags", "simulated"])
+def test_a_compiled_region_refuses_what_it_cannot_hold(plan: Plan) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        with plan.forward():
+            return x @ x
+
+    with pytest.raises(Exception, match="torch.compile"):
+        torch.compile(double, fullgraph=True, backend="aot_eager")(torch.randn(2, 2))
+
+
+def test_a_compiled_model_under_simulation_gives_the_simulated_numbers() -> None:
+    model = nn.Linear(64, 64)
+    plan = decide("bf16", CPU, model, simulate=True)
+    x = torch.randn(8, 64)
+    with plan.forward():
+        assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
