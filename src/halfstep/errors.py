@@ -9,7 +9,8 @@
     ├── ModelError               weights that do not fit, a model that cannot be built
     ├── CheckpointError          a run or checkpoint that cannot be read, written or resumed
     ├── MemoryLimitError         the device ran out of memory
-    └── TrainingStopped          exit code 1: the guard ended the run, with its reason
+    ├── TrainingStopped          exit code 1: the guard ended the run, with its reason
+    └── Interrupted              exit code 128 + signal: Ctrl-C or SIGTERM, everything saved
 
 `assert` is for our own mistakes; these are for everybody else's.
 """
@@ -80,6 +81,14 @@ class TrainingStopped(HalfstepError):
     """The guard ended the run: going on would have trained on garbage."""
 
     exit_code = 1
+
+
+class Interrupted(HalfstepError):
+    """The user or a scheduler ended the run; it can be continued."""
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", exit_code: int = 130) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.exit_code = exit_code
 
 
 def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:

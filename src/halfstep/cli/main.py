@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from halfstep.cli import detect, formats, train
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, Interrupted
 
 app = typer.Typer(
     name="halfstep",
@@ -66,7 +66,8 @@ def show_error(error: HalfstepError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
-    console.print(Text("error: ", style="bold red") + Text(error.what), soft_wrap=True)
+    mark = Text("stopped: ", style="bold yellow") if isinstance(error, Interrupted) else Text("error: ", style="bold red")
+    console.print(mark + Text(error.what), soft_wrap=True)
     for label, text in (("why", error.why), ("fix", error.fix)):
         if text:
             console.print(Text(f"  {label}: ", style="bold") + Text(text), soft_wrap=True)

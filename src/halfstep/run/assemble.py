@@ -1,0 +1,186 @@
+"""The one composition root: build -> decide -> apply -> compile -> optimizer -> step, in this order only.
+
+The optimizer comes after `apply` because storage casts replace parameters; compilation wraps the loss, not the model,
+so that state_dict names stay as they are and the whole loss lies inside the compiled region.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.loader import Loader
+from halfstep.errors import ConfigError
+from halfstep.hardware.facts import Hardware
+from halfstep.precision.decide import decide
+from halfstep.precision.plan import Plan
+from halfstep.run.randomness import seed_everything
+from halfstep.run.snapshots import Snapshots
+from halfstep.run.stopping import EarlyStopping
+from halfstep.train.clip import Clip
+from halfstep.train.ema import Ema
+from halfstep.train.facts import Reading
+from halfstep.train.guard import Guard, GuardOptions
+from halfstep.train.optimizers import build_optimizer, parameter_groups
+from halfstep.train.scaler import ScalerOptions
+from halfstep.train.schedule import Plateau, ScheduleOptions, build_schedule
+from halfstep.train.spike import SpikeMeter
+from halfstep.train.step import Step
+from halfstep.workloads.workload import Workload
+
+Region = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor | float, Any]]
+"""Forward and loss of one batch: (loss, weight, outputs). This is what gets compiled."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Assembly:
+    """Everything a loop needs, put together."""
+
+    config: RunConfig
+    plan: Plan
+    workload: Workload
+    model: nn.Module
+    device: torch.device
+    region: Region
+    step: Step
+    guard: Guard
+    snapshots: Snapshots | None
+    plateau: Plateau | None
+    stopping: EarlyStopping
+    train_loader: Loader
+    val_loader: Loader
+    total_steps: int
+
+
+def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
+    """Decide with the model at hand, so that the plan has its rows."""
+    return decide(config.precision, hardware, workload.model, fragile=workload.fragile)
+
+
+def assemble(config: RunConfig, workload: Workload, plan: Plan, *, on_reading: Callable[[Reading], None]) -> Assembly:
+    """Put a run together from its decided parts."""
+    device = torch.device(plan.device)
+    model = plan.apply(workload.model.to(device))
+    if _wants_channels_last(config, device):
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    train_loader, val_loader = _loaders(config, workload)
+    total_steps = _total_steps(config, len(train_loader))
+    step = _step(config, model, plan, device, total_steps, len(train_loader))
+    guard = Guard(
+        GuardOptions(**_taken(config.guard, GuardOptions)),
+        scaling=plan.needs_loss_scaling,
+        min_scale=config.scaler.min_scale,
+        on_reading=on_reading,
+    )
+    rolls_back = config.guard.on_fault == "rollback"
+    return Assembly(
+        config=config,
+        plan=plan,
+        workload=workload,
+        model=model,
+        device=device,
+        region=_region(config, workload, model, plan),
+        step=step,
+        guard=guard,
+        snapshots=Snapshots(every=config.guard.snapshot_every, margin=config.guard.margin) if rolls_back else None,
+        plateau=_plateau(config, workload),
+        stopping=EarlyStopping(mode=workload.mode, patience=config.train.early_stopping_patience),
+        train_loader=train_loader,
+        val_loader=val_loader,
+        total_steps=total_steps,
+    )
+
+
+def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Workload:
+    """The workload with freshly seeded weights, or for a stored run with what its checkpoint knows of the data."""
+    from halfstep.workloads import build
+
+    seed_everything(config.train.seed)
+    return build(config, store)
+
+
+def _wants_channels_last(config: RunConfig, device: torch.device) -> bool:
+    wish = config.train.channels_last
+    # On the H200 it is half of the U-Net's speed; CPU convolutions gain nothing from it.
+    return device.type == "cuda" if wish == "auto" else bool(wish)
+
+
+def _region(config: RunConfig, workload: Workload, model: nn.Module, plan: Plan) -> Region:
+    def forward_and_loss(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float, Any]:
+        outputs = workload.forward(model, batch)
+        loss, weight = workload.loss(outputs, batch)
+        return loss, weight, outputs
+
+    if config.train.fast == "graph":
+        raise ConfigError(
+            "train.fast=graph is not built yet", why="graph capture comes with the speed work", fix="train.fast=compile"
+        )
+    if config.train.fast != "compile":
+        return forward_and_loss
+    if plan.simulated:
+        raise ConfigError(
+            "a simulated precision cannot be compiled", why="simulation is eager only", fix="train.fast=off"
+        )
+    return torch.compile(forward_and_loss)
+
+
+def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
+    size, seed, workers = config.train.batch_size, config.train.seed, config.data.num_workers
+    train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True)
+    val = Loader(workload.val_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=False)
+    return train, val
+
+
+def _total_steps(config: RunConfig, num_batches: int) -> int:
+    planned = config.train.epochs * math.ceil(num_batches / config.train.accumulate)
+    return min(planned, config.train.max_steps) if config.train.max_steps else planned
+
+
+def _step(
+    config: RunConfig, model: nn.Module, plan: Plan, device: torch.device, total_steps: int, num_batches: int
+) -> Step:
+    o, guard = config.optimizer, config.guard
+    groups = parameter_groups(model, o.weight_decay, decay_all=o.decay_norms_and_biases)
+    given = {"momentum": o.momentum, "betas": o.betas, "eps": o.eps, "alpha": o.alpha, "rho": o.rho}
+    options = {name: value for name, value in given.items() if value is not None}
+    optimizer = build_optimizer(o.name, groups, lr=o.lr, options=options | ({"nesterov": True} if o.nesterov else {}))
+    return Step(
+        model,
+        optimizer,
+        plan,
+        accumulate=config.train.accumulate,
+        clip=Clip(limit=config.train.clip_norm, kind=config.train.clip_type),
+        schedules=[build_schedule(_schedule_options(config, total_steps, num_batches))],
+        scaler=ScalerOptions(**_taken(config.scaler, ScalerOptions)),
+        ema=Ema(model, **config.ema.model_dump(exclude={"enabled"})) if config.ema.enabled else None,
+        spikes=SpikeMeter(device, threshold=guard.spike_threshold, size=guard.spike_window, skips=guard.skip_spikes),
+    )
+
+
+def _schedule_options(config: RunConfig, total_steps: int, num_batches: int) -> ScheduleOptions:
+    s = config.schedule
+    steps_per_epoch = math.ceil(num_batches / config.train.accumulate)
+    warmup = s.warmup_steps if s.warmup_steps is not None else round(s.warmup_epochs * steps_per_epoch)
+    if s.warmup_steps is None:
+        # A warmup by epochs longer than a tenth of a short run would be most of it.
+        warmup = min(warmup, max(total_steps // 10, 1))
+    shape = {name: value for name, value in _taken(s, ScheduleOptions).items() if name != "warmup_steps"}
+    return ScheduleOptions(**shape, total_steps=total_steps, warmup_steps=warmup)
+
+
+def _plateau(config: RunConfig, workload: Workload) -> Plateau | None:
+    s = config.schedule
+    if s.name != "plateau":
+        return None
+    return Plateau(mode=workload.mode, cut=s.factor, patience=s.patience, floor=max(s.min_factor, 1e-6))
+
+
+def _taken(section: Any, options: type) -> dict[str, Any]:
+    """The values of a config section that an options class of the train room knows by the same name."""
+    return {name: value for name, value in section.model_dump().items() if name in options.__dataclass_fields__}  # type: ignore[attr-defined]

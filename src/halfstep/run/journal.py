@@ -1,0 +1,179 @@
+"""What a run tells while it goes on: bars, events, records. It reads facts that the guard has already waited for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from halfstep.measure.clock import Stopwatch
+from halfstep.measure.memory import format_bytes, peak_memory_bytes
+from halfstep.precision.plan import Plan
+from halfstep.report.progress import Bar
+from halfstep.report.run_report import Level, RunReport
+from halfstep.run.stopping import EarlyStopping
+from halfstep.train.facts import Reading
+from halfstep.train.guard import Guard, Verdict
+
+METRIC_EVERY_S = 2.0
+"""The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""
+
+
+class Journal:
+    """Turns readings into shown fields and metrics.jsonl records."""
+
+    def __init__(self, report: RunReport, plan: Plan, *, epochs: int, report_every: int, metric: str) -> None:
+        self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
+        self.device = torch.device(plan.device)
+        self.attempted = 0
+        self.latest: Reading | None = None
+        self.loss_sum, self.num_losses, self.num_skipped, self.num_spikes = 0.0, 0, 0, 0
+        self.train_metric: Callable[[], dict[str, float]] = dict
+        self._bar: Bar | None = None
+        self._shown_metric = ""
+        self._since_metric = Stopwatch()
+
+    # --- one step ---
+
+    def on_reading(self, reading: Reading) -> None:
+        """Called by the guard with the facts of two steps ago."""
+        self.latest = reading
+        if reading.is_spike and not reading.is_bad:
+            self.num_spikes += 1
+            self._event("spike", reading, f"step {reading.attempted}: the loss jumped to {reading.loss:.4g}", "warning")
+        if not reading.is_bad:
+            self.loss_sum, self.num_losses = self.loss_sum + reading.loss, self.num_losses + 1
+            return
+        self.num_skipped += 1
+        if self.plan.needs_loss_scaling and not reading.is_spike and not reading.is_empty:
+            text = f"step {reading.attempted}: overflow at loss scale {reading.scale:g}, step skipped (routine in fp16)"
+            self._event("overflow", reading, text, "info")
+        else:
+            text = f"step {reading.attempted} skipped: {reading.reason}; samples {_few(reading.sample_ids)}"
+            self._event("skipped", reading, text, "warning")
+
+    def stepped(self, attempted: int, epoch: int, samples_per_s: float) -> None:
+        """After each window; writes a record when one is due."""
+        self.attempted = attempted
+        is_due = attempted % self.report_every == 0 and self.latest is not None
+        if self._bar is not None:
+            self._bar.advance(self._fields() if is_due else None)
+        if is_due and self.latest is not None:
+            r = self.latest
+            self.report.log(
+                {
+                    "kind": "train",
+                    "step": attempted,
+                    "epoch": epoch + 1,
+                    "loss": r.loss,
+                    "grad_norm": r.grad_norm,
+                    "lr": r.lr,
+                    "scale": r.scale,
+                    "committed": r.committed,
+                    "skipped": self.num_skipped,
+                    "samples_per_s": round(samples_per_s, 2),
+                    "memory_bytes": peak_memory_bytes(self.device),
+                }  # fmt: skip
+            )
+
+    def _fields(self) -> dict[str, str]:
+        r = self.latest
+        assert r is not None
+        if self._since_metric.elapsed_s > METRIC_EVERY_S or not self._shown_metric:
+            value = self.train_metric().get(self.metric, math.nan)
+            self._shown_metric = f"{value:.3f}"
+            self._since_metric.restart()
+        fields = {"loss": f"{r.loss:.4f}", self.metric: self._shown_metric, "lr": f"{r.lr:.1e}"}
+        fields["precision"] = self.plan.granted + (" (simulated)" if self.plan.simulated else "")
+        memory = peak_memory_bytes(self.device)
+        return fields | ({"memory": format_bytes(memory)} if memory else {})
+
+    def _event(self, event: str, reading: Reading, text: str, level: Level) -> None:
+        self.report.notice(text, level)
+        self.report.log(
+            {
+                "kind": "event",
+                "step": self.attempted,
+                "event": event,
+                "bad_step": reading.attempted,
+                "reason": reading.reason or "loss spike",
+                "loss": reading.loss,
+                "grad_norm": reading.grad_norm,
+                "scale": reading.scale,
+                "sample_ids": list(reading.sample_ids),
+            }  # fmt: skip
+        )
+
+    # --- phases ---
+
+    @contextmanager
+    def training(self, epoch: int, num_windows: int) -> Iterator[None]:
+        with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
+            self._bar = bar
+            try:
+                yield
+            finally:
+                self._bar = None
+
+    @contextmanager
+    def validating(self, epoch: int, num_batches: int) -> Iterator[Callable[[], None]]:
+        with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Val]", num_batches) as bar:
+            yield lambda: bar.advance()
+
+    def epoch(
+        self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool
+    ) -> None:
+        """The summary of an epoch, and its record."""
+        mean_loss = self.loss_sum / self.num_losses if self.num_losses else math.nan
+        rows = [("loss", f"{mean_loss:.4f}", f"{val['loss']:.4f}")]
+        names = [name for name in val if name != "loss" and "/" not in name]
+        rows += [(name, f"{train.get(name, math.nan):.4f}", f"{val[name]:.4f}") for name in names]
+        self.report.epoch_summary(epoch + 1, self.epochs, rows)
+        trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
+        self.report.log({"kind": "val", "step": attempted, "epoch": epoch + 1, **val, **trained, "best": is_best})
+        self.loss_sum, self.num_losses = 0.0, 0
+
+    # --- rare things ---
+
+    def notice(self, text: str, level: Level = "info") -> None:
+        self.report.notice(text, level)
+
+    def early_stop(self, epoch: int, stopping: EarlyStopping) -> None:
+        self.report.notice(
+            f"early stopping after epoch {epoch}: no better {self.metric} than {stopping.best:.4f} "
+            f"(epoch {stopping.best_epoch + 1}) in {stopping.num_since} validations"
+        )
+
+    def rolled_back(self, attempted: int, verdict: Verdict, committed: int, guard: Guard) -> None:
+        text = (
+            f"rolled back to committed step {committed} ({verdict.reason}); learning rate now x{guard.rate_factor:g}, "
+            f"rollback {guard.num_rollbacks} of {guard.options.max_rollbacks}"
+        )
+        self.report.notice(text, "warning")
+        self.report.log({"kind": "event", "step": attempted, "event": "rollback", "reason": verdict.reason,
+                         "to_committed": committed, "rate_factor": guard.rate_factor})  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "latest": asdict(self.latest) if self.latest is not None else None,
+            "loss_sum": self.loss_sum,
+            "num_losses": self.num_losses,
+            "num_skipped": self.num_skipped,
+            "num_spikes": self.num_spikes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        latest = state["latest"]
+        self.latest = Reading(**{**latest, "sample_ids": tuple(latest["sample_ids"])}) if latest else None
+        self.loss_sum, self.num_losses = float(state["loss_sum"]), int(state["num_losses"])
+        self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
+
+
+def _few(sample_ids: tuple[int, ...], most: int = 8) -> str:
+    if not sample_ids:
+        return "unknown"
+    return ", ".join(str(i) for i in sample_ids[:most]) + (", ..." if len(sample_ids) > most else "")

@@ -1,0 +1,256 @@
+"""The loop: windows through the step, the guard's word, validation, checkpoints. Everything it knows is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.data.prefetch import Prefetcher, prefetch
+from halfstep.errors import Interrupted, TrainingStopped
+from halfstep.measure.clock import Stopwatch, Throughput
+from halfstep.run.assemble import Assembly
+from halfstep.run.checkpoint import Checkpoint, Checkpoints
+from halfstep.run.interrupts import Interrupts
+from halfstep.run.journal import Journal
+from halfstep.run.memory_limit import OutOfMemory, announce, memory_error, split_window
+from halfstep.run.randomness import generator_states, restore_generators
+from halfstep.run.validate import validate
+from halfstep.train.guard import Action, Verdict
+
+
+@dataclass(kw_only=True, slots=True)
+class Position:
+    """Where the run stands in its data: this many batches of this epoch are behind it."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+class Loop:
+    """Trains an assembly to its end, or to the moment it is asked to stop."""
+
+    def __init__(self, parts: Assembly, checkpoints: Checkpoints, journal: Journal, interrupts: Interrupts) -> None:
+        self.parts, self.checkpoints, self.journal, self.interrupts = parts, checkpoints, journal, interrupts
+        self.position = Position()
+        self.pieces = 1
+        """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
+        self.train_metrics = parts.workload.metrics()
+        self.clock, self.throughput = Stopwatch(), Throughput()
+        self.waited_s = 0.0
+        self.num_samples = 0
+
+    @property
+    def is_done(self) -> bool:
+        limit = self.parts.config.train.max_steps
+        return bool(limit) and self.parts.step.attempted >= limit
+
+    def run(self) -> None:
+        epochs = self.parts.config.train.epochs
+        self._keep_a_way_back()
+        while self.position.epoch < epochs and not self.is_done and not self.parts.stopping.should_stop:
+            self._train_epoch()
+            self._act_on(self.parts.guard.drain())
+            self._end_epoch()
+        if self.parts.stopping.should_stop and self.position.epoch < epochs:
+            self.journal.early_stop(self.position.epoch, self.parts.stopping)
+
+    # --- one epoch ---
+
+    def _train_epoch(self) -> None:
+        parts = self.parts
+        batches = parts.train_loader.epoch(self.position.epoch, self.position.batch)
+        feed = prefetch(batches, parts.device)
+        self.throughput.restart()
+        left = -(-(len(parts.train_loader) - self.position.batch) // parts.step.accumulate)
+        with self.journal.training(self.position.epoch, left):
+            for window in parts.step.windows(feed):
+                self._one_step(window)
+                self.position.batch += len(window)
+                self._after_step(feed)
+                if self.is_done:
+                    break
+        self.waited_s += feed.waited_s
+
+    def _one_step(self, window: list[dict[str, Tensor]]) -> None:
+        parts, seed = self.parts, self.parts.config.train.seed
+        prepared = [
+            parts.workload.prepare(batch, key=(seed, parts.step.attempted, k), training=True)
+            for k, batch in enumerate(window)
+        ]
+        facts = self._compute(prepared)
+        parts.step.commit(facts)
+        self._act_on(parts.guard.watch(facts))
+
+    def _compute(self, prepared: list[dict[str, Tensor]]) -> Any:
+        while True:
+            try:
+                return self.parts.step.compute(self._loss, split_window(prepared, self.pieces))
+            except OutOfMemory as error:
+                self._shrink(error)
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
+        loss, weight, outputs = self.parts.region(batch)
+        with torch.no_grad():
+            self.train_metrics.update(outputs, batch)
+        return loss, weight
+
+    def _shrink(self, error: OutOfMemory) -> None:
+        """Halve the micro-batch, keep the effective one; or say what to do."""
+        parts, config = self.parts, self.parts.config
+        if not config.train.auto_batch or self.pieces >= config.train.batch_size:
+            raise memory_error(error, config, self.pieces, parts.device) from error
+        error.__traceback__ = None  # its frames hold the activations that did not fit
+        parts.step.abandon()
+        torch.cuda.empty_cache()
+        self.pieces *= 2
+        self.journal.notice(announce(self.pieces, config, parts.model), "warning")
+
+    def _after_step(self, feed: Prefetcher) -> None:
+        parts, train = self.parts, self.parts.config.train
+        attempted = parts.step.attempted
+        samples = train.batch_size * train.accumulate
+        self.num_samples += samples
+        self.throughput.add(samples)
+        self.journal.stepped(attempted, self.position.epoch, self.throughput.per_s())
+        if parts.snapshots is not None and parts.snapshots.due(attempted):
+            parts.snapshots.take(parts.model, parts.step)
+        if train.checkpoint_every and attempted % train.checkpoint_every == 0:
+            self.save()
+        if self.interrupts:
+            self._leave()
+
+    # --- the guard's word ---
+
+    def _act_on(self, verdict: Verdict) -> None:
+        if verdict.action is Action.ROLLBACK:
+            self._roll_back(verdict)
+        elif verdict.action is Action.STOP:
+            path = self.save()
+            raise TrainingStopped(
+                f"training stopped: {verdict.reason}",
+                why=f"the weights are as they were before those steps, saved in {path}",
+                fix=verdict.fix,
+            )
+
+    def _keep_a_way_back(self) -> None:
+        if self.parts.snapshots is not None and not self.parts.snapshots.states:
+            self.parts.snapshots.take(self.parts.model, self.parts.step)
+
+    def _roll_back(self, verdict: Verdict) -> None:
+        """Weights, buffers, optimizer, average and scale go back; data and generators go forward; the rate is cut."""
+        parts = self.parts
+        state = parts.snapshots.before(verdict.first_fault_committed) if parts.snapshots is not None else None
+        if parts.snapshots is None or state is None:
+            return self._act_on(Verdict(action=Action.STOP, reason=f"{verdict.reason}; no snapshot is old enough",
+                                        fix="a smaller guard.margin, or a lower learning rate"))  # fmt: skip
+        attempted = parts.step.attempted
+        parts.model.load_state_dict(state["model"])
+        parts.step.load_state_dict(state["step"])
+        parts.step.attempted = attempted
+        parts.snapshots.forget_after(state)
+        parts.guard.rolled_back()
+        self._set_rate_factor()
+        self.journal.rolled_back(attempted, verdict, state["step"]["committed"], parts.guard)
+        return None
+
+    def _set_rate_factor(self) -> None:
+        plateau = self.parts.plateau.factor if self.parts.plateau is not None else 1.0
+        self.parts.step.set_rate_factor(plateau * self.parts.guard.rate_factor)
+
+    # --- the end of an epoch ---
+
+    def _end_epoch(self) -> None:
+        parts, train = self.parts, self.parts.config.train
+        is_whole = self.position.batch >= len(parts.train_loader)
+        epoch = self.position.epoch
+        if is_whole:
+            self.position = Position(epoch=epoch + 1)
+        is_due = (epoch + 1) % train.validate_every == 0 or epoch + 1 == train.epochs or self.is_done
+        is_best = is_due and self._validate(epoch)
+        self.train_metrics = parts.workload.metrics()
+        path = self.save()
+        if is_best:
+            self.checkpoints.mark_best(path, parts.workload.metric, parts.stopping.best)
+        if self.interrupts:
+            self._leave()
+
+    def _validate(self, epoch: int) -> bool:
+        parts = self.parts
+        average = parts.step.ema
+        with self.journal.validating(epoch, len(parts.val_loader)) as advance:
+            if average is None:
+                found = self._validated(advance)
+            else:
+                with average.swapped_in():
+                    found = self._validated(advance)
+        value = found[parts.workload.metric]
+        is_best = parts.stopping.observe(value, epoch)
+        if parts.plateau is not None:
+            parts.plateau.observe(value)
+            self._set_rate_factor()
+        self.journal.epoch(epoch, parts.step.attempted, self.train_metrics.compute(), found, is_best=is_best)
+        return is_best
+
+    def _validated(self, advance: Any) -> dict[str, float]:
+        parts = self.parts
+        try:
+            return validate(
+                parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.pieces, advance=advance
+            )
+        except OutOfMemory as error:
+            raise memory_error(error, parts.config, self.pieces, parts.device) from error
+
+    # --- what is stored ---
+
+    def _leave(self) -> None:
+        path = self.save()
+        raise Interrupted(
+            f"stopped by {self.interrupts.received.name if self.interrupts.received else 'request'} "
+            f"after step {self.parts.step.attempted}; everything is saved in {path}",
+            fix=f"continue with: halfstep train --resume {self.checkpoints.folder.parent}",
+            exit_code=self.interrupts.exit_code,
+        )
+
+    def save(self) -> Path:
+        """One checkpoint of everything, between two windows."""
+        parts = self.parts
+        step = parts.step.state_dict()
+        average = step.pop("ema")
+        state = {
+            "step": step,
+            "guard": parts.guard.state_dict(),
+            "plateau": parts.plateau.state_dict() if parts.plateau is not None else {},
+            "stopping": parts.stopping.state_dict(),
+            "snapshots": parts.snapshots.state_dict() if parts.snapshots is not None else [],
+            "position": {"epoch": self.position.epoch, "batch": self.position.batch},
+            "pieces": self.pieces,
+            "train_metrics": self.train_metrics.state_dict(),
+            "journal": self.journal.state_dict(),
+            "generators": generator_states(),
+            "workload": parts.workload.name,
+            "store": dict(parts.workload.store),
+            "torch": torch.__version__,
+        }
+        whole = Checkpoint(model=dict(parts.model.state_dict()), ema=average, state=state)
+        return self.checkpoints.save(parts.step.attempted, whole)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue exactly where the checkpoint was taken."""
+        parts, state = self.parts, checkpoint.state
+        parts.model.load_state_dict(checkpoint.model)
+        parts.step.load_state_dict({**state["step"], "ema": checkpoint.ema})
+        parts.guard.load_state_dict(state["guard"])
+        if parts.plateau is not None:
+            parts.plateau.load_state_dict(state["plateau"])
+        parts.stopping.load_state_dict(state["stopping"])
+        if parts.snapshots is not None:
+            parts.snapshots.load_state_dict(state["snapshots"])
+        self.position = Position(**state["position"])
+        self.pieces = int(state["pieces"])
+        self.train_metrics.load_state_dict(state["train_metrics"])
+        self.journal.load_state_dict(state["journal"])
+        restore_generators(state["generators"])

@@ -1,0 +1,161 @@
+"""`train`: from a loaded config to a finished run folder, new or resumed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from halfstep.config.dump import to_yaml
+from halfstep.config.load import Loaded, load
+from halfstep.config.schema import RunConfig
+from halfstep.errors import CheckpointError
+from halfstep.hardware.probe import probe
+from halfstep.measure.clock import Stopwatch
+from halfstep.measure.energy import EnergyMeter
+from halfstep.measure.memory import format_bytes, peak_memory_bytes, reset_peak
+from halfstep.precision.plan import Plan
+from halfstep.report.curves import draw_curves
+from halfstep.report.metrics_file import cut_back, read
+from halfstep.report.run_report import RunReport
+from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.checkpoint import Checkpoint
+from halfstep.run.folder import RunFolder
+from halfstep.run.interrupts import interrupts
+from halfstep.run.journal import Journal
+from halfstep.run.loop import Loop
+from halfstep.run.randomness import algorithms
+from halfstep.run.resume import refuse_changes
+from halfstep.workloads.workload import Workload
+
+
+def train(loaded: Loaded, *, out: Path | None = None, resume: Path | None = None, allow_changes: bool = False) -> Path:
+    """Train, and return the run's folder."""
+    if resume is not None:
+        return _resume(loaded, RunFolder.open(str(resume)), allow_changes=allow_changes)
+    return _start(loaded, str(out) if out else None)
+
+
+def _start(loaded: Loaded, out: str | None) -> Path:
+    config = loaded.config
+    hardware = probe(config.device)
+    # The data is looked at first: a wrong folder must not leave an empty run behind.
+    workload = build_workload(config)
+    plan = plan_for(config, workload, hardware)
+    folder = RunFolder.create(out, _run_name(config))
+    folder.config.write_text(to_yaml(config))
+    folder.plan.write_text(plan.to_json())
+    _run(loaded, folder, workload, plan, checkpoint=None)
+    return folder.path
+
+
+def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
+    stored = load(str(folder.config)).config
+    changes = refuse_changes(stored, loaded.config, allow=allow_changes)
+    damaged: list[str] = []
+    checkpoints = folder.checkpoints()
+    checkpoints.clean_up()
+    path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
+    workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
+    plan = Plan.from_json(_text(folder.plan))
+    cut_back(folder.metrics, int(checkpoint.state["step"]["attempted"]))
+    notes = [*damaged, *changes, f"resuming from {path.name}"]
+    _run(loaded, folder, workload, plan, checkpoint=checkpoint, notes=notes)
+    return folder.path
+
+
+def _run(
+    loaded: Loaded,
+    folder: RunFolder,
+    workload: Workload,
+    plan: Plan,
+    *,
+    checkpoint: Checkpoint | None,
+    notes: list[str] | None = None,
+) -> None:
+    config = loaded.config
+    report = RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
+    journal = Journal(
+        report, plan, epochs=config.train.epochs, report_every=config.train.report_every, metric=workload.metric
+    )
+    tune = torch.device(plan.device).type == "cuda"
+    with algorithms(deterministic=config.train.deterministic, tune=tune), interrupts() as asked_to_stop:
+        parts = assemble(config, workload, plan, on_reading=journal.on_reading)
+        loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
+        _show_header(report, loaded, folder, parts)
+        for note in notes or []:
+            report.notice(note, "warning" if "damaged" in note else "info")
+        if checkpoint is not None:
+            loop.restore(checkpoint)
+        reset_peak(parts.device)
+        clock, energy = Stopwatch(), EnergyMeter(parts.device)
+        try:
+            loop.run()
+        finally:
+            draw_curves(read(folder.metrics), folder.report / "curves.png")
+            report.close()
+        _show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
+
+
+def _show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
+    config, plan = loaded.config, parts.plan
+    num_parameters = sum(p.numel() for p in parts.model.parameters())
+    train = config.train
+    batch = f"{train.batch_size}" + (f" x {train.accumulate} accumulated" if train.accumulate > 1 else "")
+    commits = [
+        f"{name} ({way}{f', {format_bytes(extra)} extra' if extra else ''})"
+        for name, way, extra in parts.step.describe()
+    ]
+    rows = [
+        ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
+        ("device", f"{plan.device} ({plan.device_name})"),
+        ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
+        ("data", f"{len(parts.workload.train_samples)} training, {len(parts.workload.val_samples)} validation samples"),
+        ("batch", batch),
+        ("steps", f"{parts.total_steps} in {train.epochs} epochs"),
+        ("optimizer", ", ".join(commits)),
+        ("run", str(folder.path)),
+    ]
+    overridden = [
+        f"{o.key}={o.value} ({o.source}) wins over {o.replaced_value} ({o.replaced})" for o in loaded.overridden
+    ]
+    report.header(f"halfstep {config.workload}", rows, plan=str(plan), warnings=plan.warnings)
+    for note in (*loaded.notes, *overridden):
+        report.notice(note)
+
+
+def _show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None) -> None:
+    parts, stopping = loop.parts, loop.parts.stopping
+    memory = peak_memory_bytes(parts.device)
+    best = loop.checkpoints.best()
+    waited = loop.waited_s / max(elapsed_s, 1e-9)
+    rows = [
+        (f"best {parts.workload.metric}", f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})"),
+        ("time", _duration(elapsed_s)),
+        ("speed", f"{loop.num_samples / max(elapsed_s, 1e-9):.1f} samples/s, validation included"),
+        ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
+        ("skipped steps", str(loop.journal.num_skipped)),
+    ]
+    if joules is not None:
+        rows.append(("energy", f"{joules:.0f} J, {joules / max(loop.num_samples, 1):.2f} J a sample"))
+    if waited > 0.1:
+        rows.append(("waiting for data", f"{waited:.0%} of the time: raise data.num_workers"))
+    rows += [("best checkpoint", str(best) if best else "none"), ("curves", str(folder.report / "curves.png"))]
+    report.finish("done", rows)
+
+
+def _run_name(config: RunConfig) -> str:
+    name = config.workload.replace(":", "-").replace("/", "-")
+    return name if config.data.dir else f"{name}-demo"
+
+
+def _duration(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds >= 60 else f"{seconds:.1f} s"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,54 @@
+"""One pass over a data set without learning from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from halfstep.data.loader import Loader
+from halfstep.data.prefetch import prefetch
+from halfstep.precision.plan import Plan
+from halfstep.run.memory_limit import split_window
+from halfstep.workloads.workload import Workload
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; every module's own mode comes back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def validate(
+    workload: Workload,
+    model: nn.Module,
+    plan: Plan,
+    loader: Loader,
+    *,
+    pieces: int = 1,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Loss and metrics, exact over the whole set: sums are divided once, at the end."""
+    device = torch.device(plan.device)
+    metrics = workload.metrics()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    weight_sum = torch.zeros((), dtype=torch.float64, device=device)
+    with evaluating(model), plan.forward():
+        for batch in prefetch(loader.epoch(0), device):
+            for part in split_window([workload.prepare(batch, key=(), training=False)], pieces):
+                outputs = workload.forward(model, part)
+                loss, weight = workload.loss(outputs, part)
+                loss_sum += loss.double() * weight
+                weight_sum += weight
+                metrics.update(outputs, part)
+            advance()
+    return {"loss": float(loss_sum / weight_sum), **metrics.compute()}

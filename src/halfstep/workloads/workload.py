@@ -1,0 +1,63 @@
+"""What a workload is: a model, its data, its loss, its metrics, and what is fragile about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from halfstep.data.loader import Samples
+
+Batch = dict[str, Tensor]
+
+
+class Metrics(Protocol):
+    """Counts on the device over many batches; divided once, in `compute`."""
+
+    def update(self, outputs: Any, batch: Mapping[str, Tensor]) -> None: ...
+    def compute(self) -> dict[str, float]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Prepare(Protocol):
+    """From a batch as loaded (uint8) to what the model sees; augments when training, by the key alone."""
+
+    def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch: ...
+
+
+class Forward(Protocol):
+    def __call__(self, model: nn.Module, batch: Batch) -> Any: ...
+
+
+class Loss(Protocol):
+    """Loss and weight of a batch: the weight is its number of samples (or pixels, or tokens)."""
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]: ...
+
+
+class MakeMetrics(Protocol):
+    def __call__(self) -> Metrics: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One thing to train. Built by `workloads/<name>.py` from a config."""
+
+    name: str
+    model: nn.Module
+    train_samples: Samples
+    val_samples: Samples
+    prepare: Prepare
+    forward: Forward
+    loss: Loss
+    metrics: MakeMetrics
+    metric: str
+    """The headline metric: picks the best checkpoint, stops early, drives plateau."""
+    mode: Literal["max", "min"] = "max"
+    fragile: tuple[str, ...] = ()
+    """Islands, as `name: reason`; rows of the plan."""
+    store: Mapping[str, Any] = field(default_factory=dict)
+    """What a checkpoint must know to use the model later: classes, mask values, image format."""
