@@ -7,7 +7,10 @@ a traceback of the worker.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
@@ -51,33 +54,41 @@ class Loader:
                 fix=f"train.batch_size={max(1, len(samples))} or less; train.accumulate enlarges the effective batch",
             )
         self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle, drop_last=drop_last)
+        self._fetch = _Fetch(samples, seed)
         self.num_workers = num_workers
-        self._torch_loader: DataLoader[Batch | HalfstepError] = DataLoader(
-            _Fetch(samples, seed),
-            batch_sampler=self._order,
-            num_workers=num_workers,
-            collate_fn=_unchanged,
-            worker_init_fn=_leave_signals_to_the_parent,
-            persistent_workers=num_workers > 0,
-            # Batches a worker makes ahead. Its generator is not ours: torch would draw from the global one.
-            prefetch_factor=2 if num_workers > 0 else None,
-            generator=torch.Generator(),
-        )
+        self._workers: DataLoader[Batch | HalfstepError] | None = None
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
         return len(self._order)
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch from `start_batch` on; one iterator at a time."""
+        """The batches of one epoch from `start_batch` on; one iterator at a time. Workers live on for the next one."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
+        self._workers = self._workers or self._start()
         with warnings.catch_warnings():
             # Workers are forked before they start threads and touch no lock of ours; Python 3.12 warns all the same.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
-            # torch counts the cores this process may use and warns; how many workers pay is the user's to try.
-            warnings.filterwarnings("ignore", message=".*worker processes.*", category=UserWarning)
-            batches = iter(self._torch_loader)
+            batches = iter(self._workers)
         return self._checked(batches)
+
+    def close(self) -> None:
+        """End the workers now. Left to the garbage collector, it takes torch up to five seconds for each."""
+        self._workers = None
+
+    def _start(self) -> DataLoader[Batch | HalfstepError]:
+        with warnings.catch_warnings():
+            # torch warns of more workers than cores; how many pay is the user's to try.
+            warnings.filterwarnings("ignore", message=".*worker processes.*", category=UserWarning)
+            return DataLoader(
+                self._fetch,
+                batch_sampler=self._order,
+                num_workers=self.num_workers,
+                collate_fn=_unchanged,
+                worker_init_fn=_leave_signals_to_the_parent,
+                persistent_workers=self.num_workers > 0,
+                generator=torch.Generator(),  # else torch draws from the global one
+            )
 
     def _checked(self, batches: Iterator[Batch | HalfstepError]) -> Iterator[Batch]:
         while True:
@@ -86,14 +97,17 @@ class Loader:
             except RuntimeError as error:
                 if self.num_workers == 0:
                     raise
+                self.close()
                 raise DataError(
                     f"a loader worker failed: {str(error).splitlines()[0]}",
                     why="a worker that dies silently mostly ran out of memory, or of shared memory in a container",
                     fix="data.num_workers=0 shows the cause; docker needs --shm-size or --ipc=host",
-                ) from error
+                ) from error.with_traceback(None)
             if batch is None:
                 return
             if isinstance(batch, HalfstepError):
+                del batches  # the traceback keeps this frame, and with it the workers, alive
+                self.close()
                 raise batch
             yield batch
 
@@ -138,7 +152,15 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _leave_signals_to_the_parent(worker: int) -> None:
-    # Ctrl-C and a scheduler's SIGTERM reach the whole process group. The parent finishes its step and saves, for
-    # which it still needs batches; it ends the workers through their queues, and they watch for its death.
+    # Ctrl-C and a scheduler's SIGTERM reach every process of a job. The parent finishes its step and saves, for which
+    # it still needs batches: a worker ends when the parent says so, and by itself when the parent is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_on_the_parents_word, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_on_the_parents_word(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

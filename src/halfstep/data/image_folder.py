@@ -1,0 +1,200 @@
+"""Folders of classes on disk: which files there are, and the class of each.
+
+    DIR/train/<class>/*  DIR/val/<class>/*     ImageFolder
+    DIR/<class>/*                              one folder, divided by a seed, class by class
+    DIR/train.X1/<class>/* ... DIR/val.X/...   Kaggle's ImageNet-100 as its archive unpacks, with Labels.json
+
+A class is a folder's name; its number is the name's place in sorted order.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from halfstep.data.files import PICTURES, natural_key, some_of
+from halfstep.errors import DataError
+
+TRAIN_NAMES = ("train", "training")
+VALIDATION_NAMES = ("val", "valid", "validation", "test")
+KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Labels.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderLayout:
+    """Names and split where they are not the usual ones; an empty name means any of the common ones."""
+
+    train: str = ""
+    val: str = ""
+    val_fraction: float = 0.1
+    """Share of each class that is held out where there is no validation folder; 0 holds out nothing."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """Picture files and their classes' numbers."""
+
+    paths: tuple[Path, ...] = ()
+    labels: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def without(self, bad: set[Path]) -> Listing:
+        """The same but for some files."""
+        kept = [(p, label) for p, label in zip(self.paths, self.labels, strict=True) if p not in bad]
+        return Listing(paths=tuple(p for p, _ in kept), labels=tuple(label for _, label in kept))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageFolder:
+    """What a data folder holds."""
+
+    root: Path
+    classes: tuple[str, ...]
+    train: Listing
+    val: Listing
+    titles: Mapping[str, str] = field(default_factory=dict)
+    """Readable names of classes, where the folder brings them."""
+
+
+def find_images(root: Path, layout: FolderLayout) -> ImageFolder:
+    """Every picture of a data folder with its class and split; nothing is decoded."""
+    if not root.is_dir():
+        kind = "is a file" if root.exists() else "does not exist"
+        raise DataError(f"data folder {root} {kind}", fix="check data.dir; without it the demo data are used")
+    train_folders, val_folders = _split_folders(root, layout)
+    train = _by_class(train_folders)
+    classes = tuple(sorted(train))
+    if len(classes) < 2:
+        raise DataError(
+            f"{_names(train_folders)} holds one class, {classes[0]}",
+            why="there is nothing to tell apart",
+            fix="one folder a class: train/<class>/*.jpg",
+        )
+    if val_folders:
+        val = _by_class(val_folders)
+        _refuse_unknown(sorted(set(val) - set(classes)), val_folders)
+    else:
+        train, val = _split(train, layout)
+    return ImageFolder(
+        root=root, classes=classes, train=_listing(train, classes), val=_listing(val, classes), titles=_titles(root)
+    )
+
+
+def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
+    """Refuse data whose classes are not those that a model was trained on, naming the difference."""
+    if tuple(trained) == tuple(found):
+        return
+    missing, extra = [c for c in trained if c not in found], [c for c in found if c not in trained]
+    differences = [f"missing: {some_of(missing, 10)}"] if missing else []
+    differences += [f"unknown: {some_of(extra, 10)}"] if extra else []
+    raise DataError(
+        f"the data have {len(found)} classes, the model was trained on {len(trained)}",
+        why="; ".join(differences) or "they are the same names in another order",
+        fix="evaluate on data with the same class folders",
+    )
+
+
+def _split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
+    if not (layout.train or layout.val) and (parts := sorted(root.glob(KAGGLE_TRAIN))):
+        return parts, sorted(root.glob(KAGGLE_VALIDATION))
+    train, val = (
+        _named(root, named, usual) for named, usual in ((layout.train, TRAIN_NAMES), (layout.val, VALIDATION_NAMES))
+    )
+    if train is None and val is not None:
+        raise DataError(f"{root} holds {val.name}/ but no train/", fix="name the training folder: data.train_folder")
+    return [train or root], [val] if val else []
+
+
+def _named(root: Path, named: str, usual: Sequence[str]) -> Path | None:
+    if named:
+        if not (root / named).is_dir():
+            raise DataError(f"no folder {named} in {root}", why=f"it holds {_content(root)}")
+        return root / named
+    return next((root / name for name in usual if (root / name).is_dir()), None)
+
+
+def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for parent in folders:
+        for folder in parent.iterdir():
+            if folder.is_dir() and not folder.name.startswith((".", "__")):
+                found.setdefault(folder.name, []).extend(_pictures(folder))
+    if not found:
+        raise DataError(
+            f"no class folders in {_names(folders)}",
+            why=f"it holds {_content(folders[0])}",
+            fix="one folder a class: train/<class>/*.jpg and val/<class>/*.jpg",
+        )
+    empty = sorted(name for name, paths in found.items() if not paths)
+    if empty:
+        raise DataError(
+            f"no pictures in class {some_of(empty)} of {_names(folders)}",
+            why="a class without examples cannot be learned, and would shift the numbers of the others",
+            fix="add pictures (" + " ".join(PICTURES) + ") or remove the folder",
+        )
+    return found
+
+
+def _pictures(folder: Path) -> list[Path]:
+    visible = (path for path in folder.rglob("*") if not path.name.startswith("."))
+    pictures = (path for path in visible if path.suffix.lower() in PICTURES and path.is_file())
+    return sorted(pictures, key=lambda path: natural_key(str(path.relative_to(folder))))
+
+
+def _split(found: Mapping[str, list[Path]], layout: FolderLayout) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
+    """Hold out the same share of every class, at least one picture and never the last."""
+    train, val = {}, {}
+    for name, paths in found.items():
+        num_val = min(len(paths) - 1, max(1, round(len(paths) * layout.val_fraction)))
+        if layout.val_fraction <= 0:
+            num_val = 0
+        held_out = set(random.Random(f"{layout.seed} {name}").sample(range(len(paths)), num_val))
+        train[name] = [path for i, path in enumerate(paths) if i not in held_out]
+        val[name] = [paths[i] for i in sorted(held_out)]
+    if layout.val_fraction > 0 and not any(val.values()):
+        raise DataError(
+            "every class has one picture: nothing is left for validation",
+            why="a picture that was trained on proves nothing",
+            fix="add pictures, or train without validation: data.val_fraction=0",
+        )
+    return train, val
+
+
+def _refuse_unknown(extra: Sequence[str], folders: Sequence[Path]) -> None:
+    if extra:
+        raise DataError(
+            f"only in {_names(folders)}: {some_of(extra, 10)}",
+            why="the model never sees these classes in training",
+            fix="add them to the training folder, or remove them",
+        )
+
+
+def _listing(found: Mapping[str, list[Path]], classes: Sequence[str]) -> Listing:
+    numbers = {name: number for number, name in enumerate(classes)}
+    rows = [(path, numbers[name]) for name in sorted(found) for path in found[name]]
+    return Listing(paths=tuple(path for path, _ in rows), labels=tuple(label for _, label in rows))
+
+
+def _titles(root: Path) -> dict[str, str]:
+    path = root / KAGGLE_TITLES
+    if not path.is_file():
+        return {}
+    try:
+        titles = json.loads(path.read_text())
+        return {str(name): str(title) for name, title in titles.items()}
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"cannot read {path}", why=str(error), fix='it maps class folders to names: {"n01": "tench"}')
+
+
+def _names(folders: Sequence[Path]) -> str:
+    return some_of(folders)
+
+
+def _content(folder: Path) -> str:
+    return some_of(sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))) or "nothing"
