@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
+
+
+class Blocks(nn.Sequential):
+    """Blocks one after another, each recomputed in backward where `checkpointing` is set."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], *, checkpointing: bool) -> None:
+        super().__init__(OrderedDict(blocks))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = block_runner(checkpointing=self.checkpointing)
+        for block in self:
+            x = run(block, x)
+        return x
 
 
 def block_runner(*, checkpointing: bool) -> Callable[..., Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.models.recompute import block_runner
+from halfstep.models.recompute import Blocks
 
 Stem = Literal["imagenet", "small"]
 
@@ -84,7 +84,7 @@ class ResNet(nn.Module):
                 why="each must be at least 1",
                 fix="ResNet-50 has blocks (3, 4, 6, 3) and width 64",
             )
-        self.num_stages, self.checkpointing = len(blocks), checkpointing
+        self.num_stages = len(blocks)
         is_small = stem == "small"
         # CIFAR's stem (He et al. 2015, 4.2): at 32 pixels the usual one would leave the last stage a single pixel.
         self.conv1 = conv(in_channels, width, 3) if is_small else conv(in_channels, width, 7, stride=2)
@@ -93,23 +93,19 @@ class ResNet(nn.Module):
         self.maxpool = nn.Identity() if is_small else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
         channels = width
         for number, depth in enumerate(blocks):
-            stage_width = width * 2**number
-            strides = [1 if number == 0 else 2] + [1] * (depth - 1)
-            stage = nn.Sequential()
-            for stride in strides:
-                stage.append(block(channels, stage_width, stride))
-                channels = stage_width * block.expansion
-            self.add_module(f"layer{number + 1}", stage)
+            inner, outer = width * 2**number, width * 2**number * block.expansion
+            first = block(channels, inner, stride=1 if number == 0 else 2)
+            others = [block(outer, inner, stride=1) for _ in range(depth - 1)]
+            named = {str(index): part for index, part in enumerate([first, *others])}
+            self.add_module(f"layer{number + 1}", Blocks(named, checkpointing=checkpointing))
+            channels = outer
         self.fc = nn.Linear(channels, num_classes)
         self.apply(start_)
 
     def forward(self, x: Tensor) -> Tensor:
-        run = block_runner(checkpointing=self.checkpointing)
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for number in range(1, self.num_stages + 1):
-            stage = self.get_submodule(f"layer{number}")
-            for block in stage.children():
-                x = run(block, x)
+            x = self.get_submodule(f"layer{number}")(x)
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))
         return logits
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.models.recompute import block_runner
+from halfstep.models.recompute import Blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,15 +97,28 @@ class EncoderBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Position embedding, blocks and the last normalisation, under the names of torchvision."""
+    """Class token and patches (N, 1 + rows · columns, dim) to the class token's features (N, dim)."""
 
-    def __init__(self, size: ViTSize, num_positions: int, layer_scale: float) -> None:
+    def __init__(
+        self, size: ViTSize, num_positions: int, *, layer_scale: float, registers: int, checkpointing: bool
+    ) -> None:
         super().__init__()
         self.pos_embedding = nn.Parameter(torch.empty(1, num_positions, size.dim).normal_(std=0.02))
-        self.layers = nn.Sequential(
-            OrderedDict((f"encoder_layer_{i}", EncoderBlock(size, layer_scale)) for i in range(size.depth))
-        )
+        self.num_registers = registers
+        if registers:
+            self.register_tokens = nn.Parameter(torch.empty(1, registers, size.dim).normal_(std=0.02))
+        blocks = {f"encoder_layer_{i}": EncoderBlock(size, layer_scale) for i in range(size.depth)}
+        self.layers = Blocks(blocks, checkpointing=checkpointing)
         self.ln = nn.LayerNorm(size.dim, eps=1e-6)
+
+    def forward(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
+        tokens = tokens + resized_positions(self.pos_embedding, rows, columns)
+        if self.num_registers:
+            registers = self.register_tokens.expand(len(tokens), -1, -1)
+            tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
+        # Only the class token is read, and a layer norm acts on each token alone.
+        features: Tensor = self.ln(self.layers(tokens)[:, 0])
+        return features
 
 
 class ViT(nn.Module):
@@ -131,13 +144,13 @@ class ViT(nn.Module):
                 why="the heads share the channels evenly, an image holds at least one patch, and counts start at 1",
                 fix="the published sizes are vit_s_16, vit_b_16 and vit_l_16 at 224 pixels",
             )
-        self.patch, self.num_registers, self.checkpointing = size.patch, registers, checkpointing
+        self.patch = size.patch
         self.grid = checked_grid(image_size, image_size, size.patch)[0]
         self.conv_proj = nn.Conv2d(in_channels, size.dim, kernel_size=size.patch, stride=size.patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, size.dim))
-        if registers:
-            self.register_tokens = nn.Parameter(torch.empty(1, registers, size.dim).normal_(std=0.02))
-        self.encoder = Encoder(size, self.grid**2 + 1, layer_scale)
+        self.encoder = Encoder(
+            size, self.grid**2 + 1, layer_scale=layer_scale, registers=registers, checkpointing=checkpointing
+        )
         self.heads = nn.Sequential(OrderedDict(head=nn.Linear(size.dim, num_classes)))
         nn.init.trunc_normal_(self.conv_proj.weight, std=math.sqrt(1 / (in_channels * size.patch**2)))
         for zero in (self.conv_proj.bias, *self.heads.parameters()):
@@ -146,17 +159,9 @@ class ViT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = checked_grid(x.shape[2], x.shape[3], self.patch)
-        run = block_runner(checkpointing=self.checkpointing)
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1)
-        tokens = tokens + resized_positions(self.encoder.pos_embedding, rows, columns)
-        if self.num_registers:
-            registers = self.register_tokens.expand(len(x), -1, -1)
-            tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
-        for block in self.encoder.layers:
-            tokens = run(block, tokens)
-        # Only the class token is read, and a layer norm acts on each token alone.
-        logits: Tensor = self.heads(self.encoder.ln(tokens[:, 0]))
+        logits: Tensor = self.heads(self.encoder(tokens, rows, columns))
         return logits
 
 

@@ -1,0 +1,47 @@
+"""The classifiers by name, and weights of other projects into them: head, layer names and image size may differ."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from halfstep.errors import ModelError
+from halfstep.models.resnet import ResNet
+from halfstep.models.vit import ViT, resized_positions
+from halfstep.models.weights import load_weights_
+
+Classifier = ResNet | ViT
+
+RELEASED_NAMES = {".mlp.linear_1.": ".mlp.0.", ".mlp.linear_2.": ".mlp.3."}
+"""torchvision renamed these layers after it had released its ViT weights."""
+
+
+def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: str, replace_head: bool) -> None:
+    """Copy weights into the model, all but the head with `replace_head`; what does not fit is an error naming it."""
+    weights = {_renamed(name): value for name, value in weights.items()}
+    if isinstance(model, ViT) and "encoder.pos_embedding" in weights:
+        weights["encoder.pos_embedding"] = _positions_for(model, weights["encoder.pos_embedding"])
+    head = {name: value for name, value in model.state_dict().items() if name.startswith(f"{model.head_name}.")}
+    if replace_head:
+        weights |= head
+    own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
+    if theirs is not None and len(theirs) != len(own):
+        raise ModelError(
+            f"the weights of {source} are for {len(theirs)} classes, the data has {len(own)}",
+            fix="model.replace_head=true starts a new head on the loaded body",
+        )
+    load_weights_(model, weights, source=source)
+
+
+def _renamed(name: str) -> str:
+    for released, current in RELEASED_NAMES.items():
+        name = name.replace(released, current)
+    return name
+
+
+def _positions_for(model: ViT, positions: Tensor) -> Tensor:
+    """Position embeddings on the model's grid; what is no square grid is left for the comparison of shapes to name."""
+    num_patches = positions.shape[1] - 1
+    is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
+    return resized_positions(positions, model.grid, model.grid) if is_square else positions

@@ -1,0 +1,146 @@
+"""Loss, mixing and metrics of image classification, on logits (N, C) and labels (N).
+
+A mixed batch carries two labels and the share of the first one, as tensors: the loss then has one form for every
+batch, which a compiled region or a captured graph needs. What is random comes from the host and from a key such as
+(seed, attempted step), so nothing waits for the device and a resumed run mixes as the first one did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.islands import fp32_island, to_fp32
+
+TOP = 5
+MIX_STREAM = 0x6D6978
+"""Sets the random numbers of mixing apart from an augmentation's with the same key ("mix" in ASCII)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixing:
+    """Mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019) by the alpha of their Beta(alpha, alpha); 0: off."""
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    cutmix_share: float = 0.5
+    """Chance that a batch is cut rather than blended, where both are on."""
+    chance: float = 1.0
+    """Chance that a batch is mixed at all."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any batch can be mixed."""
+        return self.chance > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+
+def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> dict[str, Tensor]:
+    """The batch with each image mixed with its neighbour's, `label_b` the neighbour's label, `lam` the own share."""
+    image, label = batch["image"], batch["label"]
+    random = np.random.default_rng((*key, MIX_STREAM))
+    # All numbers are drawn whatever happens, so that one setting does not reshuffle the others.
+    happens, kind, *centre = random.random(4)
+    cuts = spec.cutmix > 0 and (kind < spec.cutmix_share or spec.mixup == 0)
+    alpha = spec.cutmix if cuts else spec.mixup
+    lam = float(random.beta(alpha, alpha)) if alpha > 0 and happens < spec.chance else 1.0
+    # Batches come shuffled, so the neighbour is a random partner. `cat` copies, so no pixel is read after it was
+    # written, and keeps the memory layout, which `roll` does not.
+    partner = torch.cat([image[-1:], image[:-1]])
+    if lam < 1 and cuts:
+        image, lam = pasted(image, partner, cut_box(lam, centre, image.shape[-2], image.shape[-1]))
+    elif lam < 1:
+        image = torch.lerp(partner, image, lam)
+    shares = torch.full(label.shape, lam, dtype=torch.float32, device=label.device)
+    return {**batch, "image": image, "label_b": label.roll(1), "lam": shares}
+
+
+def cut_box(lam: float, centre: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
+    """Top, bottom, left and right of a box of share 1 - lam around the centre, cut off at the image's edge."""
+    side = math.sqrt(1 - lam)
+    edges: list[int] = []
+    for position, length in zip(centre, (height, width), strict=True):
+        middle, half = int(position * length), int(side * length) // 2
+        edges += [max(middle - half, 0), min(middle + half, length)]
+    top, bottom, left, right = edges
+    return top, bottom, left, right
+
+
+def pasted(image: Tensor, partner: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, float]:
+    """The images with the partner's pixels in the box, and the share that is still their own."""
+    top, bottom, left, right = box
+    mixed = image.clone()
+    mixed[..., top:bottom, left:right] = partner[..., top:bottom, left:right]
+    return mixed, 1 - (bottom - top) * (right - left) / (image.shape[-2] * image.shape[-1])
+
+
+def classification_loss(logits: Tensor, batch: Mapping[str, Tensor], *, smoothing: float = 0.0) -> Tensor:
+    """Mean cross-entropy in fp32; a mixed batch counts each of its two labels by its share."""
+    with fp32_island():
+        logits = to_fp32(logits)
+        if "lam" not in batch:
+            return F.cross_entropy(logits, batch["label"], label_smoothing=smoothing)
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        own, other = (torch.eq(batch[name].unsqueeze(1), classes) for name in ("label", "label_b"))
+        lam = batch["lam"].unsqueeze(1)
+        return F.cross_entropy(logits, own * lam + other * (1 - lam), label_smoothing=smoothing)
+
+
+def ranks(logits: Tensor, label: Tensor) -> Tensor:
+    """How many classes come before the true one: 0 is a hit. Of equal logits the first wins; NaN never wins."""
+    own = logits.gather(1, label.unsqueeze(1))
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    # "Not lower or equal" also holds against NaN, which must not pass for a correct answer.
+    beats = ~(logits <= own) | ((logits == own) & (classes < label.unsqueeze(1)))
+    return beats.sum(dim=1)
+
+
+class ClassificationMetrics:
+    """Top-1 and top-5 over a whole data set: samples are counted as integers on the device, divided once at the end.
+
+    `confusion` also counts every pair of true and predicted class, C² numbers.
+    """
+
+    def __init__(self, num_classes: int, *, confusion: bool = False) -> None:
+        self.num_classes = num_classes
+        self._with_pairs = confusion
+        self._counts: Tensor | None = None
+        self._pairs: Tensor | None = None
+
+    def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Count one batch; no host wait."""
+        label, rank = batch["label"], ranks(logits, batch["label"])
+        facts = torch.stack([torch.ones_like(rank), rank < 1, rank < TOP])
+        if self._counts is None:
+            self._counts = torch.zeros(3, self.num_classes, dtype=torch.int64, device=label.device)
+        self._counts.scatter_add_(1, label.expand(3, -1), facts)
+        if self._with_pairs:
+            if self._pairs is None:
+                self._pairs = torch.zeros(self.num_classes**2, dtype=torch.int64, device=label.device)
+            pair = label * self.num_classes + torch.where(rank < 1, label, logits.argmax(dim=1))
+            self._pairs.scatter_add_(0, pair, torch.ones_like(pair))
+
+    def compute(self) -> dict[str, float]:
+        """`top1`, and `top5` where there are more than five classes; waits for the device."""
+        if self._counts is None:
+            return {}
+        seen, first, among = (int(count) for count in self._counts.sum(dim=1).tolist())
+        top1 = {"top1": first / seen}
+        return top1 | {f"top{TOP}": among / seen} if self.num_classes > TOP else top1
+
+    def per_class(self) -> list[tuple[int, int]]:
+        """Samples and hits of each class; waits for the device."""
+        if self._counts is None:
+            return [(0, 0)] * self.num_classes
+        return list(zip(self._counts[0].tolist(), self._counts[1].tolist(), strict=True))
+
+    def confusion(self) -> Tensor:
+        """Samples by true class (row) and predicted class (column), on the CPU."""
+        assert self._with_pairs, "made without confusion=True"
+        pairs = torch.zeros(self.num_classes**2, dtype=torch.int64) if self._pairs is None else self._pairs.cpu()
+        return pairs.view(self.num_classes, self.num_classes)
