@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import yaml
@@ -12,28 +13,32 @@ from halfstep.config.workloads import schema_for
 
 SHORTHANDS = ("precision", "optimizer", "schedule", "model", "data", "ema")
 """Sections that one value may stand for: `precision: bf16`, `optimizer: sgd`, `ema: true`."""
+TEXT = "tag:yaml.org,2002:str"
 REFERENCE = {"type": "string", "pattern": r"\$\{globals\..+\}"}
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes every text that our loader would read as something else."""
+    """Writes for our loader: it decides what a plain scalar is, so text that looks like another type is quoted."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    is_plain = isinstance(typed(text), str) and text == text.strip()
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
+    is_plain = isinstance(typed(text), str) and text == text.strip() and text.isprintable()
+    return dumper.represent_scalar(TEXT, text, style=None if is_plain else '"')
 
 
-def represent_number(dumper: yaml.SafeDumper, number: float) -> yaml.ScalarNode:
-    # repr is the shortest text that reads back to the same bits.
-    return dumper.represent_scalar("tag:yaml.org,2002:float", repr(number))
+def represent_plain(dumper: yaml.SafeDumper, value: object) -> yaml.ScalarNode:
+    # json writes a float as the shortest text that reads back to the same bits.
+    return dumper.represent_scalar(TEXT, json.dumps(value))
 
 
 Dumper.add_representer(str, represent_text)
-Dumper.add_representer(float, represent_number)
+for kind in (bool, int, float, type(None)):
+    Dumper.add_representer(kind, represent_plain)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -51,7 +56,8 @@ def json_schema(workload: str) -> dict[str, Any]:
     """The JSON schema of a workload's config file: shorthands and `${globals.NAME}` are valid in it."""
     schema = schema_for(workload).model_json_schema()
     for definition in schema["$defs"].values():
-        definition["properties"] = {name: or_reference(value) for name, value in definition["properties"].items()}
+        fields = definition.get("properties", {})
+        fields |= {name: or_reference(field) for name, field in fields.items()}
     for name in SHORTHANDS:
         section = schema["properties"][name]
         schema["properties"][name] = {"anyOf": [section, {"type": ["string", "integer", "boolean", "null"]}]}

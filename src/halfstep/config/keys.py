@@ -16,6 +16,8 @@ from halfstep.errors import ConfigError
 
 NEAR = 0.6
 """Similarity (difflib) from which a name is worth suggesting: one typo in five letters stays above it."""
+ABBREVIATED = 0.9
+"""Likeness of `rotat` to `rotate_degrees`."""
 CLEARLY_WORSE = 0.1
 """Suggestions this much below the best one are noise."""
 
@@ -75,7 +77,9 @@ def suggestion(path: str, schema: type[Section]) -> str:
     names |= dict.fromkeys(PRECISION_KEYS, "precision")
     scores: dict[str, float] = {}
     for spelling, target in names.items():
-        scores[target] = max(scores.get(target, 0.0), likeness(path, spelling), likeness(last(path), last(spelling)))
+        # The last name weighs more: all settings of a section share the rest.
+        score = 0.75 * likeness(last(path), last(spelling)) + 0.25 * likeness(path, spelling)
+        scores[target] = max(scores.get(target, 0.0), score)
     best = max(scores.values())
     near = sorted((key for key in scores if scores[key] >= best - CLEARLY_WORSE), key=lambda key: -scores[key])[:3]
     if best >= NEAR:
@@ -88,4 +92,7 @@ def last(path: str) -> str:
 
 
 def likeness(one: str, other: str) -> float:
+    short, long = sorted((one.lower(), other.lower()), key=len)
+    if len(short) > 2 and long.startswith(short):
+        return ABBREVIATED
     return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()

@@ -65,7 +65,7 @@ def from_dict(
 
 def is_file(target: str) -> bool:
     is_yaml = target.lower().endswith((".yaml", ".yml"))
-    return is_yaml or not is_import_path(target) and ("/" in target or Path(target).exists())
+    return is_yaml or not is_import_path(target) and ("/" in target or target != "" and Path(target).exists())
 
 
 def resolve(said: Sequence[Statement]) -> Loaded:

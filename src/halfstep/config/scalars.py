@@ -11,8 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-INTEGER = re.compile(r"[-+]?\d[\d_]*")
-FLOAT = re.compile(r"[-+]?((\d[\d_]*)?\.\d[\d_]*|\d[\d_]*\.?)([eE][-+]?\d+)?|[-+]?\.?(inf|nan)", re.IGNORECASE)
+DIGITS = r"\d+(_\d+)*"
+INTEGER = re.compile(rf"[-+]?{DIGITS}", re.ASCII)
+FLOAT = re.compile(rf"[-+]?(({DIGITS})?\.{DIGITS}|{DIGITS}\.?)(e[-+]?\d+)?|[-+]?\.?(inf|nan)", re.ASCII)
+LONGEST_NUMBER = 400
+"""Characters; the longest float has 309 digits before its point."""
 NULLS = {"", "~", "null", "none"}
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -30,6 +33,8 @@ def typed(text: str) -> object:
         return None
     if word in BOOLS:
         return BOOLS[word]
+    if len(word) > LONGEST_NUMBER:
+        return str(text)
     if INTEGER.fullmatch(word):
         return int(word)
     if FLOAT.fullmatch(word):

@@ -68,7 +68,7 @@ def leaves(mapping: Mapping[str, object], prefix: tuple[str, ...] = ()) -> Itera
         if not isinstance(key, str):
             raise ConfigError(f"{'.'.join((*prefix, repr(key)))}: a key must be text", fix="quote the key")
         path = (*prefix, key)
-        is_section = isinstance(value, Mapping) and ".".join(prefix) not in OPEN_SECTIONS
+        is_section = isinstance(value, Mapping) and not open_section_of(".".join(path))
         # An empty section says nothing, but an unknown one must still be noticed.
         if is_section and value:
             yield from leaves(value, path)  # type: ignore[arg-type]

@@ -102,6 +102,8 @@ def compose(text: str, name: str) -> yaml.Node | None:
 
 
 def hint_for(problem: str, text: str) -> str:
+    if "${" in text and "flow" in problem:
+        return 'quote a reference inside { } or [ ]: "${globals.NAME}"'
     if "\n" not in text:
         return "close every quote and bracket"
     if "\\t" in problem:
