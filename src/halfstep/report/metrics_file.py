@@ -10,8 +10,9 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from halfstep.errors import CheckpointError
 
@@ -23,15 +24,16 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
 
     def append(self, record: Mapping[str, object]) -> None:
-        line = json.dumps({name: _as_json(value) for name, value in record.items()}, allow_nan=False) + "\n"
+        line = json.dumps({name: _as_json(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
         try:
             # Opened late: `cut_back` replaces the file, and an older handle would write into the one that is gone.
-            self._file = self._file or self.path.open("a", encoding="utf-8")
-            self._file.write(line)
-            self._file.flush()
+            # Unbuffered: what a full disk refused must not come up again when the file is closed.
+            self._file = self._file or self.path.open("ab", buffering=0)
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 

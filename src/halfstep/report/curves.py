@@ -1,0 +1,178 @@
+"""`curves.png`: what a run looked like, from its metrics records.
+
+Four quarters: loss, validation metrics, learning rate, and health (the loss scale where there is one, else the gradient
+norm). A skipped step is a red mark on the floor of loss and health. Drawn on a `Figure` of its own: pyplot would keep
+state, and ask for a display.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = Mapping[str, Any]
+
+INK, FAINT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
+TRAIN, VALIDATION, BAD = "#2f6fde", "#e8710a", "#d62f3a"
+METRIC_COLOURS = ("#12805c", "#8e44ad", "#0b9ac0", "#b7791f")
+"""Four at most: more curves in one quarter of a page cannot be told apart."""
+NOT_METRICS = {"kind", "step", "epoch", "loss", "seconds", "samples", "samples_per_s", "memory_bytes"}
+LOG_FROM_POWER = 1.5
+"""Where the values span this power of the base (32-fold for 10), a linear axis presses the interesting part flat."""
+SMOOTH_FROM_POINTS = 20
+MARKERS_UP_TO_POINTS = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """One line of the picture; values that are not finite are gaps."""
+
+    name: str
+    colour: str
+    steps: list[float]
+    values: list[float]
+    is_background: bool = False
+
+    @property
+    def finite(self) -> list[float]:
+        return [value for value in self.values if math.isfinite(value)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quarter:
+    """One of the four pictures."""
+
+    title: str
+    curves: list[Curve]
+    skipped: list[float] = field(default_factory=list)
+    """Steps to mark on the floor."""
+    log_base: int = 0
+    """0: linear. Otherwise logarithmic where the values span enough."""
+
+
+def draw_curves(metrics: Sequence[Record], path: Path) -> None:
+    """Write the picture of these records to `path`; a quarter without records says so."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14)
+    figure = Figure(figsize=(11, 6.8), dpi=150, facecolor="white", layout=layout)
+    FigureCanvasAgg(figure)
+    last_step = max((float(record["step"]) for record in metrics if "step" in record), default=1.0)
+    for axes, quarter in zip(figure.subplots(2, 2).flat, _quarters(metrics), strict=True):
+        _draw(axes, quarter)
+        _dress(axes, max(last_step, 1.0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
+    train = [record for record in metrics if record.get("kind") == "train"]
+    validation = [record for record in metrics if record.get("kind") == "val"]
+    skipped = [float(record["step"]) for record in metrics if record.get("event") == "skipped"]
+    losses = [*_with_mean(_curve(train, "loss", "train", TRAIN)), _curve(validation, "loss", "val", VALIDATION)]
+    health = Quarter(title="Loss scale", curves=[_curve(train, "scale", "last", TRAIN)], skipped=skipped, log_base=2)
+    if all(value == 1.0 for value in health.curves[0].finite):  # bf16, tf32 and fp32 run at a scale of one
+        norms = _with_mean(_curve(train, "grad_norm", "last", TRAIN))
+        health = Quarter(title="Gradient norm", curves=norms, skipped=skipped, log_base=10)
+    return [
+        Quarter(title="Loss", curves=losses, skipped=skipped, log_base=10),
+        Quarter(title="Validation metrics", curves=_metric_curves(validation)),
+        Quarter(title="Learning rate", curves=[_curve(train, "lr", "last", TRAIN)]),
+        health,
+    ]
+
+
+def _curve(records: Sequence[Record], key: str, name: str, colour: str) -> Curve:
+    points = [(r["step"], float(r[key])) for r in records if isinstance(r.get(key), int | float)]
+    values = [value if math.isfinite(value) else math.nan for _, value in points]
+    return Curve(name=name, colour=colour, steps=[float(step) for step, _ in points], values=values)
+
+
+def _metric_curves(validation: Sequence[Record]) -> list[Curve]:
+    numbers = (name for record in validation for name, value in record.items() if isinstance(value, int | float))
+    names = dict.fromkeys(name for name in numbers if name not in NOT_METRICS)
+    return [_curve(validation, name, name, colour) for name, colour in zip(names, METRIC_COLOURS, strict=False)]
+
+
+def _with_mean(curve: Curve) -> list[Curve]:
+    """A noisy curve steps back behind its running mean; a short one stays as it is."""
+    if len(curve.finite) < SMOOTH_FROM_POINTS:
+        return [curve]
+    return [replace(curve, is_background=True), replace(curve, values=_running_mean(curve.values))]
+
+
+def _running_mean(values: Sequence[float]) -> list[float]:
+    """Over a window centred on each point: one that looks back only would draw a falling loss too high.
+
+    At the start, where losses are steep, the window shrinks to stay centred; at the end it may look back.
+    """
+    half = max(2, len(values) // 40)
+    sums, counts = [0.0], [0]
+    for value in values:
+        sums.append(sums[-1] + (value if math.isfinite(value) else 0.0))
+        counts.append(counts[-1] + math.isfinite(value))
+    means = []
+    for i in range(len(values)):
+        reach = min(half, i)
+        low, high = i - reach, min(i + reach + 1, len(values))
+        count = counts[high] - counts[low]
+        means.append((sums[high] - sums[low]) / count if count else math.nan)
+    return means
+
+
+def _draw(axes: Axes, quarter: Quarter) -> None:
+    axes.set_title(quarter.title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    values = [value for curve in quarter.curves for value in curve.finite]
+    if not values:
+        axes.text(0.5, 0.5, "no records", transform=axes.transAxes, ha="center", va="center", color=FAINT)
+        axes.set_yticks([])
+    elif quarter.log_base and min(values) > 0 and max(values) / min(values) >= quarter.log_base**LOG_FROM_POWER:
+        axes.set_yscale("log", base=quarter.log_base)
+    for curve in quarter.curves:
+        _draw_curve(axes, curve)
+    if count := len(quarter.skipped):
+        floor, heights = axes.get_xaxis_transform(), [0.025] * count
+        axes.plot(quarter.skipped, heights, "|", color=BAD, markersize=9, transform=floor, label=f"skipped {count}")
+
+
+def _draw_curve(axes: Axes, curve: Curve) -> None:
+    if not curve.finite:
+        return
+    last = curve.finite[-1]
+    axes.plot(
+        curve.steps,
+        curve.values,
+        color=curve.colour,
+        linewidth=0.9 if curve.is_background else 1.8,
+        alpha=0.35 if curve.is_background else 1.0,
+        marker="o" if len(curve.values) <= MARKERS_UP_TO_POINTS and not curve.is_background else "",
+        markersize=3.5,
+        label="" if curve.is_background else f"{curve.name} {last:{',.0f' if last >= 1000 else '.4g'}}",
+    )
+
+
+def _dress(axes: Axes, last_step: float) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_xlim(0, last_step * 1.03)
+    axes.set_xlabel("step", fontsize=9, color=FAINT)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:{',.0f' if value >= 1000 else 'g'}}"))
+    axes.tick_params(labelsize=8.5, labelcolor=FAINT, color=GRID, which="both")
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    if axes.get_legend_handles_labels()[1]:
+        # Above the axes, on the title's line: inside, it would cover curves.
+        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 5}
+        axes.legend(**place, frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.15, handlelength=1.4)

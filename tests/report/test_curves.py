@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halfstep.report.curves import draw_curves
+
+
+def records(num_steps: int, *, with_validation: bool = True, scale: float = 1.0) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for step in range(1, num_steps + 1):
+        loss = math.exp(-step / 20)
+        found.append({"kind": "train", "step": step, "loss": loss, "grad_norm": 1.0, "lr": 1e-3, "scale": scale})
+        if with_validation and step % 10 == 0:
+            found.append({"kind": "val", "step": step, "loss": loss, "iou": 1 - loss, "dice": 1 - loss / 2})
+    return found
+
+
+BROKEN = [
+    {"kind": "train", "step": 1, "loss": math.nan, "lr": 0.0, "grad_norm": math.inf, "scale": 65536.0},
+    {"kind": "event", "step": 1, "event": "skipped", "reason": "loss is nan"},
+    {"kind": "train", "step": 2, "loss": 0.5, "lr": 1e-3, "grad_norm": None, "scale": 32768.0},
+    {"kind": "val", "step": 2, "loss": math.nan, "iou": math.nan},
+]
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [records(60), records(60, with_validation=False), records(1), records(60, scale=1024.0), BROKEN, []],
+    ids=["whole", "no validation", "one point", "fp16", "broken", "nothing"],
+)
+def test_curves_are_drawn_from_any_records(metrics: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "report" / "curves.png"
+    draw_curves(metrics, path)
+    with Image.open(path) as picture:
+        assert picture.size == (1650, 1020)
+        assert np.asarray(picture.convert("L")).std() > 1
+
+
+def pixels_of(colour: tuple[int, int, int], path: Path) -> int:
+    with Image.open(path) as picture:
+        return int((np.asarray(picture.convert("RGB")) == colour).all(axis=-1).sum())
+
+
+def test_a_skipped_step_leaves_a_red_mark(tmp_path: Path) -> None:
+    red = (0xD6, 0x2F, 0x3A)
+    skipped = [{"kind": "event", "step": 30, "event": "skipped", "reason": "loss is nan"}]
+    draw_curves(records(60), tmp_path / "clean.png")
+    draw_curves(records(60) + skipped, tmp_path / "skipped.png")
+    assert pixels_of(red, tmp_path / "clean.png") == 0
+    assert pixels_of(red, tmp_path / "skipped.png") > 0
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
+    already = "matplotlib.pyplot" in sys.modules
+    draw_curves(records(3), tmp_path / "curves.png")
+    assert ("matplotlib.pyplot" in sys.modules) == already

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from halfstep.errors import HalfstepError
+from halfstep.report.metrics_file import cut_back, read
+from halfstep.report.run_report import RunReport
+
+
+class Screen:
+    """A console that remembers, as a terminal or as a log file."""
+
+    def __init__(self, *, is_terminal: bool, width: int = 80) -> None:
+        self.file = StringIO()
+        self.console = Console(
+            file=self.file, force_terminal=is_terminal, force_interactive=is_terminal, width=width, _environ={}
+        )
+
+    @property
+    def text(self) -> str:
+        return self.file.getvalue()
+
+
+def whole_run(report: RunReport) -> None:
+    report.header(
+        "halfstep train unet",
+        [("device", "NVIDIA H200"), ("precision", "bf16: native, 7.9x faster than fp32")],
+        plan="loss [fp32 island]",
+        warnings=["fp8 asked for, bf16 runs", "fp8 asked for, bf16 runs"],
+    )
+    with report.phase("Epoch 1/1 [Train]", 3) as bar:
+        for _ in range(3):
+            bar.advance({"loss": "0.234"})
+        report.notice("step 2 skipped: loss is nan (samples img_[3].png)", "warning")
+        report.notice("checkpoint saved")
+    report.epoch_summary(1, 1, [("loss", "0.2345", "0.2567"), ("iou", "0.6543", "0.6234")])
+    report.finish("Trained", [("best iou", "0.6234")])
+    report.close()
+
+
+def test_a_log_file_gets_plain_lines_without_control_codes(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=False)
+    whole_run(RunReport(tmp_path, console=screen.console))
+    assert "\x1b" not in screen.text
+    assert screen.text.splitlines() == [
+        "halfstep train unet",
+        "  device: NVIDIA H200",
+        "  precision: bf16: native, 7.9x faster than fp32",
+        "loss [fp32 island]",
+        "warning: fp8 asked for, bf16 runs",
+        "Epoch 1/1 [Train] 0/3",
+        "warning: step 2 skipped: loss is nan (samples img_[3].png)",
+        "checkpoint saved",
+        screen.text.splitlines()[8],
+        "Epoch 1/1   train     val",
+        "loss       0.2345  0.2567",
+        "iou        0.6543  0.6234",
+        "Trained",
+        "  best iou: 0.6234",
+    ]
+    assert screen.text.splitlines()[8].startswith("Epoch 1/1 [Train] 3/3 ")
+
+
+def test_a_terminal_gets_panels_a_bar_and_its_cursor_back(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=True)
+    whole_run(RunReport(tmp_path, console=screen.console))
+    assert "╭" in screen.text
+    assert "━━━" in screen.text
+    assert "loss 0.234" in screen.text
+    assert screen.text.rindex("\x1b[?25h") > screen.text.rindex("\x1b[?25l")
+
+
+def test_quiet_leaves_warnings_and_the_final_summary(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=False)
+    whole_run(RunReport(tmp_path, quiet=True, console=screen.console))
+    assert screen.text.splitlines() == [
+        "warning: fp8 asked for, bf16 runs",
+        "warning: step 2 skipped: loss is nan (samples img_[3].png)",
+        "Trained",
+        "  best iou: 0.6234",
+    ]
+
+
+def test_long_lines_of_a_log_file_are_not_broken(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=False, width=40)
+    RunReport(tmp_path, console=screen.console).notice("word " * 40 + "end", "error")
+    assert len(screen.text.splitlines()) == 1
+
+
+def test_an_error_inside_a_pass_ends_the_bar_and_goes_on(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=True)
+    report = RunReport(tmp_path, console=screen.console)
+    with pytest.raises(KeyboardInterrupt), report.phase("Epoch 1/1 [Train]", 3):
+        raise KeyboardInterrupt
+    assert screen.text.rindex("\x1b[?25h") > screen.text.rindex("\x1b[?25l")
+    with report.phase("Epoch 1/1 [Val]", 1) as bar:
+        bar.advance()
+
+
+def test_a_summary_without_validation_has_no_empty_column(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=False)
+    RunReport(tmp_path, console=screen.console).epoch_summary(2, 9, [("loss", "0.2345", "")])
+    assert [line.split() for line in screen.text.splitlines()] == [["Epoch", "2/9", "train"], ["loss", "0.2345"]]
+
+
+def test_records_reach_the_metrics_file(tmp_path: Path) -> None:
+    report = RunReport(tmp_path, console=Screen(is_terminal=False).console)
+    report.log({"kind": "train", "step": 1, "loss": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"kind": "train", "step": 1, "loss": 0.5}
+    report.close()
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own imports
+def test_a_resumed_run_replaces_what_tensorboard_had_beyond_the_checkpoint(tmp_path: Path) -> None:
+    first = RunReport(tmp_path, tensorboard=True, console=Screen(is_terminal=False).console)
+    for step in (1, 2, 3, 4):
+        first.log({"kind": "train", "step": step, "epoch": 1, "loss": float(step), "note": "text"})
+    first.close()
+    cut_back(tmp_path / "metrics.jsonl", 2)
+    second = RunReport(tmp_path, tensorboard=True, console=Screen(is_terminal=False).console)
+    second.log({"kind": "train", "step": 3, "epoch": 1, "loss": 30.0})
+    second.close()
+    assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [record["loss"] for record in read(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 30.0]
+
+
+def test_without_tensorboard_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(HalfstepError) as caught:
+        RunReport(tmp_path, tensorboard=True)
+    assert "pip install 'halfstep[track]'" in str(caught.value)
