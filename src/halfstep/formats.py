@@ -42,7 +42,7 @@ class Format:
 
     @property
     def bias(self) -> int:
-        return 2 ** (self.exponent_bits - 1) - 1
+        return (1 << (self.exponent_bits - 1)) - 1
 
     @property
     def max_exponent(self) -> int:

@@ -11,7 +11,7 @@ from halfstep.formats import FORMATS, Fate, Format, fate_of
 
 def command(
     values: Annotated[
-        list[str] | None, typer.Argument(metavar="[VALUE]...", help="Numbers to put into each format.")
+        list[str] | None, typer.Argument(metavar="VALUE", help="Numbers to put into each format.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -53,7 +53,7 @@ def _read(path: Path) -> tuple[Hardware | None, str]:
         return Hardware.from_dict(json.loads(path.read_text())), ""
     except FileNotFoundError:
         return None, ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return None, f"the stored measurement {path} could not be read ({error}); measured again"
 
 

@@ -29,6 +29,8 @@ SAMPLES = 5
 SAMPLE_S = 0.005
 """Short operations are repeated until a sample lasts about this long: launch and clock noise are microseconds."""
 
+CPU_SAMPLING_S = 0.1
+
 TOO_LONG_S = 0.5
 """A first run of this length is the measurement: loading libraries hardly shows in it, and the budget is seconds."""
 
@@ -103,15 +105,21 @@ class Driver:
             kernel=f"{platform.system()} {platform.release()} {platform.machine()}",
         )
 
-    def used_by_others(self, accelerator: str) -> str:
-        """Who else is on this device, in words; empty when nobody is, or nobody can tell."""
+    def load(self) -> float:
+        """Processes that want a core, averaged over a minute; 0 where the system does not count them."""
+        with contextlib.suppress(AttributeError, OSError):
+            return os.getloadavg()[0]
+        return 0.0
+
+    def used_by_others(self, device: str) -> str:
+        """Who else is on this GPU, in words; empty when nobody is, or nobody can tell."""
         import torch
 
-        if not accelerator.startswith("cuda"):
+        if not device.startswith("cuda"):
             return ""
-        free, total = torch.cuda.mem_get_info(accelerator)
-        others = total - free - torch.cuda.memory_reserved(accelerator)
-        percent = _utilisation(accelerator)
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        percent = _utilisation(device)
         if others > OTHERS_BYTES or percent >= BUSY_PERCENT:
             return f"{others / 2**30:.1f} GiB taken and {percent} % busy"
         return ""
@@ -133,9 +141,11 @@ class Driver:
             return warm_up
         once = self._sample(run, device, 1)
         repeats = min(50, max(1, round(SAMPLE_S / max(once, 1e-6))))
-        samples = [self._sample(run, device, repeats) for _ in range(SAMPLES)]
-        # Other processes share the cores of a CPU and only ever add time; a GPU's clock moves both ways.
-        return min(samples) if device == "cpu" else statistics.median(samples)
+        if device != "cpu":
+            return statistics.median(self._sample(run, device, repeats) for _ in range(SAMPLES))
+        # Other processes share the cores of a CPU and only ever add time: the best of more samples.
+        enough = min(4 * SAMPLES, max(SAMPLES, round(CPU_SAMPLING_S / (once * repeats))))
+        return min(self._sample(run, device, repeats) for _ in range(enough))
 
     def _sample(self, run: Callable[[], object], device: str, repeats: int) -> float:
         import torch

@@ -103,7 +103,7 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Hardware:
-        """Raises KeyError, TypeError or ValueError on anything `to_dict` did not write."""
+        """Raises LookupError, TypeError or ValueError on anything `to_dict` did not write."""
         capability = values["capability"]
         return cls(
             **{

@@ -52,11 +52,18 @@ def _all_rates(fp32: float | Rates, ratios: Rates) -> Rates:
 
 
 def nvidia_family(
-    architecture: str, capability: tuple[int, int], models: Models, *, source: str, ratios: Rates | None = None
+    architecture: str,
+    capability: tuple[int, int],
+    models: Models,
+    *,
+    source: str,
+    ratios: Rates | None = None,
+    notes: tuple[str, ...] = (),
 ) -> tuple[KnownGPU, ...]:
     """Rows of one NVIDIA architecture; `ratios` to the fp32 rate fill in the rates a model does not list."""
     # pytorch/pytorch#172352: from torch 2.11 on, only its CUDA 12.6 build has kernels below sm_75.
-    notes = ("torch 2.11 and newer run on it in their CUDA 12.6 build only",) if capability < (7, 5) else ()
+    if capability < (7, 5):
+        notes = (*notes, "torch 2.11 and newer run on it in their CUDA 12.6 build only")
     return tuple(
         KnownGPU(
             name=name,

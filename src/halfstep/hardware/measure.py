@@ -1,12 +1,13 @@
 """How fast and how exact each format is on a device that is here, within a few seconds.
 
-Every format starts on a small problem. What it loses against fp32 there tells whether the full one fits the budget;
-where it does not (bf16 on a CPU without it is 100 times slower) the small one is the measurement, and a note says so.
+Every format starts on a small problem, whose time tells whether the full one fits the budget. Where it does not (bf16
+on a CPU without it is 100 times slower than fp32) the small one is the measurement, and a note says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -107,8 +108,11 @@ class _Session:
         )
 
     def _findings(self) -> Iterator[str]:
+        load = self.driver.load()
+        if self.hardware.kind == "cpu" and load > (os.cpu_count() or 1):
+            yield f"the CPU had other work (load {load:.1f}), so the rates are rough: --fresh measures again"
         for name, found in self.hopeless.items():
-            yield f"{name} is hopeless here, so it was timed on a small problem only: {', '.join(found)}"
+            yield f"{name} is hopeless here and was timed on a small problem only: slower by {', '.join(found)}"
         for name, found in self.inexact.items():
             yield f"{name} sums in {name} here, not in fp32: {', '.join(found)}"
 
@@ -145,13 +149,11 @@ class _Session:
             return seconds
 
         with fp32_computes_in("tf32" if format_name == "tf32" else "ieee"):
-            small_s = timed(small)
-            times_slower = small_s / fp32_seconds[small]
-            if format_name == "fp32" or self._fits(times_slower * fp32_seconds[full]):
+            chosen, seconds = small, timed(small)
+            if format_name == "fp32" or self._fits(seconds * full.flops / small.flops):
                 chosen, seconds = full, timed(full)
             else:
-                chosen, seconds = small, small_s
-                self.hopeless.setdefault(format_name, []).append(f"{op} {times_slower:.0f}x slower than fp32")
+                self.hopeless.setdefault(format_name, []).append(f"{op} {seconds / fp32_seconds[small]:.0f}x")
             error = chosen.error(chosen.kernel(format_name)())
         if format_name != "fp32" and error > format_named(format_name).spacing_at_1:
             self.inexact.setdefault(format_name, []).append(f"{op} errs by {error:.0e}")

@@ -47,6 +47,7 @@ NVIDIA = (
             "Tesla P40": (11.8, (24,)),
         },
         ratios={"fp16": 1 / 64},
+        notes=("its own fp16 arithmetic runs at 1/64 of the fp32 rate, so libraries compute fp16 in fp32",),
         source=BOOST + "; fp16 rate from the CUDA programming guide",
     ),
     *nvidia_family(

@@ -1,0 +1,90 @@
+"""The command line as a whole: help without torch, flags in both spellings, errors and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from halfstep import __version__
+from halfstep.cli.main import app, main, with_dashes
+
+EVERY_HELP = """
+import contextlib, io, sys
+import halfstep
+from halfstep.cli.main import app, main
+heavy = {"torch", "numpy", "matplotlib", "torchmetrics"}
+names = [command.name for command in app.registered_commands]
+assert {"detect", "formats", "train"} <= set(names), names
+for argv in (["--help"], ["--version"], *([name, "--help"] for name in names)):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main(argv)
+        except SystemExit as stopped:
+            assert not stopped.code, (argv, stopped.code)
+    assert argv[-1] == "--version" or "Usage" in out.getvalue(), argv
+    assert not heavy & set(sys.modules), (argv, heavy & set(sys.modules))
+"""
+FORMATS_AND_TABLE = """
+import sys
+from halfstep.cli.main import main
+for argv in (["formats"], ["formats", "0.1"], ["detect", "--gpu", "v100"]):
+    try:
+        main(argv)
+    except SystemExit as stopped:
+        assert not stopped.code, (argv, stopped.code)
+    assert "torch" not in sys.modules, argv
+"""
+
+
+@pytest.mark.parametrize("program", [EVERY_HELP, FORMATS_AND_TABLE], ids=["help", "formats and --gpu"])
+def test_answers_that_need_no_torch_do_not_load_it(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "halfstep", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, f"halfstep {__version__}")
+
+
+def test_every_command_explains_itself_with_an_example() -> None:
+    for command in app.registered_commands:
+        assert command.callback is not None
+        assert f"halfstep {command.name}" in (command.callback.__doc__ or ""), command.name
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        (["--no_measure"], ["--no-measure"]),
+        (["--data_dir", "my_dir"], ["--data-dir", "my_dir"]),
+        (["--data_dir=my_dir"], ["--data-dir=my_dir"]),
+        (["train.max_steps=3"], ["train.max_steps=3"]),
+        (["--", "--not_a_flag"], ["--", "--not_a_flag"]),
+        (["-3.5"], ["-3.5"]),
+    ],
+)
+def test_dashes_and_underscores_in_flags_are_alike(given: list[str], understood: list[str]) -> None:
+    assert with_dashes(given) == understood
+
+
+def test_our_errors_are_messages_with_the_fix_and_exit_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["formats", "seven"])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: 'seven' is not a number\n")
+    assert "fix: " in captured.err
+
+
+@pytest.mark.parametrize("argv", [["--nonsense"], ["detect", "--nonsense"], ["nonsense"], ["detect", "--gpu"]])
+def test_an_unknown_flag_or_command_exits_with_two_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""The table of known accelerators, and finding one by the name a driver or a person uses."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep.errors import HardwareError
+from halfstep.formats import FORMATS
+from halfstep.hardware.gpus import KNOWN, find_known, known_gpu, words
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("v100", "V100"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-PCIE-32GB", "V100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti Super"),
+        ("4070tisuper", "RTX 4070 Ti Super"),
+        ("GeForce GTX 1080 Ti", "GTX 1080 Ti"),
+        ("gtx1080ti", "GTX 1080 Ti"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("Quadro RTX 6000", "Quadro RTX 6000"),
+        ("a6000", "RTX A6000"),
+        ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Intel(R) Arc(TM) A770 Graphics", "Arc A770"),
+        ("Intel(R) Data Center GPU Max 1550", "Data Center GPU Max 1550"),
+        ("M2 Max", "M2 Max"),
+        ("m2max", "M2 Max"),
+        ("Apple M2", "M2"),
+        ("tpuv5e", "TPU v5e"),
+    ],
+)
+def test_names_of_drivers_and_people_find_their_row(asked: str, found: str) -> None:
+    gpu = find_known(asked)
+    assert gpu is not None
+    assert gpu.name == found
+
+
+@pytest.mark.parametrize(
+    "asked", ["NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "rtx", "6000", "max", "", "cuda"]
+)
+def test_another_model_or_an_ambiguous_name_finds_nothing(asked: str) -> None:
+    assert find_known(asked) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("v1000", "V100"), ("rtx 4900", "RTX 4090"), ("RTX 4090 Laptop", "RTX 4090")]
+)
+def test_an_unknown_name_suggests_the_nearest(asked: str, near: str) -> None:
+    with pytest.raises(HardwareError, match="unknown GPU") as caught:
+        known_gpu(asked)
+    assert asked in caught.value.what
+    assert near in caught.value.fix.split(": ")[1].split(", ")
+
+
+@pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
+def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: object) -> None:
+    assert find_known(gpu.name) is gpu  # type: ignore[attr-defined]
+    hardware = known_gpu(gpu.name)  # type: ignore[attr-defined]
+    assert hardware.source == "table"
+    assert hardware.device == ""
+    assert hardware.published_source
+    assert set(hardware.support) <= set(FORMATS)
+    assert set(hardware.published_tflops) <= set(FORMATS)
+    assert all(rate > 0 for rate in hardware.published_tflops.values())
+    lacking = [name for name in hardware.published_tflops if hardware.has(name) == "missing"]
+    assert not lacking, "a published rate for a format the device lacks"
+
+
+def test_no_two_rows_share_their_words() -> None:
+    assert len({words(gpu.name) for gpu in KNOWN}) == len(KNOWN)
+
+
+@pytest.mark.parametrize("name", ["T4", "V100", "RTX 2080 Ti", "Quadro RTX 6000", "GTX 1080", "GTX 980"])
+def test_bf16_is_not_native_before_ampere(name: str) -> None:
+    assert known_gpu(name).has("bf16") == "emulated"
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.kind == "cuda"], ids=lambda gpu: gpu.name)
+def test_native_formats_of_nvidia_follow_the_capability(gpu: object) -> None:
+    hardware = known_gpu(gpu.name)  # type: ignore[attr-defined]
+    assert hardware.capability is not None
+    assert (hardware.has("bf16") == "native") == (hardware.capability >= (8, 0))
+    assert (hardware.has("tf32") == "native") == (hardware.capability >= (8, 0))
+    assert (hardware.has("fp8_e4m3") == "native") == (hardware.capability >= (8, 9))
+
+
+def test_fp16_gains_nothing_on_pascal_cards_but_doubles_on_the_p100() -> None:
+    assert known_gpu("gtx 1080").speedup("fp16") == pytest.approx(1 / 64, rel=0.01)
+    assert known_gpu("gtx 1080").has("fp16") == "emulated"
+    assert known_gpu("p100").speedup("fp16") == pytest.approx(2.0)
+    assert known_gpu("p100").has("fp16") == "native"
+
+
+def test_rates_are_dense_and_with_fp32_accumulation() -> None:
+    # The sparse numbers on the boxes are 624, 330 (fp16 accumulation: 330, sparse 660) and 1979.
+    assert known_gpu("A100").published_tflops["bf16"] == 312
+    assert known_gpu("RTX 4090").published_tflops["fp16"] == pytest.approx(165.2)
+    assert known_gpu("H100").published_tflops["bf16"] == 989.4
+
+
+def test_a_memory_size_in_the_name_is_taken_and_others_are_told() -> None:
+    assert known_gpu("A100").memory_total_bytes == 40 * 2**30
+    assert known_gpu("A100 80GB").memory_total_bytes == 80 * 2**30
+    assert known_gpu("v100 32 GB").memory_total_bytes == 32 * 2**30
+    assert any("80 GB" in note for note in known_gpu("A100").notes)
+
+
+def test_gtx_16_is_turing_without_tensor_cores() -> None:
+    assert not known_gpu("GTX 1660 Ti").tensor_cores
+    assert known_gpu("RTX 2060").tensor_cores
+
+
+def test_tpu_says_that_it_was_not_run() -> None:
+    assert any("not run here" in note for note in known_gpu("TPU v4").notes)
+
+
+def test_volta_and_older_name_the_torch_build_they_need() -> None:
+    assert any("CUDA 12.6" in note for note in known_gpu("V100").notes)
+    assert not any("CUDA 12.6" in note for note in known_gpu("T4").notes)
