@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from halfstep.cli import detect, formats, train
+from halfstep.cli import check, detect, formats, train
 from halfstep.errors import HalfstepError, Interrupted
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("check")(check.command)
 app.command("detect")(detect.command)
 app.command("formats", context_settings={"ignore_unknown_options": True})(formats.command)  # `formats -3.5`
 app.command("train")(train.command)

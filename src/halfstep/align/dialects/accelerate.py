@@ -1,0 +1,102 @@
+"""Accelerate's YAML: `accelerate launch` turns it into environment variables, which the constructor may override.
+
+An explicit `Accelerator(mixed_precision=…)` beats this file, and a plain `python train.py` never reads it
+(accelerate `state.py` reads ACCELERATE_MIXED_PRECISION only when the argument is None).
+"""
+
+from __future__ import annotations
+
+from halfstep.align.document import Node
+from halfstep.align.spellings import ACCELERATE_WORDS
+from halfstep.align.statements import Draft, Source, is_on
+
+MARKS = ("compute_environment", "distributed_type", "mixed_precision", "main_training_function", "num_machines")
+DEEPSPEED_FILE_OWNS = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model")
+
+
+def recognises(root: Node) -> bool:
+    return root.has("distributed_type") or sum(root.has(mark) for mark in MARKS) >= 2 or is_minimal(root)
+
+
+def is_minimal(root: Node) -> bool:
+    """A file of `mixed_precision` with a launcher's keys and nothing of a trainer's."""
+    return root.has("mixed_precision") and not any(root.has(key) for key in ("training", "trainer", "model"))
+
+
+def read(root: Node) -> Source:
+    draft = Draft(root, "accelerate")
+    strategy = str(root.scalar_at("distributed_type") or "NO").upper()
+    draft.facts["strategy"] = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(strategy, "")
+    read_precision(draft)
+    if draft.facts["strategy"] == "deepspeed":
+        read_deepspeed(draft)
+    else:
+        draft.number("accumulate", "gradient_accumulation_steps")
+    draft.number("devices", "num_processes")
+    find_keys_without_effect(draft, strategy)
+    return draft.source()
+
+
+def read_precision(draft: Draft) -> None:
+    root = draft.root
+    key = "mixed_precision" if root.has("mixed_precision") else "fp16"
+    node = root.get(key)
+    if node is None:
+        return
+    word = str(node.scalar).lower() if key == "mixed_precision" else ("fp16" if is_on(node.scalar) else "no")
+    precision = ACCELERATE_WORDS.get("no" if word in ("false", "none") else word)
+    if precision is None:
+        message = f"accelerate does not know mixed_precision {node.scalar!r}"
+        draft.find("unknown-value", message, key, fix=f"one of {', '.join(ACCELERATE_WORDS)}")
+        return
+    words = {precision: (node.rewritten(word),) for word, precision in ACCELERATE_WORDS.items()}
+    draft.say("precision", precision, key, words if key == "mixed_precision" else None)
+    draft.say("weights", "fp32", key)
+    if precision == "fp16":
+        draft.say("scaling", "dynamic", key)
+    if draft.facts["strategy"] == "fsdp" and precision in ("bf16", "fp16"):
+        draft.say("reduce", precision, key)
+        # FullyShardedDataParallelPlugin.set_mixed_precision: param, reduce and buffer dtype are all this one.
+        message = f"FSDP with mixed_precision {precision} also reduces gradients in {precision}"
+        fix = "give FullyShardedDataParallelPlugin a mixed_precision_policy with reduce_dtype float32"
+        draft.find("low-precision-reduce", message, key, fix=fix)
+
+
+def read_deepspeed(draft: Draft) -> None:
+    prefix = "deepspeed_config."
+    file = draft.root.get(prefix + "deepspeed_config_file")
+    if file is None:
+        draft.number("accumulate", prefix + "gradient_accumulation_steps")
+        draft.number("clip", prefix + "gradient_clipping")
+        return
+    draft.facts["deepspeed_file"] = str(file.scalar)
+    for key in filter(draft.root.has, (*(prefix + key for key in DEEPSPEED_FILE_OWNS), "mixed_precision")):
+        draft.find(
+            "ignored-key",
+            f"{key} beside deepspeed_config_file: accelerate launch refuses to start",
+            key,
+            fix=f"delete {key} here and say it in {file.scalar}",
+        )
+
+
+def find_keys_without_effect(draft: Draft, strategy: str) -> None:
+    root = draft.root
+    if root.has("fp16") and root.has("mixed_precision"):
+        message = "fp16 is accelerate's old key: it is dropped when mixed_precision is there"
+        draft.find("ignored-key", message, "fp16", fix="delete it")
+    if is_on(root.scalar_at("downcast_bf16")) and strategy != "TPU" and strategy != "XLA":
+        message = f"downcast_bf16 acts on TPUs alone; distributed_type is {strategy}"
+        draft.find("ignored-key", message, "downcast_bf16", fix="set it to 'no'")
+    if root.has("deepspeed_config") and strategy != "DEEPSPEED" and is_filled(root.get("deepspeed_config")):
+        message = f"deepspeed_config has no effect: distributed_type is {strategy}"
+        draft.find("ignored-key", message, "deepspeed_config", fix="set distributed_type: DEEPSPEED, or delete it")
+    if is_filled(root.get("fsdp_config")) and strategy != "FSDP":
+        message = f"fsdp_config has no effect: distributed_type is {strategy}"
+        draft.find("ignored-key", message, "fsdp_config", fix="set distributed_type: FSDP, or delete the block")
+    if is_filled(root.get("fp8_config")) and root.scalar_at("mixed_precision") != "fp8":
+        message = f"fp8_config has no effect: mixed_precision is {root.scalar_at('mixed_precision')}"
+        draft.find("ignored-key", message, "fp8_config", fix="set mixed_precision: fp8, or delete the block")
+
+
+def is_filled(node: Node | None) -> bool:
+    return node is not None and isinstance(node.value, dict) and bool(node.value)

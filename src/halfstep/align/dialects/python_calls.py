@@ -1,0 +1,141 @@
+"""What a training script itself passes: `Trainer(…)`, `TrainingArguments(…)`, `Accelerator(…)`, FSDP policies, dicts.
+
+Only literals are believed; an argument that is computed is not a statement.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+
+from halfstep.align.dialects import lightning, own, transformers
+from halfstep.align.document import Node, Scalar
+from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
+from halfstep.align.statements import Draft, Source
+
+HF_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig")
+
+
+class Literals:
+    """Turns literal Python expressions into nodes with positions in characters."""
+
+    def __init__(self, text: str, path: str) -> None:
+        self.lines = text.splitlines() or [""]
+        self.path = path
+
+    def node(self, value: ast.expr, key: ast.expr | ast.keyword | None = None) -> Node | None:
+        literal = self.literal(value)
+        if literal is None:
+            return None
+        text, quote = literal
+        return Node(
+            value=text,
+            path=self.path,
+            start=self.position(value.lineno, value.col_offset),
+            end=self.position(value.end_lineno or value.lineno, value.end_col_offset or value.col_offset),
+            quote=quote,
+            key_start=self.position(key.lineno, key.col_offset) if key is not None else None,
+        )
+
+    def literal(self, value: ast.expr) -> tuple[Scalar, str] | None:
+        if isinstance(value, ast.Constant) and isinstance(value.value, (str, int, float, bool)):
+            quote = '"' if isinstance(value.value, str) else ""
+            return value.value, quote
+        if isinstance(value, ast.Attribute) and dtype_of(value.attr):
+            return value.attr, ""
+        return None
+
+    def position(self, line: int, byte_column: int) -> tuple[int, int]:
+        """`ast` counts bytes of UTF-8, edits count characters."""
+        text = self.lines[line - 1] if line <= len(self.lines) else ""
+        return line, len(text.encode()[:byte_column].decode(errors="ignore"))
+
+    def mapping(self, pairs: list[tuple[str, ast.expr, ast.expr | ast.keyword]], at: ast.expr) -> Node:
+        nodes = {name: node for name, value, key in pairs if (node := self.node(value, key)) is not None}
+        line = self.position(at.lineno, at.col_offset)
+        return Node(value=nodes, path=self.path, start=line, end=line)
+
+    def keywords(self, call: ast.Call) -> Node:
+        return self.mapping([(k.arg, k.value, k) for k in call.keywords if k.arg], call)
+
+    def dictionary(self, value: ast.Dict) -> Node:
+        pairs = zip(value.keys, value.values, strict=True)
+        named = [(k.value, v, k) for k, v in pairs if isinstance(k, ast.Constant) and isinstance(k.value, str)]
+        return self.mapping([(name, v, k) for name, v, k in named], value)
+
+
+def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str = "") -> list[Source]:
+    """Every framework call and config dict of this script that states a precision."""
+    literals = Literals(text, path)
+    found: list[Source | None] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found.append(from_call(node, literals, lightning_version))
+        elif isinstance(node, ast.Dict) and "use_amp" in keys_of(node):
+            found.append(own.read_flat(literals.dictionary(node)))
+    return [source for source in found if source is not None and (source.statements or source.findings)]
+
+
+def keys_of(node: ast.Dict) -> set[object]:
+    return {key.value for key in node.keys if isinstance(key, ast.Constant)}
+
+
+def from_call(call: ast.Call, literals: Literals, lightning_version: str) -> Source | None:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    names = {keyword.arg for keyword in call.keywords}
+    if name == "Trainer" and names & {"precision", "strategy", "gradient_clip_val", "accumulate_grad_batches"}:
+        return lightning_call(literals.keywords(call), lightning_version)
+    if name == "Fabric" and "precision" in names:
+        return lightning_call(literals.keywords(call), lightning_version)
+    if name in HF_CLASSES:
+        return renamed(transformers.read(literals.keywords(call)), "transformers call")
+    if name == "Accelerator":
+        return accelerator_call(literals.keywords(call))
+    if name in ("MixedPrecision", "MixedPrecisionPolicy") and "param_dtype" in names:
+        return fsdp_policy(literals.keywords(call))
+    return None
+
+
+def renamed(source: Source, dialect: str) -> Source:
+    return dataclasses.replace(source, dialect=dialect)
+
+
+def lightning_call(arguments: Node, version: str) -> Source:
+    draft = Draft(arguments, "lightning call")
+    lightning.read_trainer(draft, "", version)
+    return draft.source()
+
+
+def accelerator_call(arguments: Node) -> Source:
+    draft = Draft(arguments, "Accelerator call")
+    word = arguments.scalar_at("mixed_precision")
+    if word is not None:
+        precision = ACCELERATE_WORDS.get(str(word).lower())
+        if precision is None:
+            message = f"accelerate does not know mixed_precision {word!r}"
+            draft.find("unknown-value", message, "mixed_precision", fix=f"one of {', '.join(ACCELERATE_WORDS)}")
+        else:
+            rewrites = {p: draft.edit("mixed_precision", w) for w, p in ACCELERATE_WORDS.items()}
+            draft.say("precision", precision, "mixed_precision", rewrites)
+            draft.say("weights", "fp32", "mixed_precision")
+            if precision == "fp16":
+                draft.say("scaling", "dynamic", "mixed_precision")
+    draft.number("accumulate", "gradient_accumulation_steps")
+    return draft.source()
+
+
+def fsdp_policy(arguments: Node) -> Source:
+    draft = Draft(arguments, "FSDP policy")
+    draft.facts["strategy"] = "fsdp"
+    compute = dtype_of(arguments.scalar_at("param_dtype"))
+    if compute is None:
+        return draft.source()
+    draft.say("precision", compute, "param_dtype")
+    reduce = dtype_of(arguments.scalar_at("reduce_dtype")) or compute
+    key = "reduce_dtype" if arguments.has("reduce_dtype") else "param_dtype"
+    draft.say("reduce", reduce, key)
+    if reduce in ("bf16", "fp16"):
+        follows = "" if key == "reduce_dtype" else ": reduce_dtype follows param_dtype"
+        message = f"gradients are reduced in {reduce}{follows}"
+        draft.find("low-precision-reduce", message, key, fix="reduce_dtype=torch.float32")
+    return draft.source()

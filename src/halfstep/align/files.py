@@ -1,0 +1,64 @@
+"""Finding and reading the files to check: bounded, never executed, and never a traceback for what a user hands in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from halfstep.errors import ConfigError
+
+MAX_BYTES = 4_000_000
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist", "build", "venv", "env", "wandb", "outputs"}
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+PIN_FILES = ("requirements.txt", "requirement.txt", "pyproject.toml", "setup.py", "environment.yml", "poetry.lock")
+MAX_PROJECT_CONFIG_BYTES = 50_000
+"""A project's own configs are small; larger JSON and YAML files there are data."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, or an error that says what is wrong with it."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(
+                f"{path}: {path.stat().st_size:,} bytes are too many", fix="name the config or script itself"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}", fix="check the path") from error
+    if b"\0" in data:
+        raise ConfigError(f"{path}: a binary file", fix="name YAML, JSON, TOML, Python or shell files")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x})", fix="save it as UTF-8"
+        ) from error
+
+
+def scripts_below(folder: Path) -> Iterator[Path]:
+    """Python files of a folder, in order; caches, environments and hidden folders are passed over."""
+    yield from (path for path in files_below(folder) if path.suffix == ".py")
+
+
+def project_files(folder: Path) -> Iterator[Path]:
+    """Scripts, and files small enough to be configs, of a project."""
+    for path in files_below(folder):
+        small = path.suffix in (*CONFIG_SUFFIXES, *SHELL_SUFFIXES) and size_of(path) <= MAX_PROJECT_CONFIG_BYTES
+        if path.suffix == ".py" or small or path.name in PIN_FILES:
+            yield path
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        yield from (Path(root) / name for name in sorted(names))
+
+
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,43 @@
+"""What a device cannot do of what the sources ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from halfstep.align.findings import Finding
+from halfstep.align.resolve import ranked
+from halfstep.align.statements import Source, Statement
+
+Support = Callable[[str], str]
+
+FORMAT_OF = {"fp8": "fp8_e4m3"}
+INSTEAD = {"bf16": "fp16 with loss scaling", "fp8": "bf16, or fp16 with loss scaling", "tf32": "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A device's name and how it has a format: native, emulated or missing."""
+
+    name: str
+    has: Support
+
+
+def hardware_gaps(sources: Sequence[Source], device: Device) -> list[Finding]:
+    """One finding for every source that asks for a format the device lacks or only emulates."""
+    findings = [gap(said, device) for _, said in ranked(sources, "precision")]
+    return [finding for finding in findings if finding is not None]
+
+
+def gap(said: Statement, device: Device) -> Finding | None:
+    support = device.has(FORMAT_OF.get(said.value, said.value))
+    if support == "native":
+        return None
+    rule = "hardware-emulates" if support == "emulated" else "hardware-lacks"
+    how = "only emulates it: it runs, and is slower than fp32" if support == "emulated" else "does not have it"
+    return Finding(
+        rule=rule,
+        message=f"{said.spelled} asks for {said.value}, but {device.name} {how}",
+        place=said.place,
+        fix=f"use {INSTEAD.get(said.value, 'fp32')} on this device",
+    )

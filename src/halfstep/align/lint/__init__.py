@@ -1,0 +1,44 @@
+"""Lint for mixed-precision code: rules over the syntax tree, with data flow through functions and methods."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint import (
+    accumulation,
+    api,
+    checkpoints,
+    custom_functions,
+    evaluation,
+    hiding,
+    hints,
+    numerics,
+    regimes,
+    scaler_order,
+    skips,
+    weights,
+)
+from halfstep.align.lint.amp import Amp
+from halfstep.align.lint.script import Script
+from halfstep.errors import ConfigError
+
+FAMILIES = (
+    *(scaler_order, regimes, skips, accumulation, numerics, weights),
+    *(checkpoints, api, hiding, evaluation, hints, custom_functions),
+)
+RELEVANT = re.compile(r"autocast|GradScaler|scaler|backward|is_bf16_supported|cuda\.amp")
+
+
+def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
+    """All findings of one script, each once."""
+    if not RELEVANT.search(text):
+        return []
+    try:
+        amp = Amp(Script(tree=tree, text=text, path=path))
+        found = [finding for family in FAMILIES for finding in family.find(amp)]
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply to be read", fix="check the scripts it was made from") from error
+    first = {(f.rule, f.place): f for f in reversed(found)}
+    return sorted(first.values(), key=lambda f: (f.place, f.rule))

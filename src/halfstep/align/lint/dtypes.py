@@ -1,0 +1,201 @@
+"""A small dtype inference: which values of a function are certainly half precision, by autocast's own op lists.
+
+CUDA autocast computes matmuls and convolutions in half and lifts softmax, exp, log, pow, sum, norms and losses to fp32.
+Pointwise ops (sigmoid, relu, clamp, +, *) keep what they get. Outside the region nothing is lifted: a half value stays
+half. A value of unknown dtype makes the result unknown, because half times fp32 is fp32.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from halfstep.align.lint.regions import Region, format_of, region_of
+from halfstep.align.lint.script import Function, Script, dotted_name, keyword
+
+UNKNOWN = ""
+NEUTRAL = "scalar"
+"""A Python number: it takes the dtype of what it is combined with."""
+
+LIFTED = {
+    *("softmax", "log_softmax", "exp", "expm1", "log", "log10", "log2", "log1p", "pow", "rsqrt", "reciprocal", "sum"),
+    *("prod", "cumsum", "cumprod", "norm", "dist", "cdist", "layer_norm", "group_norm", "softplus", "softmin"),
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "renorm"),
+    *("binary_cross_entropy_with_logits", "cosine_similarity", "cosine_embedding_loss", "poisson_nll_loss"),
+    *("triplet_margin_loss", "hinge_embedding_loss", "margin_ranking_loss", "acos", "asin", "cosh", "sinh", "tan"),
+}
+"""CUDA ops that autocast to float32 (docs/source/amp.rst)."""
+LOWERED = {
+    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "mv"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"),
+}
+KEEPERS = {
+    *(
+        "sigmoid",
+        "tanh",
+        "relu",
+        "gelu",
+        "silu",
+        "leaky_relu",
+        "elu",
+        "abs",
+        "neg",
+        "sqrt",
+        "clamp",
+        "clamp_min",
+        "mean",
+    ),
+    *("view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "contiguous", "detach", "clone"),
+    *("max", "min", "amax", "amin", "square", "mul", "add", "sub", "div", "expand", "expand_as", "repeat", "chunk"),
+    *("cpu", "cuda", "normalize", "interpolate", "dropout", "relu_", "masked_fill", "t", "gather", "upsample"),
+}
+MODEL_WORDS = (
+    "model",
+    "net",
+    "unet",
+    "network",
+    "generator",
+    "discriminator",
+    "encoder",
+    "decoder",
+    "backbone",
+    "netg",
+)
+
+
+@dataclass(kw_only=True)
+class Inference:
+    """Walks a function and calls `visit(expression, self)` on every expression with dtypes known so far."""
+
+    script: Script
+    visit: Callable[[ast.expr, Inference], None]
+    types: dict[str, str] = field(default_factory=dict)
+    region: Region | None = None
+    depth: int = 0
+
+    def run(self, body: list[ast.stmt]) -> None:
+        for statement in body:
+            self.statement(statement)
+
+    def statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return
+        if isinstance(node, ast.With | ast.AsyncWith):
+            before = self.region
+            for item in node.items:
+                opened = region_of(item.context_expr, self.script)
+                self.region = opened if opened is not None else self.region
+            self.run(node.body)
+            self.region = before
+            return
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.look(child)
+        if isinstance(node, ast.Assign):
+            self.assign(node.targets, self.dtype(node.value))
+        elif isinstance(node, ast.AugAssign):
+            self.assign([node.target], self.combined([self.dtype(node.target), self.dtype(node.value)]))
+        for part in ("body", "orelse", "finalbody"):
+            self.run(getattr(node, part, []))
+        for handler in getattr(node, "handlers", []):
+            self.run(handler.body)
+
+    def look(self, node: ast.expr) -> None:
+        self.visit(node, self)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.look(child)
+            elif isinstance(child, ast.keyword):
+                self.look(child.value)
+
+    def assign(self, targets: list[ast.expr], dtype: str) -> None:
+        for target in targets:
+            elements = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+            for element in elements:
+                if name := dotted_name(element):
+                    self.types[name] = dtype
+
+    @property
+    def active(self) -> Region | None:
+        """The region that is certainly on here, on CUDA as far as known."""
+        return self.region if self.region is not None and self.region.enabled and self.region.device != "cpu" else None
+
+    def dtype(self, node: ast.expr) -> str:
+        """fp16, bf16, fp32, a neutral number, or unknown."""
+        if isinstance(node, ast.Constant):
+            return NEUTRAL if isinstance(node.value, int | float) else UNKNOWN
+        if isinstance(node, ast.Name):
+            return self.types.get(node.id, UNKNOWN)
+        if isinstance(node, ast.Attribute):
+            known = self.types.get(dotted_name(node))
+            return (
+                known
+                if known is not None
+                else (self.dtype(node.value) if node.attr in ("logits", "sample") else UNKNOWN)
+            )
+        if isinstance(node, ast.Subscript):
+            return self.dtype(node.value)
+        if isinstance(node, ast.BinOp):
+            return self.binary(node)
+        if isinstance(node, ast.UnaryOp):
+            return self.dtype(node.operand)
+        return self.call(node) if isinstance(node, ast.Call) else UNKNOWN
+
+    def binary(self, node: ast.BinOp) -> str:
+        if isinstance(node.op, ast.MatMult) and self.active:
+            return self.active.dtype
+        if isinstance(node.op, ast.Pow) and self.active:
+            return "fp32"
+        return self.combined([self.dtype(node.left), self.dtype(node.right)])
+
+    def combined(self, dtypes: list[str]) -> str:
+        tensors = {dtype for dtype in dtypes if dtype != NEUTRAL}
+        if "fp32" in tensors:
+            return "fp32"
+        return tensors.pop() if len(tensors) == 1 else (UNKNOWN if tensors else NEUTRAL)
+
+    def call(self, node: ast.Call) -> str:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        cast = explicit_cast(node, self.script)
+        if cast:
+            return cast
+        if self.active and (name in LOWERED or is_model_call(node)):
+            return self.active.dtype
+        if self.active and name in LIFTED:
+            return "fp32"
+        if name in LIFTED or name in KEEPERS:
+            return self.dtype(tensor_argument(node, self.script))
+        return UNKNOWN
+
+
+def explicit_cast(node: ast.Call, script: Script) -> str:
+    """The dtype that `.half()`, `.float()` or `.to(torch.float16)` gives, or nothing."""
+    if not isinstance(node.func, ast.Attribute):
+        return ""
+    simple = {"half": "fp16", "bfloat16": "bf16", "float": "fp32", "double": "fp64"}
+    if node.func.attr in simple and not node.args:
+        return simple[node.func.attr]
+    if node.func.attr in ("to", "type"):
+        target = [*node.args, *([value] if (value := keyword(node, "dtype")) is not None else [])]
+        return next(filter(None, (format_of(argument, script) for argument in target)), "")
+    return ""
+
+
+def tensor_argument(node: ast.Call, script: Script) -> ast.expr:
+    """What an op works on: its receiver for a method, its first argument for torch.f and F.f."""
+    is_method = isinstance(node.func, ast.Attribute) and not script.name_of(node.func).startswith("torch.")
+    if is_method and isinstance(node.func, ast.Attribute):
+        return node.func.value
+    return node.args[0] if node.args else node.func
+
+
+def is_model_call(node: ast.Call) -> bool:
+    name = dotted_name(node.func).rsplit(".", 1)[-1].lower()
+    return name in MODEL_WORDS or name.endswith(("_model", "_net")) or name.startswith(("model_", "net_"))
+
+
+def function_bodies(script: Script) -> Iterator[list[ast.stmt]]:
+    """The module's own statements and every function, each walked by itself."""
+    yield script.tree.body
+    yield from (node.body for node in script.nodes if isinstance(node, Function))

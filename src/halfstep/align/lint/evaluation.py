@@ -1,0 +1,71 @@
+"""Evaluation as training runs: under autocast, and without recording gradients."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp
+from halfstep.align.lint.dtypes import is_model_call
+from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.script import Function, calls_in
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    certain = any(region.enabled for region in amp.regions)
+    trains = any(getattr(call.func, "attr", "") == "backward" for call in amp.script.calls)
+    if not trains:
+        return
+    for trace in amp.traces:
+        yield from without_no_grad(amp, trace)
+        if certain:
+            yield from outside_autocast(amp, trace)
+
+
+def evaluated(trace: Trace) -> list[Event]:
+    """Model calls after `model.eval()`, before the model trains again, in a function that never goes backward there."""
+    found: list[Event] = []
+    mode = ""
+    for event in trace.events:
+        if event.method == "eval" and isinstance(event.node, ast.Call) and not event.node.args and event.receiver:
+            mode = event.receiver
+        elif event.method == "train" and event.receiver == mode:
+            mode = ""
+        elif event.method in ("backward", "grad") and mode:
+            return []
+        elif mode and isinstance(event.node, ast.Call) and calls(event, mode) and event.loops:
+            found.append(event)
+    return found
+
+
+def calls(event: Event, model: str) -> bool:
+    called = f"{event.receiver}.{event.method}" if event.receiver else event.method
+    return called == model
+
+
+def without_no_grad(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    whole = trace.root if isinstance(trace.root, Function) else None
+    if any("no_grad" in ast.unparse(c.func) or "set_grad_enabled" in ast.unparse(c.func) for c in calls_in(trace.root)):
+        return
+    if whole is not None and called_under_no_grad(amp, whole.name):
+        return
+    for event in evaluated(trace)[:1]:
+        if not event.grad_off and any(
+            isinstance(e.node, ast.Call) and e.method == "backward" for t in amp.traces for e in t.events
+        ):
+            message = "evaluation records gradients: model.eval() alone does not stop that"
+            yield amp.script.finding("eval-without-no-grad", event.node, message, fix="wrap it in torch.no_grad()")
+
+
+def called_under_no_grad(amp: Amp, name: str) -> bool:
+    """Whether somebody in this module calls the function inside no_grad."""
+    return any(e.grad_off and e.method == name for t in amp.traces for e in t.events)
+
+
+def outside_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    for event in evaluated(trace)[:1]:
+        if not event.regions and is_model_call(event.node) if isinstance(event.node, ast.Call) else False:
+            message = "training runs under autocast, evaluation does not: slower, and not the numbers training sees"
+            fix = "open the same autocast around evaluation"
+            yield amp.script.finding("eval-outside-autocast", event.node, message, fix=fix)

@@ -1,0 +1,293 @@
+"""The order in which a training loop does things: every call of a function, with its surroundings, callees inlined.
+
+A `Trace` is one straight line through a function: both branches of an `if` follow each other, and each event knows the
+conditions it stands under, so that two events of opposite branches are never taken for a sequence. Methods of the same
+class and functions of the same module are walked in place of their calls, with parameters renamed to what was passed:
+that is the data flow through methods. Loops are walked once. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from halfstep.align.lint.regions import Region, is_no_grad, region_of
+from halfstep.align.lint.script import Function, Script, methods_of
+
+MAX_EVENTS = 20_000
+MAX_INLINED = 4
+"""Calls inside calls: enough for train() -> epoch() -> step() -> backward()."""
+
+Condition = tuple[str, bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One call, or one assignment, with everything that decides when and how it happens."""
+
+    node: ast.Call | ast.Assign | ast.AugAssign
+    index: int
+    name: str
+    """Full dotted name of what is called; empty for assignments."""
+    receiver: str = ""
+    """What the method is called on, with parameters renamed to the caller's arguments."""
+    method: str = ""
+    arguments: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    uses: frozenset[str] = frozenset()
+    """Names an assigned value is made from."""
+    scaled_by: str = ""
+    """The scaler whose `scale()` produced what `backward()` is called on."""
+    conditions: frozenset[Condition] = frozenset()
+    loops: tuple[int, ...] = ()
+    regions: tuple[Region, ...] = ()
+    grad_off: bool = False
+    function: str = ""
+
+    @property
+    def region(self) -> Region | None:
+        return self.regions[-1] if self.regions else None
+
+    def excludes(self, other: Event) -> bool:
+        """Whether the two stand in opposite branches."""
+        return any((text, not holds) in other.conditions for text, holds in self.conditions)
+
+    def implied_by(self, other: Event) -> bool:
+        """Whether this happens whenever `other` does, accumulation windows aside."""
+        return all("%" in text or (text, holds) in other.conditions for text, holds in self.conditions)
+
+
+@dataclass(kw_only=True)
+class Scope:
+    """Where the walk is: names of the function, and what encloses the statement."""
+
+    function: str
+    class_node: ast.ClassDef | None
+    renamed: dict[str, str] = field(default_factory=dict)
+    local: frozenset[str] = frozenset()
+    conditions: frozenset[Condition] = frozenset()
+    loops: tuple[int, ...] = ()
+    regions: tuple[Region, ...] = ()
+    grad_off: bool = False
+    depth: int = 0
+
+    def inside(self, **changes: object) -> Scope:
+        return Scope(**{**self.__dict__, **changes})
+
+
+class Trace:
+    """All events of one function in order."""
+
+    def __init__(self, script: Script, root: Function | ast.Module, class_node: ast.ClassDef | None = None) -> None:
+        self.script = script
+        self.root = root
+        self.events: list[Event] = []
+        self.scaled: dict[str, str] = {}
+        self.windows: set[str] = set()
+        self.inlined: set[str] = set()
+        self.active: list[ast.AST] = []
+        self.methods = methods_of(class_node) if class_node is not None else {}
+        name = root.name if isinstance(root, Function) else "<module>"
+        scope = Scope(function=name, class_node=class_node)
+        self.enter(root, scope)
+
+    def calls(self, *methods: str) -> Iterator[Event]:
+        return (event for event in self.events if event.method in methods)
+
+    def enter(self, function: Function | ast.Module, scope: Scope) -> None:
+        self.active.append(function)
+        if isinstance(function, Function):
+            for decorator in function.decorator_list:
+                scope = self.opened(decorator, scope)
+        self.block(function.body, scope)
+        self.active.pop()
+
+    def block(self, body: list[ast.stmt], scope: Scope) -> None:
+        for statement in body:
+            if len(self.events) > MAX_EVENTS:
+                return
+            self.statement(statement, scope)
+            if isinstance(statement, ast.If) and leaves(statement.body) and not statement.orelse:
+                scope = scope.inside(conditions=scope.conditions | self.conditions(statement.test, False, scope))
+
+    def statement(self, node: ast.stmt, scope: Scope) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return
+        if isinstance(node, ast.If):
+            self.expression(node.test, scope)
+            self.block(node.body, scope.inside(conditions=scope.conditions | self.conditions(node.test, True, scope)))
+            self.block(
+                node.orelse, scope.inside(conditions=scope.conditions | self.conditions(node.test, False, scope))
+            )
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
+            self.expression(node.test if isinstance(node, ast.While) else node.iter, scope)
+            self.block(node.body, scope.inside(loops=(*scope.loops, id(node))))
+            self.block(node.orelse, scope)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            for item in node.items:
+                self.expression(item.context_expr, scope)
+                scope = self.opened(item.context_expr, scope)
+            self.block(node.body, scope)
+        elif isinstance(node, ast.Try | ast.TryStar):
+            for part in (node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody):
+                self.block(part, scope)
+        elif isinstance(node, ast.Assign | ast.AugAssign):
+            self.expression(node.value, scope)
+            self.assignment(node, scope)
+        else:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr):
+                    self.expression(child, scope)
+
+    def opened(self, context: ast.expr, scope: Scope) -> Scope:
+        region = region_of(context, self.script)
+        if region is not None:
+            return scope.inside(regions=(*scope.regions, region))
+        return scope.inside(grad_off=True) if is_no_grad(context, self.script) else scope
+
+    def conditions(self, test: ast.expr, holds: bool, scope: Scope) -> frozenset[Condition]:
+        """What is known where `test` holds (or not): negations and `is None` are brought to one form."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.conditions(test.operand, not holds, scope)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_none(test.comparators[0]):
+            is_not = isinstance(test.ops[0], ast.IsNot | ast.NotEq)
+            return self.conditions(test.left, holds if is_not else not holds, scope)
+        known = {(self.key_text(test, scope), holds)}
+        splits = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or)
+        if splits and isinstance(test, ast.BoolOp):
+            for part in test.values:
+                known |= self.conditions(part, holds, scope)
+        if any(isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mod) for inner in ast.walk(test)):
+            self.windows |= {text for text, _ in known}
+        return frozenset(known)
+
+    def key_text(self, node: ast.expr, scope: Scope) -> str:
+        """The text of an expression, its parameters renamed; `do_step` for a modulo keeps the modulo."""
+        if isinstance(node, ast.Name):
+            values = self.script.assigned.get(node.id, [])
+            if len(values) == 1 and any(
+                isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod) for i in ast.walk(values[0])
+            ):
+                return ast.unparse(values[0])
+        key = self.key(node, scope)
+        return key or ast.unparse(node)
+
+    def key(self, node: ast.AST | None, scope: Scope) -> str:
+        """A name for the object an expression denotes, the same in caller and callee; empty for computed values."""
+        if isinstance(node, ast.Name):
+            if node.id in scope.renamed:
+                return scope.renamed[node.id]
+            return f"{scope.function}:{node.id}" if scope.depth and node.id in scope.local else node.id
+        if isinstance(node, ast.Attribute):
+            base = self.key(node.value, scope)
+            return f"{base}.{node.attr}" if base else ""
+        if isinstance(node, ast.Subscript):
+            base = self.key(node.value, scope)
+            return f"{base}[{ast.unparse(node.slice)}]" if base else ""
+        return ""
+
+    def expression(self, node: ast.expr, scope: Scope) -> None:
+        """Calls inside an expression, innermost first, as Python evaluates them."""
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.expression(child, scope)
+            elif isinstance(child, ast.keyword):
+                self.expression(child.value, scope)
+            elif isinstance(child, ast.comprehension):
+                self.expression(child.iter, scope)
+        if isinstance(node, ast.Call):
+            self.call(node, scope)
+
+    def call(self, node: ast.Call, scope: Scope) -> None:
+        callee = self.callee(node, scope)
+        if callee is not None and scope.depth < MAX_INLINED and callee not in self.active:
+            self.inlined.add(callee.name)
+            self.enter(callee, self.callee_scope(callee, node, scope))
+            return
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        self.events.append(
+            self.event(
+                node,
+                scope,
+                name=self.script.name_of(node.func),
+                receiver=self.key(owner, scope),
+                method=node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""),
+                arguments=tuple(self.key(argument, scope) for argument in node.args),
+                scaled_by=self.scaler_of(owner, scope),
+            )
+        )
+
+    def event(self, node: ast.Call | ast.Assign | ast.AugAssign, scope: Scope, **known: object) -> Event:
+        return Event(
+            node=node,
+            index=len(self.events),
+            conditions=scope.conditions,
+            loops=scope.loops,
+            regions=scope.regions,
+            grad_off=scope.grad_off,
+            function=scope.function,
+            **{"name": "", **known},  # type: ignore[arg-type]
+        )
+
+    def callee(self, node: ast.Call, scope: Scope) -> Function | None:
+        """The function of this module or class that a call runs, when that is certain."""
+        func = node.func
+        if isinstance(func, ast.Name) and func.id not in scope.local:
+            return self.script.functions.get(func.id)
+        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self":
+            return self.methods.get(func.attr)
+        return None
+
+    def callee_scope(self, callee: Function, call: ast.Call, scope: Scope) -> Scope:
+        parameters = [p.arg for p in (*callee.args.posonlyargs, *callee.args.args)]
+        if isinstance(call.func, ast.Attribute) and parameters[:1] == ["self"]:
+            parameters = parameters[1:]
+        passed = dict(zip(parameters, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg}
+        renamed = {name: self.key(value, scope) or f"{callee.name}:{name}" for name, value in passed.items()}
+        stored = {n.id for n in ast.walk(callee) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        every = {p.arg for p in (*callee.args.posonlyargs, *callee.args.args, *callee.args.kwonlyargs)} - {"self"}
+        return scope.inside(
+            function=callee.name,
+            renamed={name: text for name, text in renamed.items() if name not in stored or name == text},
+            local=frozenset(stored | every),
+            depth=scope.depth + 1,
+        )
+
+    def scaler_of(self, owner: ast.expr | None, scope: Scope) -> str:
+        """The scaler behind `scaler.scale(loss)` or a name that holds its result."""
+        if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and owner.func.attr == "scale":
+            return self.key(owner.func.value, scope) if len(owner.args) == 1 else ""
+        return self.scaled.get(self.key(owner, scope), "") if owner is not None else ""
+
+    def assignment(self, node: ast.Assign | ast.AugAssign, scope: Scope) -> None:
+        raw = node.targets if isinstance(node, ast.Assign) else [node.target]
+        flat = [e for t in raw for e in (t.elts if isinstance(t, ast.Tuple | ast.List) else [t])]
+        targets = tuple(key for target in flat if (key := self.key(target, scope)))
+        for target in targets:
+            self.scaled.pop(target, None)
+            if scaler := self.scaler_of(node.value, scope):
+                self.scaled[target] = scaler
+        uses = frozenset(self.key(n, scope) for n in ast.walk(node.value) if isinstance(n, ast.Name | ast.Attribute))
+        self.events.append(self.event(node, scope, targets=targets, uses=uses))
+
+
+def is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block never falls through to what follows it."""
+    return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break | ast.Raise)
+
+
+def traces_of(script: Script) -> list[Trace]:
+    """One trace for every function that nothing else in the module runs, and one for the module's own statements."""
+    traces = [Trace(script, script.tree)]
+    for class_node in script.classes:
+        traces += [Trace(script, method, class_node) for method in methods_of(class_node).values()]
+    owned = {id(method) for class_node in script.classes for method in methods_of(class_node).values()}
+    free = [node for node in script.nodes if isinstance(node, Function) and id(node) not in owned]
+    traces += [Trace(script, function) for function in free]
+    inlined = {name for trace in traces for name in trace.inlined}
+    return [t for t in traces if not isinstance(t.root, Function) or t.root.name not in inlined]

@@ -1,0 +1,129 @@
+"""NaN "handling" that hides the cause, and clipping that is applied twice."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp, is_clip
+from halfstep.align.lint.flow import Trace
+from halfstep.align.lint.script import dotted_name
+
+CHECKS = ("isnan", "isinf", "isfinite")
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    if not any(getattr(call.func, "attr", "") == "backward" for call in amp.script.calls):
+        return
+    yield from hidden_nans(amp)
+    for trace in amp.traces:
+        yield from clipped_twice(amp, trace)
+        yield from rescaled_after_clip(amp, trace)
+
+
+def hidden_nans(amp: Amp) -> Iterator[Finding]:
+    fix = "find the cause: skip the step, count it, and look at the first module that is not finite"
+    for call in amp.script.calls:
+        name = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+        if name in ("nan_to_num", "nan_to_num_") and replaces_result(amp, call):
+            yield amp.script.finding("nan-hidden", call, "nan_to_num on a loss or gradient trains on garbage", fix=fix)
+    for node in amp.script.nodes:
+        if isinstance(node, ast.If) and tests_finite(node.test):
+            for statement in node.body:
+                if replaces_loss(statement) or zeroes_gradient(statement):
+                    message = "a loss or gradient that is not finite is replaced, and training goes on"
+                    yield amp.script.finding("nan-hidden", statement, message, fix=fix)
+        elif isinstance(node, ast.Assign) and masks_gradient(node):
+            yield amp.script.finding("nan-hidden", node, "gradient entries that are not finite are zeroed", fix=fix)
+
+
+def replaces_result(amp: Amp, call: ast.Call) -> bool:
+    """Whether nan_to_num works on a loss or a gradient; cleaning input data is fine."""
+    method = isinstance(call.func, ast.Attribute) and not amp.script.name_of(call.func).startswith("torch.")
+    target = (
+        call.func.value
+        if method and isinstance(call.func, ast.Attribute)
+        else (call.args[0] if call.args else call.func)
+    )
+    text = ast.unparse(target).lower()
+    return is_loss_name(text) or text.endswith((".grad", ".grad.data")) or text in ("grad", "g")
+
+
+def is_loss_name(text: str) -> bool:
+    last = text.rsplit(".", 1)[-1]
+    return last == "loss" or last.startswith("loss_") or last.endswith("_loss")
+
+
+def tests_finite(test: ast.expr) -> bool:
+    """`isnan(…)` or `not isfinite(…)`: the branch of the bad case."""
+    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+    for inner in ast.walk(test):
+        name = getattr(inner.func, "attr", "") or getattr(inner.func, "id", "") if isinstance(inner, ast.Call) else ""
+        if name in ("isnan", "isinf") and not negated or name == "isfinite" and negated:
+            return True
+    return False
+
+
+def replaces_loss(node: ast.stmt) -> bool:
+    """`loss = torch.zeros(…)`, `loss = loss * 0` and the like."""
+    if not isinstance(node, ast.Assign) or not is_loss_name(dotted_name(node.targets[0]).lower()):
+        return False
+    text = ast.unparse(node.value)
+    return any(word in text for word in ("zeros", "tensor(0", "nan_to_num", "* 0", "torch.where"))
+
+
+def zeroes_gradient(node: ast.stmt) -> bool:
+    text = ast.unparse(node)
+    return isinstance(node, ast.Expr | ast.Assign | ast.For) and any(
+        word in text for word in (".grad.zero_()", ".grad.fill_(0", ".grad.data.zero_()", ".grad = torch.zeros")
+    )
+
+
+def masks_gradient(node: ast.Assign) -> bool:
+    """`p.grad[torch.isnan(p.grad)] = 0` and `p.grad = torch.where(isnan(p.grad), 0, p.grad)`."""
+    target, value = ast.unparse(node.targets[0]), ast.unparse(node.value)
+    checked = any(f"{check}(" in target for check in CHECKS)
+    return (
+        ".grad[" in target
+        and checked
+        or target.endswith(".grad")
+        and "where(" in value
+        and any(c in value for c in CHECKS)
+    )
+
+
+def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    clips = [event for event in trace.events if is_clip(event) and isinstance(event.node, ast.Call) and event.node.args]
+    for first, second in zip(clips, clips[1:], strict=False):
+        same = first.method == second.method and ast.unparse(first.node.args[0]) == ast.unparse(second.node.args[0])  # type: ignore[union-attr]
+        between = trace.events[first.index + 1 : second.index]
+        restarted = any(e.method in ("step", "backward", "zero_grad") for e in between)
+        if same and first.loops == second.loops and first.implied_by(second) and not restarted:
+            message = "gradients are clipped a second time before the step"
+            yield amp.script.finding("clip-twice", second.node, message, fix="keep one of them", related=first.node)
+
+
+def rescaled_after_clip(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`p.grad.mul_(max_norm / grad_norm)` after clip_grad_norm_: that norm is from before the clip."""
+    clips = [event for event in trace.events if is_clip(event)]
+    for event in trace.events if clips else ():
+        text = ast.unparse(event.node)
+        scaled = (
+            event.method in ("mul_", "div_")
+            and ".grad" in text
+            or isinstance(event.node, ast.AugAssign)
+            and ".grad" in text
+        )
+        if (
+            scaled
+            and "norm" in text
+            and "/" in text
+            and event.index > clips[0].index
+            and event.function == clips[0].function
+        ):
+            message = "gradients are scaled by the norm again after clip_grad_norm_: the step shrinks with 1/norm²"
+            yield amp.script.finding(
+                "clip-twice", event.node, message, fix="drop the second scaling", related=clips[0].node
+            )
+            return

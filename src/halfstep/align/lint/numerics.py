@@ -1,0 +1,169 @@
+"""Numbers that do not survive half precision: sums that overflow, epsilons that vanish, losses autocast refuses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp, last
+from halfstep.align.lint.dtypes import Inference, explicit_cast, function_bodies, is_model_call, tensor_argument
+from halfstep.align.lint.script import Function, Script, argument, dotted_name, keyword, methods_of
+from halfstep.formats import BF16, FP16, Format, round_value
+
+FORMATS = {"fp16": FP16, "bf16": BF16}
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    if not amp.uses_autocast and not any(n in amp.script.text for n in (".half()", "float16")):
+        return
+    found: list[Finding] = []
+
+    def visit(node: ast.expr, types: Inference) -> None:
+        if isinstance(node, ast.Call):
+            found.extend(half_sum(amp.script, node, types))
+            found.extend(vanishing_eps(amp.script, node, types))
+            found.extend(vanishing_addend(amp.script, node, types))
+            found.extend(manual_cast(amp.script, node, types))
+            follow(amp.script, node, types)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            found.extend(tiny_denominator(amp.script, node, types))
+
+    for body in function_bodies(amp.script):
+        Inference(script=amp.script, visit=visit).run(body)
+    yield from found
+    yield from refused_bce(amp)
+
+
+def follow(script: Script, node: ast.Call, types: Inference) -> None:
+    """Walk a loss function of this module with the dtypes it is given, one level deep."""
+    callee = loss_function(script, node)
+    dtypes = [types.dtype(value) for value in node.args]
+    if callee is None or types.depth or not FORMATS.keys() & set(dtypes):
+        return
+    parameters = [p.arg for p in callee.args.args if p.arg != "self"]
+    known = dict(zip(parameters, dtypes, strict=False))
+    Inference(script=script, visit=types.visit, types=known, region=types.region, depth=1).run(callee.body)
+
+
+def loss_function(script: Script, node: ast.Call) -> Function | None:
+    """A function of the module, or the forward of a class of it whose instance is called."""
+    name = dotted_name(node.func)
+    if name in script.functions:
+        return script.functions[name]
+    made = script.assigned.get(name, [])
+    maker = dotted_name(made[0].func) if len(made) == 1 and isinstance(made[0], ast.Call) else ""
+    owner = next((c for c in script.classes if c.name == maker), None)
+    return methods_of(owner).get("forward") if owner is not None else None
+
+
+def half_sum(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
+    """A sum over many elements of a half tensor, where autocast does not lift it to fp32."""
+    name = getattr(node.func, "attr", "")
+    if name != "sum" or types.active or keyword(node, "dtype") is not None or not sums_much(node, script):
+        return
+    dtype = types.dtype(tensor_argument(node, script))
+    if dtype not in FORMATS:
+        return
+    harm = "overflows beyond 65504" if dtype == "fp16" else "keeps 8 significant bits"
+    message = f"a sum over a {dtype} tensor outside autocast stays {dtype} and {harm}"
+    yield script.finding("half-loss-sum", node, message, fix="call .float() on the tensor before it is summed")
+
+
+def sums_much(node: ast.Call, script: Script) -> bool:
+    """Over everything, or over several dimensions."""
+    is_function = script.name_of(node.func).startswith("torch.")
+    dim = argument(node, 1 if is_function else 0, "dim")
+    return dim is None or isinstance(dim, ast.Tuple | ast.List) and len(dim.elts) > 1
+
+
+def number(node: ast.expr | None) -> float | None:
+    """The value of a literal number, also `1 - 1e-6`."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return float(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and (inner := number(node.operand)) is not None:
+        return -inner
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        left, right = number(node.left), number(node.right)
+        return left - right if left is not None and right is not None else None
+    return None
+
+
+def vanishes(value: float | None, fmt: Format) -> bool:
+    return value is not None and value > 0 and round_value(value, fmt) == 0.0
+
+
+def vanishing_eps(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
+    name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
+    fmt = (
+        FORMATS.get(types.dtype(tensor_argument(node, script))) if name in ("normalize", "clamp", "clamp_min") else None
+    )
+    if fmt is None:
+        return
+    if name == "normalize" and not types.active and script.name_of(node.func).endswith("functional.normalize"):
+        eps = keyword(node, "eps")
+        if vanishes(1e-12 if eps is None else number(eps), fmt):
+            message = f"F.normalize's eps is zero in {fmt.name}: a zero row becomes 0/0 = NaN"
+            yield script.finding("eps-vanishes", node, message, fix="normalize(x.float()), or eps=1e-4")
+    elif name in ("clamp", "clamp_min"):
+        offset = 1 if script.name_of(node.func).startswith("torch.") else 0
+        low, high = number(argument(node, offset, "min")), number(argument(node, offset + 1, "max"))
+        if vanishes(low, fmt):
+            yield script.finding(
+                "eps-vanishes", node, f"clamp's min {low:g} is zero in {fmt.name}", fix="clamp in fp32"
+            )
+        elif high is not None and 0 < high < 1 and round_value(high, fmt) == 1.0:
+            message = f"clamp's max {high!r} rounds to 1 in {fmt.name}: it limits nothing"
+            yield script.finding("eps-vanishes", node, message, fix="clamp in fp32")
+
+
+def vanishing_addend(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
+    """log(p + 1e-8) and sqrt(x + 1e-8) on half values: the addend is zero there."""
+    name = getattr(node.func, "attr", "")
+    if name in ("log", "sqrt", "rsqrt", "log2", "log10"):
+        yield from tiny_addend(script, tensor_argument(node, script), types)
+
+
+def tiny_denominator(script: Script, node: ast.BinOp, types: Inference) -> Iterator[Finding]:
+    yield from tiny_addend(script, node.right, types)
+
+
+def tiny_addend(script: Script, node: ast.expr, types: Inference) -> Iterator[Finding]:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+        return
+    for value, eps in ((node.left, number(node.right)), (node.right, number(node.left))):
+        fmt = FORMATS.get(types.dtype(value))
+        if fmt is not None and vanishes(eps, fmt):
+            message = f"{eps:g} is zero in {fmt.name}: adding it protects nothing"
+            yield script.finding("eps-vanishes", node, message, fix="compute this in fp32: .float() first")
+
+
+def manual_cast(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
+    """model(x.half()) under autocast: autocast casts what should be cast, and keeps fp32 what should stay."""
+    if types.active is None or not is_model_call(node):
+        return
+    for value in node.args:
+        if isinstance(value, ast.Call) and explicit_cast(value, script) in FORMATS:
+            message = (
+                "an input is cast to half by hand under autocast: ops that autocast keeps in fp32 get a rounded input"
+            )
+            yield script.finding("manual-cast", value, message, fix="drop the cast, autocast does it where it helps")
+
+
+def refused_bce(amp: Amp) -> Iterator[Finding]:
+    made = {name for name, values in amp.script.assigned.items() for v in values if is_bce_loss(v, amp.script)}
+    for trace in amp.traces:
+        for event in trace.events:
+            region = event.region
+            if region is None or not region.may_be_on or region.device == "cpu" or not isinstance(event.node, ast.Call):
+                continue
+            called = f"{event.receiver}.{event.method}" if event.receiver else event.method
+            by_function = event.name.endswith("functional.binary_cross_entropy")
+            if by_function or any(last(called) == last(name) for name in made):
+                message = "binary_cross_entropy raises under CUDA autocast: its gradient can leave fp16's range"
+                fix = "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits"
+                yield amp.script.finding("bce-under-autocast", event.node, message, fix=fix)
+
+
+def is_bce_loss(value: ast.expr, script: Script) -> bool:
+    return isinstance(value, ast.Call) and script.name_of(value.func).endswith("nn.BCELoss")

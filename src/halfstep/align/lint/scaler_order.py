@@ -1,0 +1,130 @@
+"""The fp16 step in its right order: scale, backward, unscale once, clip, step through the scaler, update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import (
+    Amp,
+    is_clip,
+    is_plain_backward,
+    is_scaled_backward,
+    is_scaler_step,
+    last,
+    same_object,
+)
+from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.script import dotted_name
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
+        if scaled:
+            yield from clip_before_unscale(amp, trace, scaled)
+            yield from unscale_twice(amp, trace)
+            yield from unscale_outside_window(amp, trace)
+            yield from bypassed_scaler(amp, trace, scaled)
+    yield from step_without_update(amp)
+
+
+def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+    for clip in filter(is_clip, trace.events):
+        backward = latest_before(scaled, clip)
+        if backward is None or not shares_loop(backward, clip):
+            continue
+        between = trace.events[backward.index + 1 : clip.index]
+        steps_later = any(
+            is_scaler_step(e, backward.scaled_by) and not e.excludes(clip) for e in trace.events[clip.index :]
+        )
+        unscaled = any(
+            e.method in ("unscale_", "unscale_gradients", "get_scale") and not e.excludes(clip) for e in between
+        )
+        stepped = any(e.method == "step" and not e.excludes(clip) for e in between)
+        if steps_later and not unscaled and not stepped:
+            message = f"gradients are clipped while still multiplied by {last(backward.scaled_by)}'s scale"
+            fix = f"call {last(backward.scaled_by)}.unscale_(optimizer) before clipping"
+            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+
+
+def latest_before(events: list[Event], event: Event) -> Event | None:
+    before = [e for e in events if e.index < event.index and not e.excludes(event)]
+    return before[-1] if before else None
+
+
+def shares_loop(one: Event, other: Event) -> bool:
+    """In the same loop, or one in a loop inside the other's: `for micro in window: backward` and then clip."""
+    shorter = min(len(one.loops), len(other.loops))
+    return one.loops[:shorter] == other.loops[:shorter]
+
+
+def unscale_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    unscales = [e for e in trace.calls("unscale_") if e.arguments and e.arguments[0]]
+    for first, second in ((a, b) for i, a in enumerate(unscales) for b in unscales[i + 1 :]):
+        same = first.arguments[0] == second.arguments[0] and first.receiver == second.receiver
+        together = first.loops == second.loops and (first.implied_by(second) or second.implied_by(first))
+        between = trace.events[first.index + 1 : second.index]
+        updated = any(e.method == "update" and same_object(e.receiver, first.receiver) for e in between)
+        if same and together and not first.excludes(second) and not updated and first.node is not second.node:
+            message = f"unscale_({last(first.arguments[0])}) a second time before update(): GradScaler raises"
+            fix = "unscale once per optimizer and step"
+            yield amp.script.finding("unscale-twice", second.node, message, fix=fix, related=first.node)
+
+
+def unscale_outside_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """unscale_ at every micro-batch while step and update wait for the window: the second micro-batch raises."""
+    for unscale in trace.calls("unscale_"):
+        steps = [e for e in trace.events if is_scaler_step(e, unscale.receiver) and e.loops == unscale.loops]
+        updates = [e for e in trace.calls("update") if same_object(e.receiver, unscale.receiver)]
+        for step in steps:
+            window = {c for c in step.conditions - unscale.conditions if c[0] in trace.windows}
+            guarded = bool(window) and all(window & update.conditions for update in updates) and bool(updates)
+            if guarded and unscale.index < step.index and unscale.loops:
+                message = (
+                    "unscale_() runs at every micro-batch, step() only at the end of the window: GradScaler raises"
+                )
+                fix = "move unscale_ (and clipping) into the block that steps"
+                yield amp.script.finding("unscale-outside-window", unscale.node, message, fix=fix, related=step.node)
+                break
+
+
+def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+    through = {argument for t in amp.traces for e in t.calls("step") for argument in e.arguments[:1] if argument}
+    if any(is_plain_backward(e) for e in trace.events):
+        return  # some optimizer here steps on unscaled gradients, rightly
+    for step in trace.calls("step"):
+        optimizer = last(step.receiver)
+        if step.arguments or "optim" not in optimizer.lower() and optimizer not in ("opt", "opt_g", "opt_d"):
+            continue
+        backward = latest_before(scaled, step)
+        if backward is None or not shares_loop(backward, step) or not step.implied_by(backward):
+            continue
+        between = trace.events[backward.index : step.index]
+        if any(e.method in ("unscale_", "get_scale", "unscale_gradients") for e in between):
+            continue
+        if not any(same_object(optimizer, other) for other in through):
+            message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
+            fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"
+            yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+
+
+def step_without_update(amp: Amp) -> Iterator[Finding]:
+    scalers = {e.scaled_by for t in amp.traces for e in t.events if is_scaled_backward(e)}
+    for scaler in sorted(scalers):
+        steps = [e for t in amp.traces for e in t.events if is_scaler_step(e, scaler)]
+        called = {dotted_name(call.func) for call in amp.script.calls}
+        updated = any(name.endswith(f"{last(scaler)}.update") for name in called)
+        hidden = any(same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
+        if steps and not updated and not hidden and not amp.is_disabled(scaler):
+            message = f"{last(scaler)}.step() without {last(scaler)}.update(): the scale never changes, skips never end"
+            yield amp.script.finding(
+                "step-without-update", steps[0].node, message, fix=f"call {last(scaler)}.update() after it"
+            )
+
+
+def inherits(amp: Amp, scaler: str) -> bool:
+    """`self.scaler` of a class with a base may be updated in the base."""
+    known = {"object", "ABC", "nn.Module", "Module", "torch.nn.Module"}
+    bases = {amp.script.name_of(base) for node in amp.script.classes for base in node.bases}
+    return scaler.startswith("self.") and bool(bases - known)

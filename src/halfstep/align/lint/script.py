@@ -1,0 +1,153 @@
+"""A parsed training script: what its names mean, its functions and classes, and values that never change."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from halfstep.align.findings import Edit, Finding, Place
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+AUTOCASTS = {
+    *("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "autocast"),
+    *("torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast", "torch.cpu.amp.autocast"),
+}
+SCALERS = {
+    *("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler", "GradScaler"),
+    *("torch.cuda.amp.grad_scaler.GradScaler", "torch.amp.grad_scaler.GradScaler", "torch.GradScaler"),
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+}
+
+
+@dataclass(kw_only=True)
+class Script:
+    """One module of source code, with the look-ups every rule needs."""
+
+    tree: ast.Module
+    text: str
+    path: str
+    imports: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                self.imports |= {
+                    a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+                }
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                self.imports |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
+    @cached_property
+    def functions(self) -> dict[str, Function]:
+        """Functions of the module level by name."""
+        return {node.name: node for node in self.tree.body if isinstance(node, Function)}
+
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+
+    def name_of(self, node: ast.AST) -> str:
+        """The full dotted name an expression means after imports, or an empty string."""
+        dotted = dotted_name(node)
+        head, _, rest = dotted.partition(".")
+        full = self.imports.get(head, head)
+        return f"{full}.{rest}" if rest else full
+
+    def place(self, node: ast.AST) -> Place:
+        return Place(path=self.path, line=getattr(node, "lineno", 1), column=getattr(node, "col_offset", 0))
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines() or [""]
+
+    def position(self, line: int, byte_column: int) -> tuple[int, int]:
+        """`ast` counts bytes of UTF-8, edits count characters."""
+        return line, len(self.lines[line - 1].encode()[:byte_column].decode(errors="ignore"))
+
+    def finding(
+        self,
+        rule: str,
+        node: ast.AST,
+        message: str,
+        *,
+        fix: str = "",
+        related: ast.AST | None = None,
+        edits: tuple[Edit, ...] = (),
+    ) -> Finding:
+        others = (self.place(related),) if related is not None else ()
+        return Finding(rule=rule, message=message, place=self.place(node), fix=fix, related=others, edits=edits)
+
+    @cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """Every plain name or attribute (`x`, `self.x`) and the values it is ever given."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if name := dotted_name(target):
+                        found.setdefault(name, []).append(node.value)
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                found.setdefault(dotted_name(node.target), []).append(node.value)
+        return found
+
+    @cached_property
+    def parameters(self) -> set[str]:
+        """Names of any function's parameters: their value is the caller's business."""
+        return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
+
+    def constant(self, node: ast.expr | None) -> ast.expr | None:
+        """The expression a name stands for when it is assigned exactly once; anything else stays as it is."""
+        for _ in range(4):
+            name = dotted_name(node)
+            values = self.assigned.get(name, [])
+            if len(values) != 1 or name in self.parameters:
+                return node
+            node = values[0]
+        return node
+
+
+def dotted_name(node: ast.AST | None) -> str:
+    """`a.b.c` of a chain of attributes, or an empty string."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([node.id, *reversed(parts)])
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((k.value for k in call.keywords if k.arg == name), None)
+
+
+def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    """An argument by position or by name."""
+    return call.args[position] if len(call.args) > position else keyword(call, name)
+
+
+def is_constant(node: ast.AST | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def methods_of(class_node: ast.ClassDef) -> dict[str, Function]:
+    return {node.name: node for node in class_node.body if isinstance(node, Function)}
+
+
+def calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    return (inner for inner in ast.walk(node) if isinstance(inner, ast.Call))

@@ -1,0 +1,62 @@
+"""Weights cast to half and given to an optimizer that expects fp32."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp, last
+from halfstep.align.lint.dtypes import explicit_cast
+from halfstep.align.lint.script import dotted_name
+
+PLAIN_OPTIMIZERS = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS"}
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    script = amp.script
+    optimized = {last(name) for call in script.calls if is_plain_optimizer(amp, call) for name in models_of(call)}
+    restored = {last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
+    trains = any(getattr(call.func, "attr", "") == "backward" for call in script.calls)
+    for call in script.calls:
+        dtype = explicit_cast(call, script)
+        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or not trains:
+            continue
+        model = last(dotted_name(call.func.value)) or assigned_model(amp, call)
+        if model in optimized and model not in restored:
+            limit = "1/2048" if dtype == "fp16" else "1/256"
+            message = f"{model} is stored in {dtype} and updated in place: changes below {limit} of a weight are lost"
+            fix = "keep fp32 weights and use autocast, or an optimizer with an fp32 master copy"
+            yield script.finding("half-weights-optimizer", call, message, fix=fix)
+
+
+def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
+    name = amp.script.name_of(call.func)
+    return name.startswith("torch.optim.") and name.rsplit(".", 1)[-1] in PLAIN_OPTIMIZERS
+
+
+def models_of(call: ast.Call) -> Iterator[str]:
+    """`model` of optimizer(model.parameters()), also inside lists and generators."""
+    for inner in ast.walk(call):
+        if isinstance(inner, ast.Attribute) and inner.attr in ("parameters", "named_parameters"):
+            yield dotted_name(inner.value)
+
+
+def is_float_restore(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "float" and not call.args
+
+
+def assigned_model(amp: Amp, call: ast.Call) -> str:
+    """The name that takes `Net().half()` or `Net().to(device).half()`."""
+    for name, values in amp.script.assigned.items():
+        if any(call is inner for value in values for inner in chain(value)):
+            return last(name)
+    return ""
+
+
+def chain(value: ast.expr) -> Iterator[ast.expr]:
+    """A call, what it is called on, and so on: `Net().half().cuda()`."""
+    node: ast.expr = value
+    while isinstance(node, ast.Call):
+        yield node
+        node = node.func.value if isinstance(node.func, ast.Attribute) else ast.Constant(value=None)

@@ -1,0 +1,137 @@
+"""What will in effect run: which source wins, as the frameworks really resolve it, and where sources disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfstep.align.findings import Finding
+from halfstep.align.statements import AUTO, TABLE_TOPICS, Source, Statement, Topic
+
+PRECEDENCE: dict[str, str] = {
+    "deepspeed": "DeepSpeed's engine runs what its own JSON says",
+    "FSDP policy": "FSDP casts by the policy it is given",
+    "Accelerator call": "an explicit constructor argument beats accelerate's file and environment",
+    "amp/fp16 trainer": "its trainer passes mixed_precision to the Accelerator, which beats accelerate's file",
+    "lightning call": "the Trainer runs the argument it is given",
+    "transformers flags": "a flag beats the file",
+    "transformers call": "TrainingArguments overwrite ACCELERATE_MIXED_PRECISION",
+    "transformers": "TrainingArguments overwrite ACCELERATE_MIXED_PRECISION",
+    "command line": "a flag beats the file",
+    "lightning flags": "an override beats the file",
+    "torchtitan flags": "a flag beats the file",
+    "mixed_precision/precision_type flags": "the script is started with these flags",
+    "use_amp/amp_dtype": "the script reads this dict",
+    "halfstep": "halfstep runs its own config",
+    "lightning": "the Trainer is built from this file",
+    "composer": "Composer is built from this file",
+    "torchtitan": "torchtitan reads this file",
+    "accelerate launch": "a launcher flag beats the launcher's file",
+    "accelerate": "accelerate launch exports it, and nothing above overrides it",
+    "environment": "nothing above overrides it",
+}
+"""Dialects from the one that wins to the one that loses, each with the reason it wins."""
+
+REFUSES = {
+    frozenset(("deepspeed", "accelerate")): "accelerate launch stops with a ValueError",
+    frozenset(("deepspeed", "transformers")): "the Trainer stops with a ValueError",
+    frozenset(("deepspeed", "transformers call")): "the Trainer stops with a ValueError",
+    frozenset(("deepspeed", "transformers flags")): "the Trainer stops with a ValueError",
+}
+"""Pairs of dialects that check each other; every other pair runs on in silence."""
+
+CONFLICT_RULES: dict[Topic, str] = {
+    "precision": "precision-conflict",
+    "clip": "clip-conflict",
+    "accumulate": "accumulation-conflict",
+    "batch": "batch-conflict",
+    "global batch": "batch-conflict",
+}
+NAMES: dict[Topic, str] = {"clip": "gradient clipping", "accumulate": "accumulation", "batch": "batch size"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effective:
+    """The value of one topic that will run, who says so, and why that source wins."""
+
+    topic: Topic
+    value: str
+    source: str
+    spelled: str
+    reason: str
+
+
+Claim = tuple[Source, Statement]
+
+
+def ranked(sources: Sequence[Source], topic: Topic) -> list[Claim]:
+    """Who states this topic (auto does not count), the winner first."""
+    order = list(PRECEDENCE)
+    claims = [(source, said) for source in sources for said in source.statements if said.topic == topic]
+    stated = [(source, said) for source, said in claims if said.value != AUTO]
+    return sorted(stated, key=lambda claim: order.index(claim[0].dialect))
+
+
+def effective(sources: Sequence[Source]) -> tuple[Effective, ...]:
+    """One row a topic that anybody speaks of."""
+    rows = [effective_topic(sources, topic) for topic in TABLE_TOPICS]
+    return tuple(row for row in rows if row is not None)
+
+
+def effective_topic(sources: Sequence[Source], topic: Topic) -> Effective | None:
+    claims = ranked(sources, topic)
+    precision = ranked(sources, "precision")
+    if topic in ("weights", "reduce", "scaling") and precision:
+        # These follow from the precision: only the source that decides it can state them.
+        winner = precision[0][0]
+        claims = [claim for claim in claims if claim[0] is winner]
+        if topic == "weights" and winner.dialect != "deepspeed" and cast_by_deepspeed(sources, precision[0][1].value):
+            return cast_weights_row(sources, precision[0][1].value)
+    if not claims:
+        return None
+    source, said = claims[0]
+    reason = PRECEDENCE[source.dialect]
+    if topic in ("weights", "reduce", "scaling"):
+        reason = "follows from the precision"
+    elif len(claims) == 1 and topic != "precision":
+        reason = "nothing else says it"
+    return Effective(topic=topic, value=said.value, source=source.name, spelled=said.spelled, reason=reason)
+
+
+def cast_by_deepspeed(sources: Sequence[Source], precision: str) -> bool:
+    fills = any(s.dialect == "deepspeed" and s.value("precision") == AUTO for s in sources)
+    return fills and precision in ("bf16", "fp16")
+
+
+def cast_weights_row(sources: Sequence[Source], precision: str) -> Effective:
+    name = next(s.name for s in sources if s.dialect == "deepspeed")
+    reason = "DeepSpeed fills its auto with this precision and casts the weights"
+    return Effective(topic="weights", value=f"{precision} + fp32 master", source=name, spelled="auto", reason=reason)
+
+
+def conflicts(sources: Sequence[Source]) -> list[Finding]:
+    """One finding for every statement that disagrees with the one that wins."""
+    found: list[Finding] = []
+    for topic in CONFLICT_RULES:
+        claims = ranked(sources, topic)
+        if claims:
+            found += [conflict(claims[0], loser) for loser in claims[1:] if loser[1].value != claims[0][1].value]
+    return found
+
+
+def conflict(winner: Claim, loser: Claim) -> Finding:
+    (winning, wins), (losing, loses) = winner, loser
+    refused = REFUSES.get(frozenset((winning.dialect, losing.dialect)), "")
+    outcome = refused or f"{wins.value} runs: {PRECEDENCE[winning.dialect]}"
+    message = (
+        f"{NAMES.get(wins.topic, wins.topic)}: {loses.value} here ({loses.spelled}), "
+        f"{wins.value} in {wins.place} ({wins.spelled}). {outcome}"
+    )
+    return Finding(
+        rule=CONFLICT_RULES[wins.topic],
+        message=message,
+        place=loses.place,
+        related=(wins.place,),
+        fix=f"say {wins.value} in both places",
+        edits=loses.rewritten(wins.value),
+    )

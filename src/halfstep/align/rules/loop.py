@@ -1,0 +1,92 @@
+"""Rules about the loop around the step: accumulation, clipping, evaluation, NaN handling."""
+
+from __future__ import annotations
+
+from halfstep.align.findings import Severity
+from halfstep.align.rules.rule import Rule
+
+LOOP_RULES = (
+    Rule(
+        name="accumulation-not-divided",
+        severity=Severity.WARNING,
+        title="the accumulated loss is not divided by the number of micro-batches",
+        why="Gradients add up, so the step is N times larger than with one batch of the same size.",
+        bad="loss.backward()\nif (i + 1) % 4 == 0:\n    optimizer.step()",
+        good="(loss / 4).backward()\nif (i + 1) % 4 == 0:\n    optimizer.step()",
+        threads=("huggingface/transformers#35438", "OpenNMT/OpenNMT-py#2209"),
+    ),
+    Rule(
+        name="accumulation-drops-tail",
+        severity=Severity.WARNING,
+        title="the last, partial window is dropped",
+        why="Batches after the last full window are computed, and the next epoch's zero_grad throws them away: the "
+        "same samples may never be learned from.",
+        bad="optimizer.zero_grad()\nfor i, batch in enumerate(loader):\n    ...\n    if (i + 1) % 4 == 0:\n"
+        "        optimizer.step()\n        optimizer.zero_grad()",
+        good="    if (i + 1) % 4 == 0 or i + 1 == len(loader):\n        optimizer.step()",
+    ),
+    Rule(
+        name="mean-of-means",
+        severity=Severity.INFO,
+        title="averages over masks are averaged again",
+        why="Micro-batches hold different numbers of unmasked elements. The mean of their means is not the mean over "
+        "all: short sequences weigh more, and the result depends on how the batch was cut.",
+        bad="loss = (ce * mask).sum() / mask.sum() / accumulation_steps",
+        good="loss = (ce * mask).sum() / tokens_in_window",
+        threads=("huggingface/transformers#34191", "pytorch/torchtune#1875", "axolotl-ai-cloud/axolotl#1100"),
+    ),
+    Rule(
+        name="clip-twice",
+        severity=Severity.WARNING,
+        title="gradients are clipped twice",
+        why="Scaling by max_norm / norm after clip_grad_norm_ uses the norm from before the clip: the step shrinks "
+        "with the square of the norm.",
+        bad="norm = clip_grad_norm_(params, 1.0)\nfor p in params:\n    p.grad.mul_(1.0 / norm)",
+        good="clip_grad_norm_(params, 1.0)",
+    ),
+    Rule(
+        name="nan-hidden",
+        severity=Severity.WARNING,
+        title="NaN is replaced instead of explained",
+        why="nan_to_num, zeroed gradients and zero losses let training go on with garbage, hide the first bad module, "
+        "and in DDP spread what one rank made up to all.",
+        bad="loss = torch.nan_to_num(loss)\nloss.backward()",
+        good="if not torch.isfinite(loss):\n    skipped += 1\n    continue   # on every rank alike",
+        threads=("OpenBMB/BMTrain#108", "Lightning-AI/pytorch-lightning#5243", "karpathy/nanoGPT#227"),
+    ),
+    Rule(
+        name="eval-without-no-grad",
+        severity=Severity.WARNING,
+        title="evaluation records gradients",
+        why="model.eval() changes dropout and batch norm only. Without no_grad every activation is kept: memory grows "
+        "to that of training.",
+        bad="model.eval()\nfor x, y in loader:\n    out = model(x)",
+        good="model.eval()\nwith torch.no_grad():\n    for x, y in loader:\n        out = model(x)",
+    ),
+    Rule(
+        name="eval-outside-autocast",
+        severity=Severity.INFO,
+        title="evaluation does not run under the autocast of training",
+        why="It is slower, needs more memory, and does not measure the numerics that are trained and shipped.",
+        bad="with torch.no_grad():\n    out = model(x)",
+        good="with torch.no_grad(), torch.autocast('cuda', dtype=torch.bfloat16):\n    out = model(x)",
+    ),
+    Rule(
+        name="item-every-step",
+        severity=Severity.INFO,
+        title=".item() on the loss at every step",
+        why="It makes the CPU wait for the GPU, so no work is queued ahead; small models pay most.",
+        bad="total += loss.item()",
+        good="total += loss.detach()   # read it once, after the loop",
+        threads=("huggingface/accelerate#1714",),
+    ),
+    Rule(
+        name="tf32-never-set",
+        severity=Severity.INFO,
+        title="fp32 training without TF32",
+        why="PyTorch keeps TF32 off for matmuls. On Ampere and newer one line makes them several times faster.",
+        bad="loss.backward()   # fp32, nothing set",
+        good="torch.set_float32_matmul_precision('high')",
+        threads=("pytorch/pytorch#153195", "keras-team/keras#22905"),
+    ),
+)

@@ -1,0 +1,88 @@
+"""Rules about numbers, dtypes and torch's API."""
+
+from __future__ import annotations
+
+from halfstep.align.findings import Severity
+from halfstep.align.rules.rule import Rule
+
+NUMERIC_RULES = (
+    Rule(
+        name="half-loss-sum",
+        severity=Severity.WARNING,
+        title="a half tensor is summed outside autocast",
+        why="Autocast lifts sums to fp32 only inside its block. Outside, the sum of a half tensor is half: 512 × 512 "
+        "pixels exceed fp16's 65504, and bf16 counts exactly only to 256. Dice and IoU turn inf or NaN.",
+        bad="with torch.autocast('cuda'):\n    p = model(x).sigmoid()\ndice = 2 * (p * p).sum()",
+        good="with torch.autocast('cuda'):\n    p = model(x)\np = p.float().sigmoid()\ndice = 2 * (p * p).sum()",
+        threads=(
+            "qubvel-org/segmentation_models.pytorch#463",
+            "ultralytics/ultralytics#24554",
+            "wandb/senpai#328",
+        ),
+    ),
+    Rule(
+        name="eps-vanishes",
+        severity=Severity.WARNING,
+        title="an epsilon that is zero in half precision",
+        why="fp16 knows nothing between 0 and 6e-8: 1e-8 and F.normalize's 1e-12 round to zero, so log(p + eps) is "
+        "-inf and 0 / (0 + eps) is NaN. clamp(max=1 - 1e-6) rounds to 1 and limits nothing.",
+        bad="with torch.autocast('cuda'):\n    loss = -torch.log(torch.sigmoid(model(x)) + 1e-8).mean()",
+        good="    loss = -F.logsigmoid(model(x).float()).mean()",
+        threads=("huggingface/diffusers#13316",),
+    ),
+    Rule(
+        name="bce-under-autocast",
+        severity=Severity.ERROR,
+        title="binary_cross_entropy under autocast",
+        why="CUDA autocast raises: the gradient of BCE on probabilities can leave fp16's range.",
+        bad="with torch.autocast('cuda'):\n    loss = F.binary_cross_entropy(torch.sigmoid(model(x)), y)",
+        good="with torch.autocast('cuda'):\n    loss = F.binary_cross_entropy_with_logits(model(x), y)",
+    ),
+    Rule(
+        name="manual-cast",
+        severity=Severity.WARNING,
+        title="an input is cast to half by hand under autocast",
+        why="Autocast casts each op's inputs as that op needs. A hand cast rounds once more, also for the ops that "
+        "autocast would have run in fp32.",
+        bad="with torch.autocast('cuda'):\n    out = model(x.half())",
+        good="with torch.autocast('cuda'):\n    out = model(x)",
+    ),
+    Rule(
+        name="half-weights-optimizer",
+        severity=Severity.ERROR,
+        title="half-precision weights with a plain optimizer",
+        why="An update below 1/2048 of an fp16 weight (1/256 in bf16) is rounded away, Adam's eps 1e-8 is zero in "
+        "fp16, and GradScaler refuses: Attempting to unscale FP16 gradients.",
+        bad="model.half()\noptimizer = torch.optim.AdamW(model.parameters())",
+        good="optimizer = AdamW(model.parameters())\nwith torch.autocast('cuda', dtype=torch.bfloat16): ...",
+        threads=("bitsandbytes-foundation/bitsandbytes#945", "pytorch/torchtune#2254"),
+    ),
+    Rule(
+        name="bf16-check-emulated",
+        severity=Severity.WARNING,
+        title="is_bf16_supported() counts emulation",
+        why="Since torch 2.4 it answers True on Turing and Volta, where bf16 runs through fp32 units: slower than "
+        "fp32, and some convolutions find no kernel.",
+        bad="torch.cuda.is_bf16_supported()",
+        good="torch.cuda.is_bf16_supported(including_emulation=False)",
+        threads=("pytorch/pytorch#148322", "huggingface/diffusers#14129"),
+    ),
+    Rule(
+        name="deprecated-amp",
+        severity=Severity.WARNING,
+        title="torch.cuda.amp is deprecated",
+        why="Since torch 2.4 it warns at every use; torch.amp takes the device as its first argument.",
+        bad="with torch.cuda.amp.autocast(): ...",
+        good="with torch.amp.autocast('cuda'): ...",
+    ),
+    Rule(
+        name="custom-function-unguarded",
+        severity=Severity.WARNING,
+        title="a custom autograd Function under autocast",
+        why="Inside the block its matmuls run in half in forward and in another dtype in backward, or a compiled "
+        "kernel gets a dtype it does not take. custom_fwd and custom_bwd make both directions agree.",
+        bad="class MatMul(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, a, b): return a @ b",
+        good="    @torch.amp.custom_fwd(device_type='cuda')\n    def forward(ctx, a, b): return a @ b",
+        threads=("open-mmlab/mmcv#742",),
+    ),
+)

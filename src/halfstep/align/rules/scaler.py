@@ -1,0 +1,133 @@
+"""Rules about the scaler and the order of an fp16 step."""
+
+from __future__ import annotations
+
+from halfstep.align.findings import Severity
+from halfstep.align.rules.rule import Rule
+
+SCALER_RULES = (
+    Rule(
+        name="clip-before-unscale",
+        severity=Severity.ERROR,
+        title="gradients are clipped before they are unscaled",
+        why="Scaled gradients are up to 65536 times too large, so every step is clipped to the limit and then divided "
+        "by the scale: training crawls, and the clip value means nothing.",
+        bad="scaler.scale(loss).backward()\nclip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)",
+        good="scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)",
+        threads=(
+            "milesial/Pytorch-UNet#468",
+            "pytorch/examples#1196",
+            "Lightning-AI/pytorch-lightning#9606",
+            "rwth-i6/returnn#1595",
+            "k2-fsa/icefall#2081",
+        ),
+    ),
+    Rule(
+        name="unscale-twice",
+        severity=Severity.ERROR,
+        title="unscale_ is called twice before update",
+        why="GradScaler raises: unscale_() has already been called on this optimizer since the last update().",
+        bad="scaler.unscale_(optimizer)\nclip(...)\nscaler.unscale_(optimizer)\nscaler.step(optimizer)",
+        good="scaler.unscale_(optimizer)\nclip(...)\nscaler.step(optimizer)\nscaler.update()",
+        threads=("huggingface/transformers#23905", "huggingface/transformers#24449", "espnet/espnet#2362"),
+    ),
+    Rule(
+        name="unscale-outside-window",
+        severity=Severity.ERROR,
+        title="unscale_ runs at every micro-batch of an accumulation window",
+        why="step and update wait for the window's end, so the second micro-batch unscales again: GradScaler raises, "
+        "and before that, scaled and unscaled gradients were added up.",
+        bad="scaler.unscale_(optimizer)\nif (i + 1) % 4 == 0:\n    scaler.step(optimizer)\n    scaler.update()",
+        good="if (i + 1) % 4 == 0:\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n    scaler.update()",
+        threads=("huggingface/transformers#23905",),
+    ),
+    Rule(
+        name="step-without-update",
+        severity=Severity.ERROR,
+        title="the scaler steps but is never updated",
+        why="update() adjusts the scale and clears the record of infs. Without it one overflow blocks all later steps.",
+        bad="scaler.scale(loss).backward()\nscaler.step(optimizer)",
+        good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+    ),
+    Rule(
+        name="step-bypasses-scaler",
+        severity=Severity.ERROR,
+        title="optimizer.step() on scaled gradients",
+        why="The loss was scaled, the gradients are too, and nothing divides them back or checks them for inf.",
+        bad="scaler.scale(loss).backward()\noptimizer.step()",
+        good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+        threads=("huggingface/lerobot#4652",),
+    ),
+    Rule(
+        name="backward-in-autocast",
+        severity=Severity.WARNING,
+        title="backward() runs inside autocast",
+        why="PyTorch advises against it: backward ops use the dtype autocast chose in forward anyway, and code that "
+        "runs in backward (hooks, checkpointing, custom functions) is cast a second time.",
+        bad="with torch.autocast('cuda'):\n    loss = f(model(x), y)\n    loss.backward()",
+        good="with torch.autocast('cuda'):\n    loss = f(model(x), y)\nloss.backward()",
+    ),
+    Rule(
+        name="scaler-with-bf16",
+        severity=Severity.WARNING,
+        title="a GradScaler runs with bf16",
+        why="bf16 has fp32's range: nothing underflows that scaling could save. The scaler costs a pass over all "
+        "gradients per step, and may skip steps for its own overflow.",
+        bad="scaler = GradScaler('cuda')\nwith torch.autocast('cuda', dtype=torch.bfloat16): ...",
+        good="with torch.autocast('cuda', dtype=torch.bfloat16): ...\nloss.backward()\noptimizer.step()",
+    ),
+    Rule(
+        name="fp16-without-scaler",
+        severity=Severity.ERROR,
+        title="fp16 autocast without a GradScaler",
+        why="Gradients below 6e-8 become zero in fp16. `autocast('cuda')` without a dtype is fp16.",
+        bad="with torch.autocast('cuda'):\n    loss = f(model(x), y)\nloss.backward()",
+        good="with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = f(model(x), y)\nloss.backward()",
+        threads=("huggingface/lerobot#4652",),
+    ),
+    Rule(
+        name="scheduler-ignores-skip",
+        severity=Severity.WARNING,
+        title="the learning-rate schedule advances on skipped steps",
+        why="scaler.step() does not say whether it stepped. Each skip moves the schedule without a step: warm-up ends "
+        "early, and torch warns that the scheduler ran before the optimizer.",
+        bad="scaler.step(optimizer)\nscaler.update()\nscheduler.step()",
+        good="before = scaler.get_scale()\nscaler.step(optimizer)\nscaler.update()\n"
+        "if scaler.get_scale() >= before:\n    scheduler.step()",
+        threads=("pytorch/pytorch#44511", "pytorch/pytorch#55585", "pytorch/pytorch#67590", "pytorch/pytorch#152279"),
+    ),
+    Rule(
+        name="ema-ignores-skip",
+        severity=Severity.INFO,
+        title="the weight average moves on skipped steps",
+        why="A skipped step leaves the weights as they were, but the average is pulled towards them again, and its "
+        "warm-up counts a step that never was.",
+        bad="scaler.step(optimizer)\nscaler.update()\nema.update(model)",
+        good="if scaler.get_scale() >= before:\n    ema.update(model)",
+        threads=("huggingface/lerobot#4652",),
+    ),
+    Rule(
+        name="scaler-not-saved",
+        severity=Severity.WARNING,
+        title="the checkpoint holds the optimizer but not the scaler",
+        why="After resume the scale starts at 65536 again: a run of skipped steps and a bump in the loss.",
+        bad="torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, path)",
+        good="torch.save({..., 'scaler': scaler.state_dict()}, path)",
+        threads=(
+            "facebookresearch/co-tracker#101",
+            "ultralytics/ultralytics#22189",
+            "huggingface/transformers#11663",
+            "mosaicml/composer#1376",
+        ),
+    ),
+    Rule(
+        name="scaler-not-loaded",
+        severity=Severity.WARNING,
+        title="the scaler is saved but never loaded",
+        why="The state is in the file and resume ignores it: the scale starts at 65536 again.",
+        bad="optimizer.load_state_dict(checkpoint['optimizer'])",
+        good="optimizer.load_state_dict(checkpoint['optimizer'])\nscaler.load_state_dict(checkpoint['scaler'])",
+        threads=("ultralytics/ultralytics#22189", "facebookresearch/co-tracker#101"),
+    ),
+)

@@ -1,0 +1,133 @@
+"""What a source says about a run, in one vocabulary: a `Statement` a topic, a `Source` a file, call or command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from halfstep.align.document import Node, Scalar
+from halfstep.align.findings import Edit, Finding, Place
+
+Topic = Literal[
+    "precision", "weights", "reduce", "scaling", "clip", "accumulate", "batch", "global batch", "devices", "tf32"
+]
+
+TABLE_TOPICS: tuple[Topic, ...] = (
+    *("precision", "weights", "reduce", "scaling"),
+    *("clip", "accumulate", "batch", "global batch"),
+)
+
+AUTO = "auto"
+"""The source leaves this to another one; never part of a conflict."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statement:
+    """One topic, its value in our words, how the source spells it, and how it would spell another value."""
+
+    topic: Topic
+    value: str
+    spelled: str
+    place: Place
+    rewrites: Mapping[str, tuple[Edit, ...]] = field(default_factory=dict)
+    number: Node | None = None
+    """Where a number is written, so that any other number can be written there."""
+
+    def rewritten(self, value: str) -> tuple[Edit, ...]:
+        """The edits that make this source say `value`; empty when it cannot."""
+        if value in self.rewrites:
+            return self.rewrites[value]
+        return (self.number.rewritten(value),) if self.number is not None else ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One config file, constructor call, command line or environment, read by the rules of its dialect."""
+
+    name: str
+    dialect: str
+    statements: tuple[Statement, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What resolving needs besides the table: `strategy`, `version`, `backend`, `deepspeed_file`."""
+
+    def says(self, topic: Topic) -> Statement | None:
+        return next((s for s in self.statements if s.topic == topic), None)
+
+    def value(self, topic: Topic) -> str:
+        statement = self.says(topic)
+        return statement.value if statement else ""
+
+
+class Draft:
+    """A source in the making: readers add what they find, `source()` freezes it."""
+
+    def __init__(self, root: Node, dialect: str) -> None:
+        self.root, self.dialect = root, dialect
+        self.statements: list[Statement] = []
+        self.findings: list[Finding] = []
+        self.facts: dict[str, str] = {}
+
+    def say(self, topic: Topic, value: str, key: str, rewrites: Mapping[str, tuple[Edit, ...]] | None = None) -> None:
+        """`key` is where it is written; a topic that follows from another key names that key."""
+        node = self.root.get(key)
+        spelled = f"{key}: {shown(node)}" if node is not None else key
+        place = node.place if node is not None else self.root.place
+        self.statements.append(
+            Statement(topic=topic, value=value, spelled=spelled, place=place, rewrites=rewrites or {})
+        )
+
+    def number(self, topic: Topic, key: str) -> None:
+        """Say a number if the key holds one; `auto` is passed on as such."""
+        node = self.root.get(key)
+        value = None if node is None else node.scalar
+        if node is None or value is None or isinstance(value, bool):
+            return
+        if value == AUTO:
+            self.say(topic, AUTO, key)
+        elif (text := as_number(value)) is not None:
+            spelled = f"{key}: {shown(node)}"
+            self.statements.append(Statement(topic=topic, value=text, spelled=spelled, place=node.place, number=node))
+
+    def find(self, rule: str, message: str, key: str, *, fix: str = "", edits: tuple[Edit, ...] = ()) -> None:
+        node = self.root.get(key)
+        place = node.place if node is not None else self.root.place
+        self.findings.append(Finding(rule=rule, message=message, place=place, fix=fix, edits=edits))
+
+    def edit(self, key: str, text: str) -> tuple[Edit, ...]:
+        """Write `text` where `key` stands; no edit where it does not stand."""
+        node = self.root.get(key)
+        return (node.rewritten(text),) if node is not None and not isinstance(node.value, (dict, list)) else ()
+
+    def source(self) -> Source:
+        return Source(
+            name=self.root.path,
+            dialect=self.dialect,
+            statements=tuple(self.statements),
+            findings=tuple(self.findings),
+            facts=self.facts,
+        )
+
+
+def as_number(value: Scalar) -> str | None:
+    """`8`, `8.0` and `"8"` are one number; anything that is none gives None."""
+    try:
+        return f"{float(value):g}" if value is not None and not isinstance(value, bool) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def shown(node: Node | None) -> str:
+    """A value as its file would show it, cut to a table's width."""
+    if node is None:
+        return ""
+    if isinstance(node.value, (dict, list)):
+        return "…"
+    text = str(node.value) if not isinstance(node.value, bool) else str(node.value).lower()
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def is_on(value: Scalar) -> bool:
+    """Whether a switch is on: true, `"true"`, `"yes"`, 1."""
+    return value is True or value == 1 or str(value).lower() in ("true", "yes", "on")

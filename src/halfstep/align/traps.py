@@ -1,0 +1,81 @@
+"""Traps that only show when sources are read together: batch arithmetic, `auto` that nobody fills, TF32 off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfstep.align.findings import Finding
+from halfstep.align.resolve import ranked
+from halfstep.align.statements import AUTO, Source, Topic
+
+FILLERS = (
+    "transformers",
+    "transformers call",
+    "transformers flags",
+    "accelerate",
+    "Accelerator call",
+    "accelerate launch",
+)
+
+
+def traps(sources: Sequence[Source]) -> list[Finding]:
+    return [*batch_arithmetic(sources), *unfilled_auto(sources), *tf32_off(sources)]
+
+
+def one_number(sources: Sequence[Source], topic: Topic) -> int | None:
+    """The number all sources agree on, if they state one."""
+    values = {said.value for _, said in ranked(sources, topic)}
+    return int(float(values.pop())) if len(values) == 1 else None
+
+
+def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
+    """Global batch = micro batch × accumulation × processes, when all four are stated and agree among themselves."""
+    micro, steps = one_number(sources, "batch"), one_number(sources, "accumulate") or 1
+    devices, whole = one_number(sources, "devices"), ranked(sources, "global batch")
+    if micro is None or devices is None or devices < 1 or len(whole) != 1:
+        return []
+    said = whole[0][1]
+    product = micro * steps * devices
+    if float(said.value) == product or any(f.rule == "batch-arithmetic" for s in sources for f in s.findings):
+        return []
+    message = f"{said.spelled}, but {micro} × {steps} accumulated × {devices} processes = {product}"
+    return [
+        Finding(
+            rule="batch-arithmetic",
+            message=message,
+            place=said.place,
+            fix=f"set it to {product}, or leave it out",
+            edits=said.rewritten(str(product)),
+        )
+    ]
+
+
+def unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
+    """`auto` is Hugging Face's word: DeepSpeed itself reads it as text and fails."""
+    if len(sources) < 2 or any(source.dialect in FILLERS for source in sources):
+        return []
+    return [
+        Finding(
+            rule="auto-unfilled",
+            message=f"{said.spelled}: nothing here fills it in, and DeepSpeed alone does not know auto",
+            place=said.place,
+            fix="write the value, or start through accelerate or the HF Trainer",
+        )
+        for source in sources
+        for said in source.statements
+        if source.dialect == "deepspeed" and said.value == AUTO
+    ]
+
+
+def tf32_off(sources: Sequence[Source]) -> list[Finding]:
+    return [
+        Finding(
+            rule="tf32-off",
+            message=f"{said.spelled}: fp32 matmuls run without tensor cores",
+            place=said.place,
+            fix="set it to true, unless strict fp32 is what you want",
+        )
+        for source in sources
+        for said in source.statements
+        if said.topic == "tf32" and said.value == "off" and source.dialect != "environment"
+    ]

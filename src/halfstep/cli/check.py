@@ -1,0 +1,181 @@
+"""`halfstep check`: do my configs agree, and is my training script's AMP code right?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from halfstep.align.check import Report
+    from halfstep.align.findings import Finding
+    from halfstep.align.hardware_gap import Device
+    from halfstep.report.check_view import FindingLines
+
+
+def command(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE...", help="Configs, scripts, or folders of scripts.")
+    ] = None,
+    env: Annotated[bool, typer.Option("--env", help="Also read this shell's environment variables.")] = False,
+    project: Annotated[Path | None, typer.Option(metavar="DIR", help="Find configs and scripts here.")] = None,
+    command_text: Annotated[
+        list[str] | None, typer.Option("--command", metavar="TEXT", help="A command line that starts training.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="Say what this GPU cannot do: v100, 4090.")] = "",
+    hardware: Annotated[bool, typer.Option("--hardware", help="Say what this machine cannot do.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Print the aligned files as a patch.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Apply the patch to the files named, with backups.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF, for annotations in CI.")] = False,
+    explain: Annotated[str, typer.Option(metavar="RULE", help="Explain a rule; `all` lists them.")] = "",
+) -> None:
+    """Do these configs agree, and is this training script's AMP code right?
+
+    Reads configs of halfstep, Lightning, Accelerate, DeepSpeed, HF Trainer, torchtitan and Composer, and lints
+    PyTorch scripts. Nothing is run. Exit code 0: aligned. 1: findings. 2: input that cannot be read.
+
+    Example:
+
+        halfstep check configs/train.yaml accelerate.yaml --env
+
+        halfstep check train.py src/
+
+        halfstep check --explain clip-before-unscale
+    """
+    if explain:
+        print_rules(explain)
+        return
+    named = paths or []
+    if not named and project is None and not env and not command_text:
+        raise ConfigError("nothing to check", fix="name files, or --project DIR, --env, --command TEXT")
+    device = device_asked(gpu, hardware)
+
+    def run() -> Report:
+        from halfstep.align.check import check
+
+        variables = dict(os.environ) if env else None
+        return check(named, project=project, variables=variables, commands=command_text or (), device=device)
+
+    report = run()
+    if write:
+        show_written(report, named)
+        report = run()
+    if fix and not write:
+        print_patch(report)
+    elif as_json or as_sarif:
+        print_machine_readable(report, as_sarif)
+    else:
+        print_report(report)
+    raise typer.Exit(report.exit_code)
+
+
+def device_asked(gpu: str, here: bool) -> Device | None:
+    from halfstep.align.hardware_gap import Device
+
+    if gpu and here:
+        raise ConfigError(f"--gpu {gpu} and --hardware both name a device", fix="give one of them")
+    if gpu:
+        from halfstep.hardware.gpus import known_gpu
+
+        known = known_gpu(gpu)
+        return Device(name=known.name, has=known.has)
+    if here:
+        from halfstep.hardware.probe import probe
+
+        found = probe()
+        return Device(name=found.name, has=found.has)
+    return None
+
+
+def print_rules(name: str) -> None:
+    import dataclasses
+
+    from rich.console import Console
+
+    from halfstep.align.rules import RULES, rule_named
+    from halfstep.report.check_view import RuleText, rule_view
+    from halfstep.report.tables import rows_table
+
+    if name == "all":
+        rows = [(rule.name, rule.severity.value, rule.title) for rule in RULES.values()]
+        Console().print(rows_table(("rule", "severity", "what it finds"), rows))
+        return
+    rule = rule_named(name)
+    Console().print(rule_view(RuleText(**{**dataclasses.asdict(rule), "severity": rule.severity.value})))
+
+
+def lines_of(finding: Finding) -> FindingLines:
+    from halfstep.align.rules import severity_of
+    from halfstep.report.check_view import FindingLines
+
+    return FindingLines(
+        severity=severity_of(finding.rule).value,
+        place=str(finding.place),
+        rule=finding.rule,
+        message=finding.message,
+        fix=finding.fix,
+        related=tuple(str(place) for place in finding.related),
+        has_edit=bool(finding.edits),
+    )
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+
+    from halfstep.align.statements import TABLE_TOPICS
+    from halfstep.report.check_view import print_findings, runs_table, says_table, summary
+
+    console = Console()
+    if report.sources:
+        rows = [(s.name, s.dialect, [s.value(topic) for topic in TABLE_TOPICS]) for s in report.sources]
+        console.print(says_table(TABLE_TOPICS, rows), "", sep="\n")
+    if report.effective:
+        console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), "", sep="\n")
+    for name in report.silent:
+        console.print(f"{name}: says nothing about precision that halfstep knows", style="dim", highlight=False)
+    lines = [lines_of(finding) for finding in report.findings]
+    print_findings(console, lines)
+    print_unreadable(report)
+    counts = {"num_scripts": report.num_scripts, "num_sources": len(report.sources), "num_ignored": report.num_ignored}
+    if not report.unreadable or lines:
+        console.print(summary(lines, **counts))
+
+
+def print_unreadable(report: Report) -> None:
+    for error in report.unreadable:
+        typer.secho(f"error: {error}", err=True, fg="red")
+
+
+def print_patch(report: Report) -> None:
+    from halfstep.align.files import read_text
+    from halfstep.align.fix import edits_by_file, patches
+
+    changed = edits_by_file(report.findings)
+    typer.echo(patches(report.findings, {path: read_text(Path(path)) for path in changed}), nl=False)
+    print_unreadable(report)
+    if not changed:
+        typer.secho("nothing here can be fixed by an edit", err=True)
+
+
+def show_written(report: Report, named: list[Path]) -> None:
+    from halfstep.align.fix import BACKUP_SUFFIX, write
+
+    for name in write(report.findings, [str(path) for path in named]):
+        typer.secho(f"wrote {name}; the old file is {name}{BACKUP_SUFFIX}", err=True)
+
+
+def print_machine_readable(report: Report, as_sarif: bool) -> None:
+    import json
+
+    from halfstep import __version__
+    from halfstep.align.as_json import as_dict
+    from halfstep.align.sarif import sarif
+
+    content = sarif(report.findings, __version__) if as_sarif else as_dict(report)
+    typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+    print_unreadable(report)

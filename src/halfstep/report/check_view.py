@@ -1,0 +1,112 @@
+"""`halfstep check` on the console: what each source says, what will run, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from halfstep.report.tables import plain_table
+
+SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FindingLines:
+    """One finding, ready to be read."""
+
+    severity: str
+    place: str
+    rule: str
+    message: str
+    fix: str = ""
+    related: tuple[str, ...] = ()
+    has_edit: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleText:
+    """What `--explain` shows of a rule."""
+
+    name: str
+    severity: str
+    title: str
+    why: str
+    bad: str
+    good: str
+    threads: tuple[str, ...] = ()
+
+
+def says_table(topics: Sequence[str], rows: Iterable[tuple[str, str, Sequence[str]]]) -> Table:
+    """One row a source: its name, its dialect, and what it says of every topic somebody speaks of."""
+    listed = list(rows)
+    used = [index for index in range(len(topics)) if any(cells[index] for _, _, cells in listed)]
+    table = plain_table("source", "read as", *(topics[index] for index in used))
+    table.columns[0].no_wrap = False
+    table.columns[0].overflow = "fold"
+    for name, dialect, cells in listed:
+        table.add_row(Text(name), Text(dialect), *(Text(cells[index] or "·") for index in used))
+    return table
+
+
+def runs_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """What will run: topic, value, who says so, why that one wins."""
+    table = plain_table("in effect", "value", "because of", "why it wins")
+    for topic, value, source, reason in rows:
+        table.add_row(Text(topic), Text(value, style="bold green"), Text(source), Text(reason))
+    return table
+
+
+def finding_view(finding: FindingLines) -> RenderableType:
+    head = Text.assemble(
+        (f"{finding.severity:<8}", SEVERITY_STYLES[finding.severity]),
+        (finding.place, "bold"),
+        "  ",
+        (f"[{finding.rule}]", "dim"),
+    )
+    lines: list[RenderableType] = [head, Padding(Text(finding.message), (0, 0, 0, 8))]
+    if finding.fix:
+        mark = " (--fix can do this)" if finding.has_edit else ""
+        lines.append(Padding(Text.assemble(("fix: ", "bold"), finding.fix, (mark, "dim")), (0, 0, 0, 8)))
+    if finding.related:
+        lines.append(Padding(Text("see " + ", ".join(finding.related), style="dim"), (0, 0, 0, 8)))
+    return Group(*lines)
+
+
+def summary(findings: Sequence[FindingLines], *, num_scripts: int, num_sources: int, num_ignored: int) -> Text:
+    counts = {name: sum(f.severity == name for f in findings) for name in SEVERITY_STYLES}
+    looked = f"{num_sources} config source{'s' * (num_sources != 1)}, {num_scripts} script{'s' * (num_scripts != 1)}"
+    ignored = f", {num_ignored} ignored by comment" if num_ignored else ""
+    if not any(counts.values()):
+        return Text(f"nothing wrong in {looked}{ignored}", style="bold green")
+    found = ", ".join(
+        f"{count} {name}{'s' * (count != 1 and name != 'info')}" for name, count in counts.items() if count
+    )
+    return Text(f"{found} in {looked}{ignored}. halfstep check --explain RULE says more", style="bold")
+
+
+def rule_view(rule: RuleText) -> Group:
+    """The whole explanation of a rule."""
+    parts: list[RenderableType] = [
+        Text.assemble((rule.name, "bold"), f" ({rule.severity}): {rule.title}"),
+        "",
+        Text(rule.why),
+        "",
+        Text("wrong", style="bold red"),
+        Padding(Text(rule.bad), (0, 0, 0, 4)),
+        Text("right", style="bold green"),
+        Padding(Text(rule.good), (0, 0, 0, 4)),
+    ]
+    if rule.threads:
+        parts += ["", Text("public threads: " + ", ".join(rule.threads), style="dim")]
+    parts += ["", Text(f"silence one line with  # halfstep: ignore[{rule.name}]", style="dim")]
+    return Group(*parts)
+
+
+def print_findings(console: Console, findings: Iterable[FindingLines]) -> None:
+    for finding in findings:
+        console.print(finding_view(finding), soft_wrap=False)
