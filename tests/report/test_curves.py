@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from halfstep.errors import CheckpointError
 from halfstep.report.curves import draw_curves
 
 
@@ -18,7 +20,8 @@ def records(num_steps: int, *, with_validation: bool = True, scale: float = 1.0)
         loss = math.exp(-step / 20)
         found.append({"kind": "train", "step": step, "loss": loss, "grad_norm": 1.0, "lr": 1e-3, "scale": scale})
         if with_validation and step % 10 == 0:
-            found.append({"kind": "val", "step": step, "loss": loss, "iou": 1 - loss, "dice": 1 - loss / 2})
+            whole = {"loss": loss, "iou": 1 - loss, "dice": 1 - loss / 2, "train_iou": 1 - loss / 3}
+            found.append({"kind": "val", "step": step, **whole, "iou/cat": 0.5, "best": True})
     return found
 
 
@@ -48,16 +51,36 @@ def pixels_of(colour: tuple[int, int, int], path: Path) -> int:
         return int((np.asarray(picture.convert("RGB")) == colour).all(axis=-1).sum())
 
 
-def test_a_skipped_step_leaves_a_red_mark(tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", ["skipped", "overflow"])
+def test_a_step_that_was_not_committed_leaves_a_red_mark(event: str, tmp_path: Path) -> None:
     red = (0xD6, 0x2F, 0x3A)
-    skipped = [{"kind": "event", "step": 30, "event": "skipped", "reason": "loss is nan"}]
+    skipped = [{"kind": "event", "step": 32, "event": event, "bad_step": 30, "reason": "loss is nan"}]
     draw_curves(records(60), tmp_path / "clean.png")
     draw_curves(records(60) + skipped, tmp_path / "skipped.png")
     assert pixels_of(red, tmp_path / "clean.png") == 0
     assert pixels_of(red, tmp_path / "skipped.png") > 0
 
 
+def test_flags_and_single_classes_are_no_metrics_of_their_own(tmp_path: Path) -> None:
+    third_colour, fourth_colour = (0x0B, 0x9A, 0xC0), (0xB7, 0x79, 0x1F)
+    draw_curves(records(60), tmp_path / "curves.png")
+    assert pixels_of((0x12, 0x80, 0x5C), tmp_path / "curves.png") > 0
+    assert pixels_of(third_colour, tmp_path / "curves.png") == 0
+    assert pixels_of(fourth_colour, tmp_path / "curves.png") == 0
+
+
+def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        draw_curves(records(3), tmp_path / "file" / "curves.png")
+
+
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
-    already = "matplotlib.pyplot" in sys.modules
-    draw_curves(records(3), tmp_path / "curves.png")
-    assert ("matplotlib.pyplot" in sys.modules) == already
+    script = f"""
+import sys
+from pathlib import Path
+from halfstep.report.curves import draw_curves
+draw_curves([], Path({str(tmp_path / "curves.png")!r}))
+sys.exit("matplotlib.pyplot" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

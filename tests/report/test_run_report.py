@@ -126,6 +126,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own imports
 def test_a_resumed_run_replaces_what_tensorboard_had_beyond_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs halfstep[track]: this was NOT tested")
     first = RunReport(tmp_path, tensorboard=True, console=Screen(is_terminal=False).console)
     for step in (1, 2, 3, 4):
         first.log({"kind": "train", "step": step, "epoch": 1, "loss": float(step), "note": "text"})

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.errors import CheckpointError
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -22,7 +24,11 @@ INK, FAINT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 TRAIN, VALIDATION, BAD = "#2f6fde", "#e8710a", "#d62f3a"
 METRIC_COLOURS = ("#12805c", "#8e44ad", "#0b9ac0", "#b7791f")
 """Four at most: more curves in one quarter of a page cannot be told apart."""
-NOT_METRICS = {"kind", "step", "epoch", "loss", "seconds", "samples", "samples_per_s", "memory_bytes"}
+NOT_METRICS = {"step", "epoch", "loss"}
+TRAINING_TWIN = "train_"
+"""How a validation record names the same metric over the epoch's training samples."""
+SKIPS = {"skipped", "overflow"}
+"""Events of a step that was not committed."""
 LOG_FROM_POWER = 1.5
 """Where the values span this power of the base (32-fold for 10), a linear axis presses the interesting part flat."""
 SMOOTH_FROM_POINTS = 20
@@ -69,14 +75,19 @@ def draw_curves(metrics: Sequence[Record], path: Path) -> None:
     for axes, quarter in zip(figure.subplots(2, 2).flat, _quarters(metrics), strict=True):
         _draw(axes, quarter)
         _dress(axes, max(last_step, 1.0))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        why = "the training itself is not touched by this"
+        raise CheckpointError(f"cannot write {path}: {error.strerror}", why=why, fix="make room") from error
 
 
 def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
     train = [record for record in metrics if record.get("kind") == "train"]
     validation = [record for record in metrics if record.get("kind") == "val"]
-    skipped = [float(record["step"]) for record in metrics if record.get("event") == "skipped"]
+    # An event is on record two steps after the step it is about.
+    skipped = [float(r.get("bad_step", r["step"])) for r in metrics if r.get("event") in SKIPS]
     losses = [*_with_mean(_curve(train, "loss", "train", TRAIN)), _curve(validation, "loss", "val", VALIDATION)]
     health = Quarter(title="Loss scale", curves=[_curve(train, "scale", "last", TRAIN)], skipped=skipped, log_base=2)
     if all(value == 1.0 for value in health.curves[0].finite):  # bf16, tf32 and fp32 run at a scale of one
@@ -84,22 +95,31 @@ def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
         health = Quarter(title="Gradient norm", curves=norms, skipped=skipped, log_base=10)
     return [
         Quarter(title="Loss", curves=losses, skipped=skipped, log_base=10),
-        Quarter(title="Validation metrics", curves=_metric_curves(validation)),
+        Quarter(title="Metrics (faint: train)", curves=_metric_curves(validation)),
         Quarter(title="Learning rate", curves=[_curve(train, "lr", "last", TRAIN)]),
         health,
     ]
 
 
 def _curve(records: Sequence[Record], key: str, name: str, colour: str) -> Curve:
-    points = [(r["step"], float(r[key])) for r in records if isinstance(r.get(key), int | float)]
+    points = [(r["step"], float(r[key])) for r in records if _is_number(r.get(key))]
     values = [value if math.isfinite(value) else math.nan for _, value in points]
     return Curve(name=name, colour=colour, steps=[float(step) for step, _ in points], values=values)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _metric_curves(validation: Sequence[Record]) -> list[Curve]:
-    numbers = (name for record in validation for name, value in record.items() if isinstance(value, int | float))
-    names = dict.fromkeys(name for name in numbers if name not in NOT_METRICS)
-    return [_curve(validation, name, name, colour) for name, colour in zip(names, METRIC_COLOURS, strict=False)]
+    """Each metric of the whole, not those of single classes (`iou/cat`), with its training twin where there is one."""
+    names = dict.fromkeys(name for record in validation for name, value in record.items() if _is_number(value))
+    metrics = [n for n in names if n not in NOT_METRICS and "/" not in n and not n.startswith(TRAINING_TWIN)]
+    curves = []
+    for name, colour in zip(metrics, METRIC_COLOURS, strict=False):
+        twin = _curve(validation, TRAINING_TWIN + name, name, colour)
+        curves += [replace(twin, is_background=True), _curve(validation, name, name, colour)]
+    return curves
 
 
 def _with_mean(curve: Curve) -> list[Curve]:
