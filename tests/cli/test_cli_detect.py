@@ -47,6 +47,11 @@ def clock(monkeypatch: pytest.MonkeyPatch, **speedups: float) -> list[str]:
     return timed
 
 
+def put_t4_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "accelerators", lambda self: (T4,))
+    monkeypatch.setattr(Driver, "free_bytes", lambda self, device: 14 * 2**30)
+
+
 def output_of(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[str, str]:
     with pytest.raises(SystemExit) as stopped:
         main(["detect", *argv])
@@ -80,7 +85,7 @@ def test_a_slow_bf16_at_the_driver_flips_what_detect_says(
 def test_a_t4_is_told_to_use_fp16_with_loss_scaling(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Driver, "accelerators", lambda self: (T4,))
+    put_t4_here(monkeypatch)
     out, _ = output_of(capsys, "--no-measure")
     assert "use fp16 with loss scaling: bf16 is emulated on this GPU" in out
     assert out.index("cuda:0  Tesla T4") < out.index("cpu  ")
@@ -131,7 +136,7 @@ def test_a_gpu_that_is_not_here_is_answered_from_the_table(capsys: pytest.Captur
 
 def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(Driver, "accelerators", lambda self: (T4,))
+    put_t4_here(monkeypatch)
     for argv in (("--device", "cpu"), ("--gpu", "b200"), ("--device", "cuda", "--no-measure")):
         out, _ = output_of(capsys, *argv)
         assert max(map(len, out.splitlines())) <= 80

@@ -25,7 +25,6 @@ T4 = Accelerator(
     capability=(7, 5),
     architecture="sm_75",
     memory_total_bytes=15 * 2**30,
-    memory_free_bytes=14 * 2**30,
     uuid="11111111-2222",
     driver="NVIDIA 550.54",
 )
@@ -36,7 +35,6 @@ H100 = Accelerator(
     capability=(9, 0),
     architecture="sm_90",
     memory_total_bytes=79 * 2**30,
-    memory_free_bytes=78 * 2**30,
     uuid="33333333-4444",
     driver="NVIDIA 550.54",
 )
@@ -55,9 +53,10 @@ class FakeDriver(Driver):
         brand: str = "",
         speedups: Mapping[str, float] | None = None,
         others: str = "",
+        free: int | None = 14 * 2**30,
         run_s: float = 0.0,
     ) -> None:
-        self.seen, self.others, self.run_s = accelerators, others, run_s
+        self.seen, self.others, self.free, self.run_s = accelerators, others, free, run_s
         self.speedups = speedups or {}
         self.timed: list[str] = []
         self.clock = 0.0
@@ -82,6 +81,9 @@ class FakeDriver(Driver):
 
     def used_by_others(self, device: str) -> str:
         return self.others
+
+    def free_bytes(self, device: str) -> int | None:
+        return self.free
 
     def load(self) -> float:
         return 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -58,17 +57,16 @@ def test_channels_last_follows_the_measured_convolution(gain: float, use: bool) 
 
 
 def test_the_batch_hint_grows_with_memory_and_halves_in_fp32() -> None:
-    t4 = advise(probe(driver=FakeDriver(T4)))
-    h100 = advise(probe(driver=FakeDriver(H100)))
-    slow = advice_on(FakeDriver(H100, speedups={"bf16": 0.1, "fp16": 0.1, "tf32": 0.1}))
+    t4 = advise(probe(driver=FakeDriver(T4, free=14 * 2**30)))
+    h100 = advise(probe(driver=FakeDriver(H100, free=78 * 2**30)))
+    slow = advice_on(FakeDriver(H100, free=78 * 2**30, speedups={"bf16": 0.1, "fp16": 0.1, "tf32": 0.1}))
     assert setting(t4, "batch_size") == 16
     assert setting(h100, "batch_size") == 64
     assert setting(slow, "batch_size") == 32
 
 
 def test_a_small_memory_still_gets_a_batch_of_one() -> None:
-    small = dataclasses.replace(T4, memory_free_bytes=2**29)
-    assert setting(advise(probe(driver=FakeDriver(small))), "batch_size") == 1
+    assert setting(advise(probe(driver=FakeDriver(T4, free=2**29))), "batch_size") == 1
 
 
 def test_what_is_lost_is_said_in_digits_and_range() -> None:

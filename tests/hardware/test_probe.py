@@ -61,6 +61,22 @@ def test_a_device_that_is_not_here_is_an_error_with_what_is(asked: str) -> None:
     assert "cpu" in caught.value.fix
 
 
+def test_only_the_device_that_was_asked_for_is_opened() -> None:
+    opened: list[str] = []
+
+    class Watched(FakeDriver):
+        def free_bytes(self, device: str) -> int | None:
+            opened.append(device)
+            return 1
+
+    driver = Watched(T4, H100)
+    resolve_device("cuda:1", driver=driver)
+    probe("cpu", driver=driver)
+    assert opened == []
+    assert probe("cuda:1", driver=driver).memory_free_bytes == 1
+    assert opened == ["cuda:1"]
+
+
 def test_cuda_without_a_gpu_is_an_error_and_auto_is_the_cpu() -> None:
     with pytest.raises(HardwareError, match="'cuda'"):
         probe("cuda", driver=FakeDriver())

@@ -37,6 +37,9 @@ TOO_LONG_S = 0.5
 OTHERS_BYTES = 2 * 2**30
 """GPU memory in use, beyond our own tensors, that must be somebody else's: a context and the driver take less."""
 
+UTILISATION_PERIOD_S = 1.0
+"""The longest period NVML averages utilisation over, by its manual."""
+
 BUSY_PERCENT = 10
 """Utilisation of a GPU on which this process has nothing running; a desktop stays below."""
 
@@ -52,7 +55,6 @@ class Accelerator:
     architecture: str = ""
     has_fp64: bool = True
     memory_total_bytes: int = 0
-    memory_free_bytes: int | None = None
     uuid: str = ""
     driver: str = ""
 
@@ -105,6 +107,16 @@ class Driver:
             kernel=f"{platform.system()} {platform.release()} {platform.machine()}",
         )
 
+    def free_bytes(self, device: str) -> int | None:
+        """Free memory of an accelerator. Asked apart: on CUDA the question opens a context of some 500 MB there."""
+        import torch
+
+        if device.startswith("cuda"):
+            return int(torch.cuda.mem_get_info(device)[0])
+        if device == "mps":
+            return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+        return None
+
     def load(self) -> float:
         """Processes that want a core, averaged over a minute; 0 where the system does not count them."""
         with contextlib.suppress(AttributeError, OSError):
@@ -120,6 +132,9 @@ class Driver:
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         percent = _utilisation(device)
+        if percent >= BUSY_PERCENT:
+            time.sleep(UTILISATION_PERIOD_S)  # our own kernels of a moment ago were counted too
+            percent = _utilisation(device)
         if others > OTHERS_BYTES or percent >= BUSY_PERCENT:
             return f"{others / 2**30:.1f} GiB taken and {percent} % busy"
         return ""
@@ -181,7 +196,6 @@ def _cuda(index: int) -> Accelerator:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
     is_rocm = torch.version.hip is not None
     return Accelerator(
         kind="rocm" if is_rocm else "cuda",
@@ -189,8 +203,7 @@ def _cuda(index: int) -> Accelerator:
         name=properties.name,
         capability=None if is_rocm else (properties.major, properties.minor),
         architecture=properties.gcnArchName if is_rocm else f"sm_{properties.major}{properties.minor}",
-        memory_total_bytes=total,
-        memory_free_bytes=free,
+        memory_total_bytes=properties.total_memory,
         uuid=str(getattr(properties, "uuid", "")),
         driver=f"ROCm {torch.version.hip}" if is_rocm else _nvidia_driver(),
     )
@@ -218,7 +231,6 @@ def _mps() -> Accelerator:
         device="mps",
         name=_sysctl("machdep.cpu.brand_string") or "Apple GPU",
         memory_total_bytes=torch.mps.recommended_max_memory(),
-        memory_free_bytes=torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(),
         driver=f"macOS {platform.mac_ver()[0]}",
     )
 

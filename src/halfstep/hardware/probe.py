@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from halfstep.errors import HardwareError
 from halfstep.hardware.cpus import cpu_flags, cpu_name, cpu_vendor
 from halfstep.hardware.driver import Accelerator, Driver
@@ -22,21 +24,31 @@ VENDORS = {"cuda": "NVIDIA", "rocm": "AMD", "xpu": "Intel", "mps": "Apple"}
 
 def probe(device: str | None = None, *, driver: Driver | None = None) -> Hardware:
     """Facts of one device: the one named (`cuda:1`, `mps`, `cpu`), or the best one here."""
-    devices = probe_all(driver=driver)
-    return _pick(devices, "auto" if device is None else device)
+    driver = driver or Driver()
+    return _with_free_memory(_pick(_list(driver), "auto" if device is None else device), driver)
 
 
 def probe_all(*, driver: Driver | None = None) -> tuple[Hardware, ...]:
     """Facts of every device, best first; the CPU is always there and always last."""
     driver = driver or Driver()
+    return tuple(_with_free_memory(hardware, driver) for hardware in _list(driver))
+
+
+def resolve_device(name: str = "auto", *, driver: Driver | None = None) -> str:
+    """How torch names the device a user means: `auto` is the best one here, `cuda` the first GPU."""
+    return _pick(_list(driver or Driver()), name).device
+
+
+def _list(driver: Driver) -> tuple[Hardware, ...]:
     torch_version = driver.torch_version()
     accelerators = [_accelerator(seen, torch_version) for seen in driver.accelerators()]
     return (*accelerators, _cpu(driver, torch_version))
 
 
-def resolve_device(name: str = "auto", *, driver: Driver | None = None) -> str:
-    """How torch names the device a user means: `auto` is the best one here, `cuda` the first GPU."""
-    return probe(name, driver=driver).device
+def _with_free_memory(hardware: Hardware, driver: Driver) -> Hardware:
+    if hardware.kind == "cpu":
+        return hardware
+    return dataclasses.replace(hardware, memory_free_bytes=driver.free_bytes(hardware.device))
 
 
 def _pick(devices: tuple[Hardware, ...], name: str) -> Hardware:
@@ -64,7 +76,6 @@ def _accelerator(seen: Accelerator, torch_version: str) -> Hardware:
         capability=seen.capability,
         architecture=known.architecture if known else seen.architecture,
         memory_total_bytes=seen.memory_total_bytes,
-        memory_free_bytes=seen.memory_free_bytes,
         support=_formats(seen),
         tensor_cores=_has_matrix_units(seen),
         uuid=seen.uuid,
