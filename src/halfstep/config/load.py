@@ -85,7 +85,7 @@ def resolve(said: Sequence[Statement]) -> Loaded:
     config = validated(chosen, schema)
     sources = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
     sources |= {path: statement.source for path, statement in chosen.items()}
-    notes = (*precision_notes, *unused_globals(said, used), *unused_options(config))
+    notes = (*precision_notes, *unused_globals(said, used), *unused_options(config), *scaled_rate(config))
     return Loaded(config=config, sources=sources, overridden=tuple(overridden), notes=notes)
 
 
@@ -203,3 +203,12 @@ def unused_options(config: RunConfig) -> list[str]:
             if part.name not in users and not is_default:
                 notes.append(f"{section}.{option} is not used by {part.name}, only by {', '.join(sorted(users))}")
     return notes
+
+
+def scaled_rate(config: RunConfig) -> list[str]:
+    """A learning rate that the batch size changes is never a surprise."""
+    optimizer, samples = config.optimizer, config.train.batch_size * config.train.accumulate
+    if not optimizer.lr_per:
+        return []
+    scaled = f"{optimizer.peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
+    return [f"learning rate {scaled} samples a step (optimizer.lr_per={optimizer.lr_per}; 0 takes lr as it is)"]

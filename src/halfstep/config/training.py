@@ -58,6 +58,9 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = Field(default="adamw", description="Which optimizer")
     lr: Positive = Field(default=1e-3, description="Learning rate at the top of the schedule")
+    lr_per: OffCount = Field(
+        default=0, description="lr is meant for this many samples a step and grows with them; 0: lr is used as it is"
+    )
     weight_decay: float = Field(
         default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
     )
@@ -78,6 +81,10 @@ class OptimizerConfig(Section):
         if name in UNJUDGEABLE:
             raise ValueError(f"refused: {name} changes weights before a step can be judged; adamw is a good default")
         return name
+
+    def peak_lr(self, samples_per_step: int) -> float:
+        """The learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) where lr_per is set."""
+        return self.lr * samples_per_step / self.lr_per if self.lr_per else self.lr
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for the chosen optimizer: what was set, and 0.9 where sgd needs a momentum."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+from halfstep.config.classification import CLASSIFIER_SCHEMAS
 from halfstep.config.schema import RunConfig
 from halfstep.config.unet import UNetConfig
 from halfstep.errors import ConfigError, nearest
 
-SCHEMAS: dict[str, type[RunConfig]] = {"unet": UNetConfig}
+SCHEMAS: dict[str, type[RunConfig]] = {"unet": UNetConfig, **CLASSIFIER_SCHEMAS}
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
