@@ -33,18 +33,18 @@ def test_binary_loss_is_the_reference_projects() -> None:
 
 def test_multiclass_loss_is_torchs_weighted_cross_entropy_and_the_mean_dice() -> None:
     logits, mask = case(4)
-    weights = torch.tensor([0.2, 1.0, 2.0, 3.0])
+    weights = (0.2, 1.0, 2.0, 3.0)
     p = logits.double().softmax(1)
     dice = torch.stack([reference_dice(p[:, k], (mask == k).double()) for k in range(4)]).mean()
-    expected = F.cross_entropy(logits.double(), mask.long(), weight=weights.double()) + 1 - dice
+    expected = F.cross_entropy(logits.double(), mask.long(), weight=torch.tensor(weights).double()) + 1 - dice
     torch.testing.assert_close(segmentation_loss(logits, mask, class_weights=weights).double(), expected)
 
 
 def test_binary_class_weights_weigh_background_and_foreground() -> None:
     logits, mask = case(1)
     two = torch.cat([torch.zeros_like(logits), logits], dim=1)
-    weights = torch.tensor([1.0, 5.0])
-    expected = F.cross_entropy(two, mask.long(), weight=weights)
+    weights = (1.0, 5.0)
+    expected = F.cross_entropy(two, mask.long(), weight=torch.tensor(weights))
     torch.testing.assert_close(segmentation_loss(logits, mask, class_weights=weights, dice_weight=0), expected)
 
 
@@ -157,3 +157,13 @@ def test_empty_masks_found_empty_score_one_and_false_alarms_zero() -> None:
     assert scores(1, [(torch.full((2, 1, 4, 4), -1.0), empty)])["iou"] == 1
     assert scores(1, [(torch.full((2, 1, 4, 4), 1.0), empty)])["iou"] == 0
     assert scores(1, []) == {}
+
+
+def test_counting_goes_on_from_a_saved_state() -> None:
+    first, second = case(3), case(3, seed=1)
+    half, rest = SegmentationMetrics(3), SegmentationMetrics(3)
+    half.update(first[0], {"mask": first[1]})
+    rest.load_state_dict(half.state_dict())
+    rest.update(second[0], {"mask": second[1]})
+    assert rest.compute() == scores(3, [first, second])
+    assert SegmentationMetrics(3).state_dict() == {}

@@ -7,7 +7,7 @@ on data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def segmentation_loss(
     logits: Tensor,
     mask: Tensor,
     *,
-    class_weights: Tensor | None = None,
+    class_weights: Sequence[float] = (),
     ce_weight: float = 1.0,
     dice_weight: float = 1.0,
 ) -> Tensor:
@@ -32,7 +32,10 @@ def segmentation_loss(
     with fp32_island():
         logits = to_fp32(logits)
         truth = one_hot(mask, max(2, logits.shape[1]))
-        weights = truth.float() if class_weights is None else truth * class_weights.view(1, -1, 1, 1).to(logits)
+        weights = truth.to(logits.dtype)
+        if class_weights:
+            # Python numbers, not a tensor: nothing to copy to the device and wait for.
+            weights = torch.cat([weights[:, k : k + 1] * w for k, w in enumerate(class_weights)], dim=1)
         if logits.shape[1] == 1:
             log_probability = torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=1)
             probability, foreground = logits.sigmoid(), truth[:, 1:]
@@ -85,7 +88,7 @@ class SegmentationMetrics:
         predicted = one_hot(predicted_classes(logits), self.num_classes) & (mask != IGNORED).unsqueeze(1)
         pixels = (0, 2, 3)
         counts = torch.stack([(truth & predicted).sum(pixels), predicted.sum(pixels), truth.sum(pixels)])
-        self._counts = counts if self._counts is None else self._counts + counts
+        self._counts = counts if self._counts is None else self._counts.to(counts.device) + counts
 
     def compute(self) -> dict[str, float]:
         """`iou`, `dice`, `accuracy`, and `iou/K`, `dice/K` of each class K that occurs; waits for the device."""
@@ -99,6 +102,14 @@ class SegmentationMetrics:
         means = {name: _mean([scores[f"{name}/{k}"] for k in occurs if k > 0]) for name in ("iou", "dice")}
         accuracy = float(hit.sum() / true.sum()) if true.sum() > 0 else 1.0
         return means | {"accuracy": accuracy} | scores
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The counts so far, none before the first batch."""
+        return {} if self._counts is None else {"counts": self._counts}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on counting from there."""
+        self._counts = state.get("counts")
 
 
 def _mean(values: list[float]) -> float:

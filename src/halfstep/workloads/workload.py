@@ -61,3 +61,5 @@ class Workload:
     """Islands, as `name: reason`; rows of the plan."""
     store: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint must know to use the model later: classes, mask values, image format."""
+    notes: tuple[str, ...] = ()
+    """What the user should read before training starts, such as the files that were left out."""

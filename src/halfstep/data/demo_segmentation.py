@@ -1,0 +1,96 @@
+"""A small segmentation set in the `imgs/` + `masks/` layout, the same for a seed on every machine.
+
+Textured backgrounds run from dark to bright, shapes are a little lighter or darker than what is behind them and carry
+stripes of their own, thin lines and noise distract: no colour tells shape from background, the neighbourhood does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from halfstep.errors import DataError
+
+Array = np.ndarray[Any, Any]
+
+NUM_IMAGES = 100
+SIDE = 96
+
+
+def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, side: int = SIDE) -> None:
+    """Write the set into `folder`, which appears only when it is complete."""
+    if folder.exists():
+        raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for part in ("imgs", "masks"):
+            (unfinished / part).mkdir()
+        for number in range(num_images):
+            image, mask = draw_sample(np.random.default_rng([seed, number]), side)
+            Image.fromarray(image).save(unfinished / "imgs" / f"{number:03d}.png")
+            Image.fromarray(mask).save(unfinished / "masks" / f"{number:03d}_mask.png")
+        unfinished.chmod(0o755)  # mkdtemp makes it private
+        os.rename(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
+    """One image (side, side, 3) and its mask with the values 0 and 255, both uint8."""
+    grid = (np.mgrid[:side, :side] + 0.5) / side
+    colour = np.stack([_smooth_noise(rng, side, 3) + 0.4 * _smooth_noise(rng, side, 12) for _ in range(3)], axis=-1)
+    image = 0.2 + 0.6 * (colour - colour.min()) / np.ptp(colour)
+    mask = np.zeros((side, side), dtype=bool)
+    for _ in range(rng.integers(2, 5)):
+        shape = _shape(rng, grid)
+        lift = rng.choice([-1, 1]) * rng.uniform(0.12, 0.2)
+        image[shape & ~mask] += lift
+        mask |= shape
+    image += 0.1 * (_stripes(rng, grid) * mask)[..., None]
+    for _ in range(3):
+        image[_line(rng, grid)] += rng.choice([-1, 1]) * 0.2
+    image += rng.normal(0, 0.03, image.shape)
+    return (image.clip(0, 1) * 255).round().astype(np.uint8), mask.astype(np.uint8) * 255
+
+
+def _smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
+    """Random values at `knots` points a side, in between linear."""
+    values = rng.random((knots, knots))
+    at = np.linspace(0, knots - 1, side)
+    low = np.minimum(at.astype(int), knots - 2)
+    part = at - low
+    rows = values[low] * (1 - part)[:, None] + values[low + 1] * part[:, None]
+    return np.asarray(rows[:, low] * (1 - part) + rows[:, low + 1] * part)
+
+
+def _stripes(rng: np.random.Generator, grid: Array) -> Array:
+    angle, period = rng.uniform(0, np.pi), 4 / grid.shape[1]
+    y, x = grid
+    return np.asarray(np.sin((x * np.cos(angle) + y * np.sin(angle)) * 2 * np.pi / period))
+
+
+def _shape(rng: np.random.Generator, grid: Array) -> Array:
+    """A disc, a box or a triangle, turned at random."""
+    kind, angle, size = rng.integers(3), rng.uniform(0, 2 * np.pi), rng.uniform(0.12, 0.22)
+    centre_y, centre_x = rng.uniform(0.15, 0.85, 2)
+    y, x = grid[0] - centre_y, grid[1] - centre_x
+    u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
+    if kind == 0:
+        return np.asarray(np.hypot(u, v) < size)
+    if kind == 1:
+        return np.asarray((abs(u) < size) & (abs(v) < 0.7 * size))
+    return np.asarray((v > -0.6 * size) & (v + 1.7 * abs(u) < 1.3 * size))
+
+
+def _line(rng: np.random.Generator, grid: Array) -> Array:
+    angle, offset = rng.uniform(0, np.pi), rng.uniform(-0.5, 0.5)
+    y, x = grid - 0.5
+    return np.asarray(abs(x * np.cos(angle) + y * np.sin(angle) - offset) < 0.6 / grid.shape[1])
