@@ -27,7 +27,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    is_plain = isinstance(typed(text), str) and text == text.strip() and text.isprintable()
+    is_plain = isinstance(typed(text), str) and text == text.strip() and text.isprintable() and text != "<<"
     return dumper.represent_scalar(TEXT, text, style=None if is_plain else '"')
 
 
