@@ -44,12 +44,16 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write `from halfstep.room import name`"
             module = node.module or ""
-            found |= {f"{module}.{alias.name}" for alias in node.names} if module == "halfstep" else {module}
+            # `from halfstep import __version__` is open to all: the package itself imports no room.
+            names = {alias.name for alias in node.names} - {"__version__"}
+            found |= {f"{module}.{name}" for name in names} if module == "halfstep" else {module}
     return found
 
 
 def source_files() -> list[Path]:
-    return [path for path in sorted(SRC.rglob("*.py")) if path.parent != SRC or path.stem not in ("__init__", "__main__")]
+    return [
+        path for path in sorted(SRC.rglob("*.py")) if path.parent != SRC or path.stem not in ("__init__", "__main__")
+    ]
 
 
 def room_allows(room: str, target: str) -> bool:

@@ -16,13 +16,16 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Step": "halfstep.run.facade",
     "decide": "halfstep.precision.decide",
     "fp32_island": "halfstep.islands",
+    "prefetch": "halfstep.data.prefetch",
     "probe": "halfstep.hardware.probe",
     "simulate": "halfstep.precision.simulate",
+    "train": "halfstep.run.train",
 }
 
-__all__ = ["__version__", *sorted(_PUBLIC)]  # pyright: ignore
+__all__ = ["__version__", *sorted(_PUBLIC)]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look, do not train"
 PIPE_WIDTH = 160
-NOT_SETTINGS = {"words", "out", "resume", "show_config", "schema", "as_json"}
+NOT_SETTINGS = {"words", "out", "resume", "allow_changes", "show_config", "schema", "as_json"}
 """Parameters that say what to do with a config; every other one is a setting, by the name the config room knows."""
 
 
@@ -72,6 +72,9 @@ def command(
         Path | None, typer.Option(help="The run's folder.", show_default="runs/WORKLOAD-TIME", rich_help_panel=RUN)
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.", rich_help_panel=RUN)] = None,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="With --resume: accept other settings.", rich_help_panel=RUN)
+    ] = False,
     tensorboard: Annotated[
         bool | None, typer.Option("--tensorboard", help="Write TensorBoard events.", rich_help_panel=RUN)
     ] = None,
@@ -107,7 +110,7 @@ def command(
     if not (schema or show_config):
         from halfstep.run.train import train
 
-        train(loaded, out=out, resume=resume, device=loaded.config.device)
+        train(loaded, out=out, resume=resume, allow_changes=allow_changes)
 
 
 def loaded_from(words: list[str], flags: dict[str, object], resume: Path | None) -> Loaded:

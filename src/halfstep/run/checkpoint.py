@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -57,8 +58,7 @@ class Checkpoints:
             hidden.mkdir()
             _write(hidden, checkpoint)
             _publish(hidden, final)
-        except (OSError, RuntimeError) as error:
-            # safetensors reports a full disk as its own error, a RuntimeError in some versions.
+        except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
             shutil.rmtree(hidden, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write checkpoint {final}: {error}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class RunFolder:
     @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
         """A new folder, made by this call alone: an existing one with content is an error."""
-        path = Path(out) if out else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = Path(out) if out else _unused_name(name)
         if path.is_dir() and any(path.iterdir()):
             raise CheckpointError(
                 f"{path} already exists and is not empty",
@@ -46,11 +47,7 @@ class RunFolder:
                 fix=f"choose another --out, or continue that run with: halfstep train --resume {path}",
             )
         try:
-            path.mkdir(parents=True, exist_ok=bool(out))
-            (path / "report").mkdir()
-        except FileExistsError:
-            # Two runs started in the same second: each gets a folder of its own.
-            return cls.create(f"{path}-{time.time_ns() % 10**6:06d}", name)
+            (path / "report").mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(
                 f"cannot make the run's folder {path}: {error.strerror}", fix="choose a writable place with --out"
@@ -68,3 +65,10 @@ class RunFolder:
                 f"{path} is not a run folder: it has no config.yaml", fix="give the folder that `halfstep train` named"
             )
         return folder
+
+
+def _unused_name(name: str) -> Path:
+    """`runs/NAME-TIME`; a second run of the same second gets a number."""
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (first.with_name(f"{first.name}-{k}") for k in itertools.count(2))
+    return next(path for path in itertools.chain([first], numbered) if not path.exists())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.data.prefetch import Prefetcher, prefetch
 from halfstep.errors import Interrupted, TrainingStopped
-from halfstep.measure.clock import Stopwatch, Throughput
+from halfstep.measure.clock import Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.interrupts import Interrupts
@@ -39,7 +39,8 @@ class Loop:
         self.pieces = 1
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
         self.train_metrics = parts.workload.metrics()
-        self.clock, self.throughput = Stopwatch(), Throughput()
+        journal.train_metric = lambda: self.train_metrics.compute()
+        self.throughput = Throughput()
         self.waited_s = 0.0
         self.num_samples = 0
 

@@ -41,7 +41,7 @@ def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: tor
     ways.append("train.activation_checkpointing=true (about 30 % slower)")
     return MemoryLimitError(
         f"out of memory on {device} with batch size {size} at {config.data.image_size} pixels",
-        why=f"{_first_line(error)}\n{memory_picture(device)}",
+        why="\n       ".join([_first_line(error), *memory_picture(device).splitlines()]),
         fix="one of:\n       " + "\n       ".join(ways),
     )
 

@@ -10,7 +10,7 @@ import torch
 from halfstep.config.dump import to_yaml
 from halfstep.config.load import Loaded, load
 from halfstep.config.schema import RunConfig
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.energy import EnergyMeter
@@ -92,10 +92,22 @@ def _run(
         clock, energy = Stopwatch(), EnergyMeter(parts.device)
         try:
             loop.run()
+        except HalfstepError:
+            _draw(folder, report)
+            raise
+        else:
+            _draw(folder, report)
+            _show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
         finally:
-            draw_curves(read(folder.metrics), folder.report / "curves.png")
             report.close()
-        _show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
+
+
+def _draw(folder: RunFolder, report: RunReport) -> None:
+    """The curves are a by-product: a disk too full for them must not hide why the run ended."""
+    try:
+        draw_curves(read(folder.metrics), folder.report / "curves.png")
+    except HalfstepError as error:
+        report.notice(str(error), "warning")
 
 
 def _show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:

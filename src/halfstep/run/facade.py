@@ -1,0 +1,148 @@
+"""`halfstep.Step`: the guarded step for people with a loop of their own, in about five changed lines.
+
+import halfstep as hs
+step = hs.Step(model, optimizer, precision="auto", clip_norm=1.0, accumulate=4)
+for window in step.windows(loader):
+    outcome = step(loss_fn, window)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from halfstep.errors import PrecisionError, TrainingStopped
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
+from halfstep.train.clip import Clip
+from halfstep.train.commit import READS_FLAG_IN_KERNEL
+from halfstep.train.ema import Ema
+from halfstep.train.facts import Facts, Reading
+from halfstep.train.guard import Action, Guard, GuardOptions
+from halfstep.train.schedule import Schedule
+from halfstep.train.spike import SpikeMeter
+from halfstep.train.step import LossFn, Window
+from halfstep.train.step import Step as GuardedStep
+from halfstep.train.torch_schedulers import from_torch
+
+
+class Outcome:
+    """What became of one step. Every property waits for the device, so read it when you report, not every step."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._reading: Reading | None = None
+
+    @property
+    def reading(self) -> Reading:
+        if self._reading is None:
+            self._reading = self._facts.read()
+        return self._reading
+
+    @property
+    def loss(self) -> float:
+        return self.reading.loss
+
+    @property
+    def committed(self) -> bool:
+        """Whether the weights moved."""
+        return not self.reading.is_bad
+
+    @property
+    def reason(self) -> str:
+        """Why they did not; empty if they did."""
+        return self.reading.reason
+
+    def __repr__(self) -> str:
+        r = self.reading
+        became = "committed" if self.committed else f"skipped: {r.reason}"
+        return f"Outcome(step {r.attempted} {became}, loss {r.loss:.4g}, grad_norm {r.grad_norm:.4g}, lr {r.lr:.2e})"
+
+
+class Step(GuardedStep):
+    """A step that decides its precision, drops bad steps whole, and stops a run that only produces bad ones."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        precision: str = "auto",
+        *,
+        modules: Mapping[str, str] | None = None,
+        strict: bool = False,
+        simulate: bool = False,
+        clip_norm: float = 0.0,
+        clip_type: Literal["l2", "inf", "value"] = "l2",
+        accumulate: int = 1,
+        schedule: LRScheduler | Schedule | None = None,
+        ema_decay: float = 0.0,
+        guard: GuardOptions | None = None,
+        skip_spikes: bool = False,
+    ) -> None:
+        device = next(model.parameters()).device
+        plan = decide(precision, probe(str(device)), model, modules=modules, strict=strict, simulate=simulate)
+        _refuse_recast(model, plan.granted)
+        for warning in plan.warnings:
+            warnings.warn(warning, stacklevel=2)
+        super().__init__(
+            plan.apply(model),
+            optimizer,
+            plan,
+            accumulate=accumulate,
+            clip=Clip(limit=clip_norm, kind=clip_type),
+            schedules=_schedules(schedule),
+            ema=Ema(model, decay=ema_decay) if ema_decay else None,
+            spikes=SpikeMeter(device, skips=skip_spikes),
+        )
+        self.guard = Guard(guard, scaling=plan.needs_loss_scaling, min_scale=self.scaler.options.min_scale)
+        for hint in self._hints():
+            warnings.warn(hint, stacklevel=2)
+
+    def __call__(self, loss_fn: LossFn, window: Window) -> Outcome:  # type: ignore[override]
+        """Compute, judge and commit one window; `loss_fn(batch)` gives the loss, or (loss, weight)."""
+        facts = super().__call__(loss_fn, window)
+        verdict = self.guard.watch(facts)
+        if verdict.action is not Action.CONTINUE:
+            raise TrainingStopped(
+                f"training stopped: {verdict.reason}",
+                why="the weights are as they were before those steps",
+                fix=verdict.fix,
+            )
+        return Outcome(facts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "guard": self.guard.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.guard.load_state_dict(state["guard"])
+
+    def _hints(self) -> list[str]:
+        hints = []
+        for committer in self.committers:
+            if committer.way != "found_inf" and type(committer.optimizer) in READS_FLAG_IN_KERNEL:
+                price = "a copy of weights and state each step" if committer.way == "select" else "one wait each step"
+                hints.append(f"{committer.name} is not fused: skipping safely costs {price}; fused=True makes it free")
+        return hints
+
+
+def _schedules(schedule: LRScheduler | Schedule | None) -> list[Schedule]:
+    if schedule is None:
+        return []
+    return from_torch(schedule) if isinstance(schedule, LRScheduler) else [schedule]
+
+
+def _refuse_recast(model: nn.Module, granted: str) -> None:
+    """The optimizer exists already: changing the dtype of its weights now would leave its state behind."""
+    if granted == "bf16-true" and any(p.dtype != torch.bfloat16 for p in model.parameters() if p.is_floating_point()):
+        raise PrecisionError(
+            "precision 'bf16-true' asked for, but the model is stored in another format",
+            why="the optimizer was made for the weights as they are",
+            fix="call model.bfloat16() before making the optimizer, or use precision='bf16'",
+        )

@@ -1,0 +1,169 @@
+"""Checkpoints: whole or not at all, damaged ones passed over, nothing lost to a full disk or a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.errors import CheckpointError
+from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
+from halfstep.run.folder import RunFolder
+from halfstep.run.tree import pack, unpack
+
+
+def checkpoint(value: float = 1.0) -> Checkpoint:
+    return Checkpoint(
+        model={"weight": torch.full((3, 2), value), "scalar": torch.tensor(7)},
+        ema={},
+        state={"optimizers": [{0: {"step": torch.tensor(value), "betas": (0.9, 0.999)}}], "lr": 0.1 + 0.2},
+    )
+
+
+def test_a_tree_of_everything_comes_back_as_it_was() -> None:
+    tree = {
+        "tensor": torch.arange(3), "tuple": (1, (2.5, None)), 3: {"nested": [True, "x"]},
+        "array": np.arange(4, dtype=np.uint32), "third": 1 / 3,
+    }  # fmt: skip
+    packed, tensors = pack(tree)
+    back = unpack(json.loads(json.dumps(packed)), tensors)
+    assert torch.equal(back.pop("tensor"), tree.pop("tensor"))
+    assert np.array_equal(back.pop("array"), tree.pop("array"))
+    assert back == tree
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(5, checkpoint(0.1))
+    back = load(path)
+    assert torch.equal(back.model["weight"], torch.full((3, 2), 0.1))
+    assert back.state["lr"] == 0.1 + 0.2
+    assert back.state["optimizers"][0][0]["betas"] == (0.9, 0.999)
+
+
+def test_channels_last_weights_can_be_saved(tmp_path: Path) -> None:
+    weight = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    path = Checkpoints(tmp_path).save(1, Checkpoint(model={"w": weight}, ema={}, state={}))
+    assert torch.equal(load(path).model["w"], weight)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path: Path, name: str, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, checkpoint(1.0))
+    file = checkpoints.save(2, checkpoint(2.0)) / name
+    content = bytearray(file.read_bytes())
+    if damage == "delete":
+        file.unlink()
+    else:
+        # The last byte of each file is data; of the JSON it is the closing brace.
+        file.write_bytes(content[:-3] if damage == "truncate" else content[:-1] + bytes([content[-1] ^ 1]))
+    said: list[str] = []
+    path, found = checkpoints.load_newest(on_damaged=said.append)
+    assert path.name == "step-00000001"
+    assert found.model["weight"][0, 0] == 1.0
+    assert "step-00000002 is damaged" in said[0]
+
+
+def test_no_usable_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        Checkpoints(tmp_path).load_newest(on_damaged=lambda text: None)
+
+
+def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(1, 7):
+        path = checkpoints.save(step, checkpoint(step))
+        if step == 2:
+            checkpoints.mark_best(path, "iou", 0.9)
+    assert [path.name for path in checkpoints.all()] == ["step-00000002", "step-00000005", "step-00000006"]
+    assert checkpoints.best() == tmp_path / "step-00000002"
+
+
+def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
+    """A limit on the size of files is the nearest thing to a full disk that a test may have."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, checkpoint())
+    big = Checkpoint(model={"weight": torch.zeros(1 << 20)}, ema={}, state={})
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, former[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+            checkpoints.save(2, big)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert load(tmp_path / "step-00000001").model["weight"][0, 0] == 1.0
+
+
+WRITER = """
+    import sys, torch
+    from pathlib import Path
+    from halfstep.run.checkpoint import Checkpoint, Checkpoints
+    checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+    for step in range(1, 100000):
+        value = torch.full((200_000,), float(step))
+        checkpoints.save(step, Checkpoint(model={"w": value}, ema={}, state={"step": step, "m": value}))
+        print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    """SIGKILL while checkpoints are written without a pause, at moments spread over many writes."""
+    for attempt in range(6):
+        folder = tmp_path / str(attempt)
+        command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # the first checkpoint is there
+            time.sleep(0.013 * (attempt + 1))
+            process.kill()
+            reported = [1, *map(int, process.stdout.read().split())]
+        path, found = Checkpoints(folder).load_newest(on_damaged=pytest.fail)
+        assert found.state["step"] in (reported[-1], reported[-1] + 1)
+        assert torch.equal(found.model["w"], found.state["m"])
+        Checkpoints(folder).clean_up()
+        assert not list(folder.glob(".writing-*"))
+        assert path.is_dir()
+
+
+def test_a_run_folder_is_never_overwritten(tmp_path: Path) -> None:
+    mine = tmp_path / "run"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="not empty"):
+        RunFolder.create(str(mine), "unet")
+    assert os.listdir(mine) == ["thesis.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot make"):
+        RunFolder.create(str(tmp_path / "file" / "run"), "unet")
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "no run folder"), ("x", "not a run folder")])
+def test_what_is_no_run_is_named(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "run"
+    if content:
+        path.mkdir()
+    with pytest.raises(CheckpointError, match=said):
+        RunFolder.open(str(path))
+
+
+def test_two_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = {RunFolder.create(None, "unet").path for _ in range(3)}
+    assert len(paths) == 3

@@ -1,0 +1,101 @@
+"""`halfstep.Step` in a foreign loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import halfstep as hs
+from halfstep.errors import ConfigError, PrecisionError, TrainingStopped
+from halfstep.train.guard import GuardOptions
+from tiny_training import batch, loss_of, make_model, poisoned
+
+
+def fused(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def test_five_lines_train_a_model_and_say_what_happened() -> None:
+    model = make_model()
+    step = hs.Step(model, fused(model), precision="fp32", clip_norm=1.0, accumulate=2)
+    outcomes = [step(loss_of(model), window) for window in step.windows([batch(k) for k in range(5)])]
+    assert len(outcomes) == 3
+    assert all(outcome.committed for outcome in outcomes)
+    assert "committed, loss" in repr(outcomes[0])
+    skipped = step(loss_of(model), [poisoned()])
+    assert not skipped.committed
+    assert skipped.reason == "loss is nan"
+
+
+def test_a_run_of_bad_steps_ends_with_a_reason() -> None:
+    model = make_model()
+    step = hs.Step(model, fused(model), precision="fp32", guard=GuardOptions(max_consecutive=2))
+    for _ in range(3):  # the guard looks two steps back
+        step(loss_of(model), [poisoned()])
+    with pytest.raises(TrainingStopped, match="2 bad steps in a row"):
+        step(loss_of(model), [poisoned()])
+
+
+def test_an_optimizer_that_is_not_fused_is_kept_and_the_price_is_named() -> None:
+    model = make_model()
+    with pytest.warns(UserWarning, match="fused=True makes it free"):
+        step = hs.Step(model, torch.optim.AdamW(model.parameters()), precision="fp32")
+    assert step.describe()[0][:2] == ("AdamW", "select")
+
+
+TORCH = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "cosine": lambda o: TORCH.CosineAnnealingLR(o, 20),
+    "chained": lambda o: TORCH.SequentialLR(o, [TORCH.LinearLR(o, 0.1, 1.0, 3), TORCH.StepLR(o, 2, 0.5)], [3]),
+    "lambda": lambda o: TORCH.LambdaLR(o, lambda step: 1 / (1 + step)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_torch_schedulers_are_followed_and_skipped_steps_do_not_move_them(name: str) -> None:
+    model, twin = make_model(), make_model()
+    expected, reference = [], torch.optim.SGD(twin.parameters(), lr=0.1)
+    scheduler = SCHEDULERS[name](reference)
+    for _ in range(8):
+        expected.append(reference.param_groups[0]["lr"])
+        reference.step()
+        scheduler.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = hs.Step(model, optimizer, precision="fp32", schedule=SCHEDULERS[name](optimizer))
+    found = []
+    for k in range(8):
+        assert not step(loss_of(model), [poisoned()]).committed
+        found.append(step(loss_of(model), [batch(k)]).reading.lr)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [TORCH.ReduceLROnPlateau, lambda o: TORCH.OneCycleLR(o, 0.1, total_steps=9)])
+def test_schedulers_that_are_no_function_of_the_step_are_refused(make) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    with pytest.raises(ConfigError):
+        hs.Step(model, optimizer, precision="fp32", schedule=make(optimizer))
+
+
+def test_weights_are_never_recast_behind_the_optimizers_back() -> None:
+    model = make_model()
+    with pytest.raises(PrecisionError, match="bf16-true"):
+        hs.Step(model, fused(model), precision="bf16-true", simulate=True)
+
+
+def test_simulated_bf16_runs_in_a_foreign_loop() -> None:
+    model = make_model()
+    step = hs.Step(model, fused(model), precision="bf16", simulate=True)
+    assert step.plan.simulated
+    assert step(loss_of(model), [batch(0)]).committed
+
+
+def test_state_survives_a_round_trip() -> None:
+    model = make_model()
+    step = hs.Step(model, fused(model), precision="fp32")
+    step(loss_of(model), [batch(0)])
+    other = hs.Step(model, fused(model), precision="fp32")
+    other.load_state_dict(step.state_dict())
+    assert other.attempted == 1
+    assert len(other.guard.pending) == 1
