@@ -108,39 +108,38 @@ class ClassificationMetrics:
 
     def __init__(self, num_classes: int, *, confusion: bool = False) -> None:
         self.num_classes = num_classes
-        self._with_pairs = confusion
-        self._counts: Tensor | None = None
-        self._pairs: Tensor | None = None
+        shapes = {"counts": (3, num_classes)} | ({"pairs": (num_classes**2,)} if confusion else {})
+        self._state = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
 
-    def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch; no host wait."""
-        label, rank = batch["label"], ranks(logits, batch["label"])
+    def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Count one batch of logits; no host wait after the first."""
+        label, rank = batch["label"], ranks(outputs, batch["label"])
+        self._state = {name: count.to(label.device) for name, count in self._state.items()}
         facts = torch.stack([torch.ones_like(rank), rank < 1, rank < TOP])
-        if self._counts is None:
-            self._counts = torch.zeros(3, self.num_classes, dtype=torch.int64, device=label.device)
-        self._counts.scatter_add_(1, label.expand(3, -1), facts)
-        if self._with_pairs:
-            if self._pairs is None:
-                self._pairs = torch.zeros(self.num_classes**2, dtype=torch.int64, device=label.device)
-            pair = label * self.num_classes + torch.where(rank < 1, label, logits.argmax(dim=1))
-            self._pairs.scatter_add_(0, pair, torch.ones_like(pair))
+        self._state["counts"].scatter_add_(1, label.expand(3, -1), facts)
+        if "pairs" in self._state:
+            pair = label * self.num_classes + torch.where(rank < 1, label, outputs.argmax(dim=1))
+            self._state["pairs"].scatter_add_(0, pair, torch.ones_like(pair))
 
     def compute(self) -> dict[str, float]:
         """`top1`, and `top5` where there are more than five classes; waits for the device."""
-        if self._counts is None:
+        seen, first, among = (int(count) for count in self._state["counts"].sum(dim=1).tolist())
+        if seen == 0:
             return {}
-        seen, first, among = (int(count) for count in self._counts.sum(dim=1).tolist())
-        top1 = {"top1": first / seen}
-        return top1 | {f"top{TOP}": among / seen} if self.num_classes > TOP else top1
+        return {"top1": first / seen} | ({f"top{TOP}": among / seen} if self.num_classes > TOP else {})
 
     def per_class(self) -> list[tuple[int, int]]:
         """Samples and hits of each class; waits for the device."""
-        if self._counts is None:
-            return [(0, 0)] * self.num_classes
-        return list(zip(self._counts[0].tolist(), self._counts[1].tolist(), strict=True))
+        seen, first, _ = self._state["counts"].tolist()
+        return list(zip(seen, first, strict=True))
 
     def confusion(self) -> Tensor:
         """Samples by true class (row) and predicted class (column), on the CPU."""
-        assert self._with_pairs, "made without confusion=True"
-        pairs = torch.zeros(self.num_classes**2, dtype=torch.int64) if self._pairs is None else self._pairs.cpu()
-        return pairs.view(self.num_classes, self.num_classes)
+        return self._state["pairs"].cpu().view(self.num_classes, self.num_classes)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The counts so far: several processes add theirs up."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._state = {name: state[name].clone() for name in self._state}
