@@ -147,7 +147,9 @@ def _pictures(folder: Path) -> list[Path]:
     return sorted(pictures, key=lambda path: natural_key(str(path.relative_to(folder))))
 
 
-def _split(found: Mapping[str, list[Path]], layout: FolderLayout) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
+def _split(
+    found: Mapping[str, list[Path]], layout: FolderLayout
+) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
     """Hold out the same share of every class, at least one picture and never the last."""
     train, val = {}, {}
     for name, paths in found.items():
@@ -189,7 +191,7 @@ def _titles(root: Path) -> dict[str, str]:
         titles = json.loads(path.read_text())
         return {str(name): str(title) for name, title in titles.items()}
     except (ValueError, AttributeError) as error:
-        raise DataError(f"cannot read {path}", why=str(error), fix='it maps class folders to names: {"n01": "tench"}')
+        raise DataError(f"cannot read {path}", why=str(error), fix='it holds {"class": "name"}') from error
 
 
 def _names(folders: Sequence[Path]) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from halfstep.data.read_ahead import WholeBatches, pinned, read_ahead
 from halfstep.data.seeds import generator_for
 from halfstep.errors import DataError, HalfstepError
 
@@ -65,6 +66,8 @@ class Loader:
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from `start_batch` on; one iterator at a time. Workers live on for the next one."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
+        if isinstance(self._fetch.samples, WholeBatches):
+            return self._checked(read_ahead(self._fetch.whole, self._order, num_threads=max(1, self.num_workers)))
         self._workers = self._workers or self._start()
         with warnings.catch_warnings():
             # Workers are forked before they start threads and touch no lock of ours; Python 3.12 warns all the same.
@@ -145,6 +148,16 @@ class _Fetch(Dataset[Batch | HalfstepError]):
             return error
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return batch | {"index": torch.tensor([index for _, index in keys])}
+
+    def whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
+        """The same at once, from samples that can."""
+        assert isinstance(self.samples, WholeBatches)
+        indices = torch.tensor([index for _, index in keys])
+        try:
+            batch = self.samples.batch(indices, seed=self.seed, epoch=keys[0][0])
+        except HalfstepError as error:
+            return error
+        return pinned(batch | {"index": indices})
 
 
 def _unchanged(batch: Any) -> Any:

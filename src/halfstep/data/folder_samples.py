@@ -1,0 +1,94 @@
+"""Samples straight from picture files: decoded and cropped in the loader's workers, as bytes.
+
+A training crop that is at most 1.5 times as large as the model's images travels as it is, in the corner of a fixed
+canvas, and the device resizes it: Pillow's resize costs as much as decoding. A larger one is shrunk here, where
+antialiasing is cheap to do right, after a reduced decode where the file allows one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.classification_augment import PIXELS_A_READING
+from halfstep.data.crops import Array, CropRange, centre_boxes, random_boxes
+from halfstep.data.decode import Picture, open_picture
+from halfstep.data.image_folder import Listing
+
+REDUCING_GAP = 2.0
+"""Pillow shrinks by whole factors first while this many times the wanted pixels are left; its documented safe value."""
+
+
+class TrainingFiles:
+    """Random crops: `image` (canvas, canvas, 3) bytes, `box` the part that counts, `label`."""
+
+    def __init__(self, listing: Listing, *, size: int, crops: CropRange | None = None) -> None:
+        self.listing, self.size, self.crops = listing, size, crops or CropRange()
+        self.canvas = int(size * PIXELS_A_READING)
+
+    def __len__(self) -> int:
+        return len(self.listing)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        """The crop of image `index` that (seed, epoch, index) draws."""
+        seed, epoch, _ = key
+        with open_picture(self.listing.paths[index]) as picture:
+            sizes = np.array([picture.size])
+            (box,) = random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array([index]))
+            canvas, box = self._crop(picture, box)
+        label = torch.tensor(self.listing.labels[index])
+        return {"image": torch.from_numpy(canvas), "box": torch.from_numpy(box), "label": label}
+
+    def _crop(self, picture: Picture, box: Array) -> tuple[Array, Array]:
+        image, box = decoded_for(picture, box, self.size)
+        left, top = np.floor(box[:2]).astype(int)
+        right, bottom = np.minimum(np.ceil(box[2:]).astype(int), image.size)
+        if max(right - left, bottom - top) > self.canvas:
+            pixels = np.asarray(shrunk(image, box, self.size))
+            box = np.array([0, 0, self.size, self.size], dtype=np.float32)
+        else:
+            pixels = np.asarray(image.crop((left, top, right, bottom)))
+            box = box - np.array([left, top, left, top], dtype=np.float32)
+        canvas = np.zeros((self.canvas, self.canvas, 3), dtype=np.uint8)
+        canvas[: pixels.shape[0], : pixels.shape[1]] = pixels
+        return canvas, box
+
+
+class EvaluationFiles:
+    """Centre crops: `image` (size, size, 3) bytes, `label`; share 0.875 is resize to 256, then centre crop of 224."""
+
+    def __init__(self, listing: Listing, *, size: int, share: float = 0.875) -> None:
+        self.listing, self.size, self.share = listing, size, share
+
+    def __len__(self) -> int:
+        return len(self.listing)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        """The centre of image `index`; nothing is random."""
+        with open_picture(self.listing.paths[index]) as picture:
+            pixels = centre_square(picture, self.size, self.share)
+        return {"image": torch.from_numpy(pixels), "label": torch.tensor(self.listing.labels[index])}
+
+
+def centre_square(picture: Picture, size: int, share: float) -> Array:
+    """The middle of a picture at (size, size): a square of `share` of the shorter side."""
+    (box,) = centre_boxes(np.array([picture.size]), share)
+    image, box = decoded_for(picture, box, size)
+    return np.array(shrunk(image, box, size))
+
+
+def decoded_for(picture: Picture, box: Array, size: int) -> tuple[Image.Image, Array]:
+    """The picture at the smallest scale at which the box still has `size` pixels a side, and the box at that scale."""
+    sides = box[2:] - box[:2]
+    image = picture.rgb(reduction=float(sides.min()) / size)
+    scale = np.array(image.size, dtype=np.float32) / np.array(picture.size, dtype=np.float32)
+    return image, box * np.tile(scale, 2)
+
+
+def shrunk(image: Image.Image, box: Array, size: int) -> Image.Image:
+    """The box of an image at (size, size), antialiased."""
+    left, top, right, bottom = (float(edge) for edge in box)
+    inside = (max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height))
+    return image.resize((size, size), Image.Resampling.BILINEAR, box=inside, reducing_gap=REDUCING_GAP)

@@ -1,0 +1,170 @@
+"""Packing a folder: every image decoded and resized once, by threads, straight into the mapped file.
+
+Threads and not processes: Pillow decodes and resizes without the interpreter's lock, and nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from halfstep.data.crops import Array
+from halfstep.data.decode import open_picture
+from halfstep.data.files import BadFiles, OnBadFile
+from halfstep.data.folder_samples import REDUCING_GAP, centre_square
+from halfstep.data.image_folder import ImageFolder
+from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, open_pack, partial_file
+from halfstep.errors import DataError
+
+DEFAULT_SIZE = 256
+"""Pixels a side: the 256 to which ImageNet's evaluation resizes, of which training at 224 needs most."""
+Progress = Callable[[int, int], None]
+"""Told how many images of how many are done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackSettings:
+    """What is stored, and within which limits."""
+
+    size: int = DEFAULT_SIZE
+    limit_gb: float = 64.0
+    on_bad_file: OnBadFile = "error"
+    workers: int = 0
+    """Threads that decode; 0 means one a core."""
+
+
+def default_pack_path(root: Path, size: int) -> Path:
+    """Inside the folder, one file a size."""
+    return root / f".halfstep-{size}.pack"
+
+
+def open_or_pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Progress | None = None) -> Pack:
+    """The cache of a folder: the one at `path` where it is whole and fits the folder, else a new one."""
+    if path.is_file():
+        try:
+            return open_pack(path, fingerprint=fingerprint(folder, settings))
+        except DataError:
+            pass  # stale or broken: made again, which the caller sees by its progress
+    return pack(folder, path, settings, progress=progress)
+
+
+def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Progress | None = None) -> Pack:
+    """Decode the whole folder into a cache file at `path`, replacing what is there."""
+    paths, labels = folder.train.paths + folder.val.paths, folder.train.labels + folder.val.labels
+    check_room(path, len(paths), settings)
+    mark = fingerprint(folder, settings)
+    bad_files = BadFiles(settings.on_bad_file)
+    rows: list[tuple[int, tuple[int, int], int]] = []
+    num_train = 0
+    with partial_file(path, len(paths), settings.size) as (pixels, partial):
+        for done, (number, outcome) in enumerate(_decode_all(folder, settings, pixels), start=1):
+            if isinstance(outcome, DataError):
+                bad_files.report(outcome)
+            else:
+                size, row = outcome, len(rows)
+                if row != number:
+                    pixels[row] = pixels[number]  # closes the gap that a bad file left
+                rows.append((number, size, crc_of(pixels[row])))
+                num_train += number < len(folder.train)
+            if progress is not None:
+                progress(done, len(paths))
+        index = PackIndex(
+            size=settings.size,
+            num_train=num_train,
+            classes=folder.classes,
+            titles=dict(folder.titles),
+            fingerprint=mark,
+            names=tuple(paths[number].relative_to(folder.root).as_posix() for number, _, _ in rows),
+            labels=tuple(labels[number] for number, _, _ in rows),
+            sizes=tuple(size for _, size, _ in rows),
+            checksums=tuple(crc for _, _, crc in rows),
+            left_out=tuple(f"{error.what}: {error.why}" for error in bad_files.skipped),
+        )
+        check_classes_left(index)
+        finish(partial, path, pixels, index)
+    return open_pack(path, verify_bytes=1)
+
+
+def fingerprint(folder: ImageFolder, settings: PackSettings) -> str:
+    """Of the folder's files and of the settings that change what is stored."""
+    stored = {"size": settings.size, "on_bad_file": settings.on_bad_file, "classes": folder.classes}
+    return fingerprint_of(folder.root, (folder.train.paths, folder.val.paths), stored)
+
+
+def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
+    """Refuse a cache over the limit, or one that the disk has no room for, before any work."""
+    needed = num_images * settings.size * settings.size * 3
+    what = f"{num_images:,} images of {settings.size}×{settings.size} need {needed / 1e9:.1f} GB"
+    if needed > settings.limit_gb * 1e9:
+        fits = math.isqrt(int(settings.limit_gb * 1e9 / num_images / 3))
+        raise DataError(
+            what,
+            why=f"the limit is {settings.limit_gb:g} GB",
+            fix=f"raise data.cache_limit_gb (--limit-gb), or store {fits} pixels a side: data.cache_size (--size)",
+        )
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise DataError(
+            f"cannot write {path}", why="no such folder, or not writable", fix="name another file: --out FILE"
+        )
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise DataError(
+            what, why=f"{path.parent} has {free / 1e9:.1f} GB left", fix="free some, or name another disk: --out FILE"
+        )
+
+
+def check_classes_left(index: PackIndex) -> None:
+    """Refuse a cache in which bad files were all of a class."""
+    seen = set(index.labels[: index.num_train])
+    lost = [name for number, name in enumerate(index.classes) if number not in seen]
+    if lost:
+        raise DataError(f"no readable training picture in class {', '.join(lost)}", why="all of them were left out")
+
+
+def whole_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
+    """A whole picture at (size, size), and its true size."""
+    with open_picture(path) as picture:
+        image = picture.rgb(reduction=min(picture.size) / size)
+        square = image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
+        return np.asarray(square), picture.size
+
+
+def centre_unstretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
+    """The centre square of a picture at (size, size), and its true size."""
+    with open_picture(path) as picture:
+        return centre_square(picture, size, 1.0), picture.size
+
+
+def _decode_all(
+    folder: ImageFolder, settings: PackSettings, pixels: Array
+) -> Iterator[tuple[int, tuple[int, int] | DataError]]:
+    """Fill the rows of `pixels`, in order of completion by row; a row's size or what is wrong with its file."""
+    paths, num_train = folder.train.paths + folder.val.paths, len(folder.train)
+
+    def fill(number: int) -> tuple[int, int] | DataError:
+        stored = whole_stretched if number < num_train else centre_unstretched
+        try:
+            pixels[number], size = stored(paths[number], settings.size)
+        except DataError as error:
+            return error
+        return size
+
+    workers = settings.workers or os.cpu_count() or 1
+    ahead = 16 * workers  # images begun before the oldest one is taken
+    with ThreadPoolExecutor(workers) as threads:
+        begun: dict[int, Future[tuple[int, int] | DataError]] = {}
+        try:
+            for number in range(len(paths)):
+                for future in range(number + len(begun), min(number + ahead, len(paths))):
+                    begun[future] = threads.submit(fill, future)
+                yield number, begun.pop(number).result()
+        finally:
+            threads.shutdown(cancel_futures=True)
