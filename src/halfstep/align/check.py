@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.align import files
-from halfstep.align.dialects import command_line, environment, python_calls, source_of
+from halfstep.align.dialects import command_line, environment, source_of
 from halfstep.align.document import read_document
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.hardware_gap import Device, hardware_gaps
 from halfstep.align.ignore import Ignores
-from halfstep.align.lint import lint_tree
 from halfstep.align.resolve import Effective, conflicts, effective
 from halfstep.align.rules import severity_of
 from halfstep.align.statements import Source
@@ -123,16 +122,24 @@ def read_sources(path: Path, text: str, version: str, reading: Reading) -> list[
     name = str(path)
     reading.ignores[name] = Ignores(text)
     if path.suffix == ".py":
-        tree = parse_script(text, name)
-        reading.num_scripts += 1
-        reading.lint += lint_tree(tree, text, name)
-        return python_calls.sources_of(tree, text, name, lightning_version=version)
+        return read_script(text, name, version, reading)
     if path.suffix in files.SHELL_SUFFIXES:
         return command_line.sources_of(text, name, lightning_version=version)
     if path.suffix in (".txt", ".lock"):
         return []
     source = source_of(read_document(text, name), lightning_version=version)
     return [source] if source is not None else []
+
+
+def read_script(text: str, name: str, version: str, reading: Reading) -> list[Source]:
+    # Imported here: comparing two configs should not wait for the lint.
+    from halfstep.align.dialects import python_calls
+    from halfstep.align.lint import lint_tree
+
+    tree = parse_script(text, name)
+    reading.num_scripts += 1
+    reading.lint += lint_tree(tree, text, name)
+    return python_calls.sources_of(tree, text, name, lightning_version=version)
 
 
 def parse_script(text: str, name: str) -> ast.Module:

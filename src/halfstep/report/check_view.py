@@ -83,9 +83,8 @@ def summary(findings: Sequence[FindingLines], *, num_scripts: int, num_sources: 
     ignored = f", {num_ignored} ignored by comment" if num_ignored else ""
     if not any(counts.values()):
         return Text(f"nothing wrong in {looked}{ignored}", style="bold green")
-    found = ", ".join(
-        f"{count} {name}{'s' * (count != 1 and name != 'info')}" for name, count in counts.items() if count
-    )
+    plural = {"error": "errors", "warning": "warnings", "info": "info"}
+    found = ", ".join(f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items() if count)
     return Text(f"{found} in {looked}{ignored}. halfstep check --explain RULE says more", style="bold")
 
 

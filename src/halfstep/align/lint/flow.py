@@ -158,8 +158,7 @@ class Trace:
         if splits and isinstance(test, ast.BoolOp):
             for part in test.values:
                 known |= self.conditions(part, holds, scope)
-        if any(isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mod) for inner in ast.walk(test)):
-            self.windows |= {text for text, _ in known}
+        self.windows |= {text for text, _ in known if "%" in text}
         return frozenset(known)
 
     def key_text(self, node: ast.expr, scope: Scope) -> str:

@@ -11,16 +11,10 @@ from halfstep.align.lint.flow import Trace
 
 TF32_WORDS = ("allow_tf32", "set_float32_matmul_precision", "fp32_precision")
 OTHER_PRECISION = (
-    "autocast",
-    "accelerate",
-    "lightning",
-    "deepspeed",
-    "apex",
-    "halfstep",
-    "transformers",
-    ".half()",
-    "bfloat16",
+    *("autocast", "scaler", "Scaler", "accelerate", "lightning", "deepspeed", "apex", "halfstep", "transformers"),
+    *(".half()", "float16"),
 )
+"""Whoever names one of these has chosen a precision already."""
 
 
 def find(amp: Amp) -> Iterator[Finding]:
