@@ -64,7 +64,7 @@ def test_any_config_round_trips_exactly(
         "precision": {"modules": modules},
         "model": {"options": options},
     }
-    config = from_dict("unet", values).config
+    config = from_dict("my_pkg.my_mod:build", values).config
     assert (config.optimizer.lr, config.data.dir, config.precision.modules) == (lr, folder, modules)
     assert reloaded(config, tmp_path) == config
 

@@ -72,9 +72,9 @@ def is_empty(value: object) -> bool:
 
 def suggestion(path: str, schema: type[Section]) -> str:
     """The nearest settings, by full path or by last name, each with its full path."""
-    names = {key: key for key in fields_of(schema)}
+    names = dict.fromkeys(PRECISION_KEYS, "precision")
     names |= {key: alias.path for key, alias in KEY_ALIASES.items()}
-    names |= dict.fromkeys(PRECISION_KEYS, "precision")
+    names |= {key: key for key in fields_of(schema)}
     scores: dict[str, float] = {}
     for spelling, target in names.items():
         # The last name weighs more: all settings of a section share the rest.

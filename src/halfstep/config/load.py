@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS, precision_name
 from halfstep.config.interpolate import interpolated, references
-from halfstep.config.keys import canonical, field_at, fields_of
+from halfstep.config.keys import canonical, field_at, fields_of, is_empty
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
 from halfstep.config.problems import explained
 from halfstep.config.scalars import settled
@@ -73,12 +73,13 @@ def resolve(said: Sequence[Statement]) -> Loaded:
     used = {name for statement in said for name in references(statement.value)}
     said = with_globals(said)
     workload = strongest("workload", said)
-    if workload is None:
+    if workload is None or is_empty(workload.value):
         raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
     schema = schema_for(str(workload.value), str(workload.source))
     said = [*preset_statements(strongest("preset", said), schema), *said]
     settings = [setting for statement in said if (setting := canonical(statement, schema))]
     settings += meant_by_globals(settings, used)
+    settings += demo_statements(settings, schema)
     precision, precision_notes = precision_statements([s for s in settings if s.path in PRECISION_KEYS])
     others = [settled_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
     chosen, overridden = layered([*precision, *others])
@@ -123,6 +124,12 @@ def preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list
     return layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
 
 
+def demo_statements(settings: Sequence[Statement], schema: type[RunConfig]) -> list[Statement]:
+    """Without a data folder the workload trains on its demo data, with settings that suit those."""
+    has_folder = any(s.path == "data.dir" and not is_empty(s.value) for s in settings)
+    return [] if has_folder else layer_statements(schema.demo, "demo", "demo data")
+
+
 def precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
     """One statement for each layer that speaks of the default precision, and the notes of the strongest."""
     found: list[Statement] = []
@@ -151,6 +158,9 @@ def layered(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[O
         if earlier and earlier.value != statement.value:
             if earlier.source.layer == statement.source.layer:
                 raise disagreement(earlier, statement)
+            if earlier.source.layer == "demo":  # nobody said it, so nobody was overruled
+                chosen[statement.path] = statement
+                continue
             overridden.append(
                 Override(
                     key=statement.path,

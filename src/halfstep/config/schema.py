@@ -112,6 +112,8 @@ class RunConfig(Section):
         "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
     }
     """Values by path for each preset; a workload has its own."""
+    demo: ClassVar[dict[str, Any]] = {}
+    """Values by path that suit the workload's demo data; they count only where no data folder is given."""
 
     workload: str = Field(description="What is trained: a workload's name, or an import path pkg.module:build")
     preset: str | None = Field(default=None, description=f"Values for a purpose: {', '.join(PRESET_NAMES)}")

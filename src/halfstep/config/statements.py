@@ -8,8 +8,8 @@ from typing import Literal
 
 from halfstep.errors import ConfigError
 
-Layer = Literal["default", "preset", "file", "override", "flag"]
-LAYERS: tuple[Layer, ...] = ("preset", "file", "override", "flag")
+Layer = Literal["default", "demo", "preset", "file", "override", "flag"]
+LAYERS: tuple[Layer, ...] = ("demo", "preset", "file", "override", "flag")
 """From the weakest to the strongest; a default is what no layer speaks of."""
 
 OPEN_SECTIONS = ("globals", "precision.modules", "model.options")

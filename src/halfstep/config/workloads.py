@@ -25,6 +25,6 @@ def schema_for(workload: str, where: str = "") -> type[RunConfig]:
         return RunConfig
     if workload not in SCHEMAS:
         at = f" ({where})" if where else ""
-        fix = f"{nearest(workload, SCHEMAS)} Also possible: a YAML file, or an import path such as my_pkg.my_mod:build"
+        fix = f"{nearest(workload, SCHEMAS)} (or a YAML file, or an import path such as my_pkg.my_mod:build)"
         raise ConfigError(f"unknown workload {workload!r}{at}", fix=fix)
     return SCHEMAS[workload]
