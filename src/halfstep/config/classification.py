@@ -59,6 +59,8 @@ class ImageDataConfig(DataConfig):
     cache: bool = Field(
         default=False, description="Decode every image once into one packed file and read that from then on"
     )
+    cache_size: PositiveCount = Field(default=256, description="Side of the images in that file, in pixels")
+    cache_limit_gb: Positive = Field(default=64.0, description="Largest size of that file; more is refused")
     augment: ImageAugmentConfig = ImageAugmentConfig()
 
 

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, DataError, nearest
+from halfstep.workloads.import_path import imported
 
 if TYPE_CHECKING:
     from halfstep.config.schema import RunConfig
     from halfstep.workloads.workload import Workload
 
-BUILDERS = {"unet": "halfstep.workloads.unet:build"}
+CLASSIFIERS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vit_s_16", "vit_b_16", "vit_l_16")
+BUILDERS = {
+    "unet": "halfstep.workloads.unet:build",
+    **dict.fromkeys(CLASSIFIERS, "halfstep.workloads.image_classification:build"),
+}
+DEMOS = {"unet": "halfstep.data.demo_segmentation:write_demo"}
+"""What writes demo data in the layout that a workload reads."""
 
 
 def build(config: RunConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload that `config.workload` names: one of ours, or an import path `pkg.module:build`."""
     path = BUILDERS.get(config.workload, config.workload)
-    module_name, _, function_name = path.partition(":")
-    if not function_name:
+    if ":" not in path:
         fix = nearest(config.workload, BUILDERS) + " Or an import path such as my_pkg.my_mod:build"
         raise ConfigError(f"unknown workload {config.workload!r}", fix=fix)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"workload {config.workload!r} cannot be imported",
-            why=str(error),
-            fix="run where the module is found, or set PYTHONPATH",
-        ) from error
-    builder = getattr(module, function_name, None)
-    if not callable(builder):
-        raise ConfigError(f"{module_name} has no function {function_name!r}", fix="build(config, store) -> Workload")
+    builder = imported(path, what="workload", form="build(config, store) -> Workload")
     workload: Workload = builder(config, store)
     return workload
+
+
+def write_demo(workload: str, folder: Path, *, seed: int) -> None:
+    """Demo data for a workload, in the layout of real data."""
+    if workload not in DEMOS:
+        raise DataError(f"no data folder, and {workload} has no demo data", fix="--data-dir DIR")
+    imported(DEMOS[workload], what="demo data", form="write_demo(folder, seed=0)")(folder, seed=seed)

@@ -1,0 +1,165 @@
+"""Image classification: ResNet and ViT, or a model of the user's own, on a folder of class folders."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.config.classification import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
+from halfstep.data.classification_augment import ImageChanges, model_images
+from halfstep.data.image_folder import check_same_classes
+from halfstep.data.loader import Batch
+from halfstep.errors import ConfigError, ModelError
+from halfstep.models.classifiers import Classifier, load_classifier_
+from halfstep.models.resnet import resnet
+from halfstep.models.vit import checked_grid, vit
+from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.classification import ClassificationMetrics, Mixing, classification_loss, mix
+from halfstep.workloads.image_data import evaluation_size, open_image_data
+from halfstep.workloads.import_path import imported
+from halfstep.workloads.workload import Workload
+
+FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of mixed labels",)
+
+
+def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload for `config.data.dir`; `store` of an earlier run says which classes the data must have."""
+    data = open_image_data(config.data)
+    if store is None:
+        store = {"classes": list(data.classes), "titles": dict(data.titles)}
+    check_same_classes(store["classes"], data.classes)
+    num_classes = len(data.classes)
+
+    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
+
+    return Workload(
+        name=config.workload,
+        model=model_from_store(config, store),
+        train_samples=data.train,
+        val_samples=data.val,
+        prepare=Prepared(config.data),
+        forward=lambda model, batch: model(batch["image"]),
+        loss=loss,
+        metrics=lambda: ClassificationMetrics(num_classes),
+        metric="top1",
+        mode="max",
+        fragile=FRAGILE,
+        store=store,
+        notes=data.notes,
+    )
+
+
+class Prepared:
+    """From bytes to what the model sees: crop, flip, colour, erasing and mixing when training, the centre else."""
+
+    def __init__(self, config: ImageDataConfig) -> None:
+        asked = config.augment
+        self.train_size, self.eval_size = config.image_size, evaluation_size(config)
+        self.changes = ImageChanges(
+            flip=asked.flip,
+            brightness=asked.brightness,
+            contrast=asked.contrast,
+            saturation=asked.saturation,
+            erase=asked.erase,
+        )
+        self.mixing = Mixing(
+            mixup=asked.mixup, cutmix=asked.cutmix, cutmix_share=asked.cutmix_share, chance=asked.mix_chance
+        )
+
+    def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        others = {name: tensor for name, tensor in batch.items() if name != "box"}
+        if not training:
+            return others | {"image": model_images(batch, self.eval_size)}
+        seen = others | {"image": model_images(batch, self.train_size, changes=self.changes, key=key)}
+        return mix(seen, self.mixing, key=key) if self.mixing.is_on else seen
+
+
+def model_from_store(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
+    """The model alone, with the weights that `model.weights` names: all that prediction needs."""
+    num_classes, wish = len(store["classes"]), config.model
+    if wish.path is not None:
+        return _users_model(config, num_classes)
+    model = _own_model(config, num_classes)
+    if wish.weights:
+        weights, _ = read_weights(Path(wish.weights))
+        load_classifier_(model, weights, source=wish.weights, replace_head=wish.replace_head)
+    return model
+
+
+def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
+    checkpointing = config.train.activation_checkpointing
+    if isinstance(config, ResNetConfig):
+        shape = config.model
+        return resnet(
+            config.workload,
+            blocks=shape.blocks,
+            num_classes=num_classes,
+            width=shape.width,
+            stem=shape.stem,
+            checkpointing=checkpointing,
+        )
+    assert isinstance(config, ViTConfig)
+    model = vit(
+        config.workload,
+        num_classes=num_classes,
+        image_size=config.data.image_size,
+        layer_scale=config.model.layer_scale,
+        registers=config.model.registers,
+        checkpointing=checkpointing,
+    )
+    eval_size = evaluation_size(config.data)
+    checked_grid(eval_size, eval_size, model.patch)  # now, not after the first epoch
+    return model
+
+
+def _users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
+    wish = config.model
+    assert wish.path is not None
+    if wish.replace_head:
+        raise ConfigError(
+            "model.replace_head is for halfstep's own models",
+            why=f"which layer of {wish.path} is the head cannot be known",
+            fix="replace the head in your own function",
+        )
+    make = imported(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
+    options = {**({"num_classes": num_classes} if _takes(make, "num_classes") else {}), **wish.options}
+    try:
+        model = make(**options)
+    except TypeError as error:
+        raise ModelError(f"{wish.path} cannot be called with {options}", why=str(error), fix="model.options") from error
+    _check_logits(model, wish.path, num_classes, evaluation_size(config.data))
+    if wish.weights:
+        load_weights_(model, read_weights(Path(wish.weights))[0], source=wish.weights)
+    return model  # type: ignore[no-any-return]
+
+
+def _takes(make: Any, name: str) -> bool:
+    parameters = inspect.signature(make).parameters.values()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _check_logits(model: object, path: str, num_classes: int, size: int) -> None:
+    """One image through a model that is not ours, before anything is trained on what it gives."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{path} gives a {type(model).__name__}, not a model", fix="return an nn.Module")
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(1, 3, size, size))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=str(error).splitlines()[0]) from error
+    finally:
+        model.train(was_training)
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if shape != (1, num_classes):
+        raise ModelError(
+            f"{path} gives {shape} for one image, the data has {num_classes} classes",
+            why="logits of shape (1, classes) are needed",
+            fix=f"model.options={{num_classes: {num_classes}}}, or what your function calls it",
+        )

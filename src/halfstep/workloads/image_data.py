@@ -1,0 +1,98 @@
+"""The data of a classifier: whatever lies in the folder, as samples for training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from halfstep.config.classification import ImageDataConfig
+from halfstep.data.cifar import cifar_folder, read_cifar
+from halfstep.data.crops import CropRange
+from halfstep.data.files import BadFiles
+from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
+from halfstep.data.image_check import check_images
+from halfstep.data.image_folder import FolderLayout, ImageFolder, find_images
+from halfstep.data.loader import Samples
+from halfstep.data.pack_folder import PackSettings, default_pack_path, open_or_pack
+from halfstep.data.stored_images import EvaluationImages, StoredImages, TrainingImages
+from halfstep.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageData:
+    """Samples of both splits, and what their labels mean."""
+
+    classes: tuple[str, ...]
+    train: Samples
+    val: Samples
+    val_names: tuple[str, ...]
+    """Validation files below the data folder, by sample; empty where the images are not files."""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def open_image_data(config: ImageDataConfig) -> ImageData:
+    """The data at `data.dir`: CIFAR's binary batches, a packed cache where asked for, or the files themselves."""
+    if config.dir is None:
+        raise DataError(
+            "no data folder", why="a classifier learns from pictures in class folders", fix="--data-dir DIR"
+        )
+    root = Path(config.dir)
+    batches = cifar_folder(root)
+    if batches is not None:
+        classes, train, val = read_cifar(batches)
+        return ImageData(classes=classes, train=_crops(train, config), val=_centres(val, config), val_names=())
+    layout = FolderLayout(
+        train=config.train_folder, val=config.val_folder, val_fraction=config.val_fraction, seed=config.split_seed
+    )
+    folder = find_images(root, layout)
+    return _packed(folder, config) if config.cache else _files(folder, config)
+
+
+def evaluation_size(config: ImageDataConfig) -> int:
+    """The side of a validation image."""
+    return config.eval_size or config.image_size
+
+
+def _packed(folder: ImageFolder, config: ImageDataConfig) -> ImageData:
+    settings = PackSettings(
+        size=config.cache_size,
+        limit_gb=config.cache_limit_gb,
+        on_bad_file=config.on_bad_file,
+        workers=config.num_workers,
+    )
+    pack = open_or_pack(folder, default_pack_path(folder.root, config.cache_size), settings)
+    return ImageData(
+        classes=pack.index.classes,
+        train=_crops(pack.train, config),
+        val=_centres(pack.val, config),
+        val_names=pack.index.names[pack.index.num_train :],
+        titles=pack.index.titles,
+        notes=tuple(f"left out: {why}" for why in pack.index.left_out),
+    )
+
+
+def _files(folder: ImageFolder, config: ImageDataConfig) -> ImageData:
+    bad_files = BadFiles(config.on_bad_file)
+    folder = check_images(folder, bad_files=bad_files)
+    return ImageData(
+        classes=folder.classes,
+        train=TrainingFiles(folder.train, size=config.image_size, crops=_crop_range(config)),
+        val=EvaluationFiles(folder.val, size=evaluation_size(config), share=config.eval_crop_ratio),
+        val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
+        titles=folder.titles,
+        notes=tuple(f"left out: {error.what} ({error.why})" for error in bad_files.skipped),
+    )
+
+
+def _crops(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
+    return TrainingImages(images, crops=_crop_range(config))
+
+
+def _centres(images: StoredImages, config: ImageDataConfig) -> EvaluationImages:
+    return EvaluationImages(images, size=evaluation_size(config), share=config.eval_crop_ratio)
+
+
+def _crop_range(config: ImageDataConfig) -> CropRange:
+    return CropRange(area=config.augment.crop_area, ratio=config.augment.crop_ratio)
