@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from halfstep.config.load import load
+from halfstep.data.loader import Loader
+from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.models.resnet import ResNet, resnet
+from halfstep.workloads import build
+from halfstep.workloads.classification import ClassificationMetrics
+from halfstep.workloads.workload import Workload
+
+TINY = ["data.image_size=32", "model.width=4", "model.blocks=[1, 1]", "model.stem=small", "data.num_workers=0"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes, told apart by their colour, as JPEGs of several sizes."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for split, num in (("train", 8), ("val", 3)):
+        for number, name in enumerate(("blue", "green", "red")):
+            (root / split / name).mkdir(parents=True)
+            for i in range(num):
+                pixels = rng.integers(0, 80, (40 + 4 * i, 48, 3), dtype=np.uint8)
+                pixels[..., 2 - number] += 150
+                Image.fromarray(pixels).save(root / split / name / f"{i}.jpg", quality=95)
+    return root
+
+
+def built(folder: Path, *words: str, workload: str = "resnet18") -> Workload:
+    torch.manual_seed(0)
+    return build(load(workload, overrides=[f"data.dir={folder}", *words]).config)
+
+
+def first_batch(workload: Workload, *, training: bool, batch_size: int = 6) -> dict[str, torch.Tensor]:
+    samples = workload.train_samples if training else workload.val_samples
+    loader = Loader(samples, batch_size=batch_size, shuffle=training)
+    return workload.prepare(next(loader.epoch(0)), key=(0, 0), training=training)
+
+
+def test_a_few_steps_learn_to_tell_colours_apart_and_metrics_say_so(folder: Path) -> None:
+    workload = built(folder, *TINY, "data.augment.mixup=0.2", "data.augment.cutmix=1")
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
+    loader = Loader(workload.train_samples, batch_size=12)
+    step = 0
+    for epoch in range(12):
+        for loaded in loader.epoch(epoch):
+            batch = workload.prepare(loaded, key=(0, step), training=True)
+            loss, weight = workload.loss(workload.forward(workload.model, batch), batch)
+            assert weight == 12
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+    metrics = workload.metrics()
+    workload.model.eval()
+    with torch.no_grad():
+        for loaded in Loader(workload.val_samples, batch_size=4, shuffle=False).epoch(0):
+            batch = workload.prepare(loaded, key=(0, step), training=False)
+            metrics.update(workload.forward(workload.model, batch), batch)
+    assert isinstance(metrics, ClassificationMetrics)
+    assert sum(seen for seen, _ in metrics.per_class()) == 9
+    assert metrics.compute()[workload.metric] > 0.9
+
+
+def test_validation_may_see_larger_images_than_training(folder: Path) -> None:
+    workload = built(folder, *TINY, "data.eval_size=48", "data.eval_crop_ratio=1")
+    assert first_batch(workload, training=True)["image"].shape == (6, 3, 32, 32)
+    assert first_batch(workload, training=False)["image"].shape == (6, 3, 48, 48)
+
+
+def test_a_prepared_batch_is_a_pure_function_of_its_key(folder: Path) -> None:
+    workload = built(folder, *TINY, "data.augment.cutmix=1", "data.augment.erase=0.5")
+    first, again = first_batch(workload, training=True), first_batch(workload, training=True)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_the_packed_cache_gives_the_same_labels_and_classes(folder: Path) -> None:
+    files, packed = built(folder, *TINY), built(folder, *TINY, "data.cache=true", "data.cache_size=64")
+    assert files.store == packed.store
+    ours, theirs = (first_batch(workload, training=False) for workload in (files, packed))
+    assert torch.equal(ours["label"], theirs["label"])
+    assert ours["image"].shape == theirs["image"].shape
+
+
+def test_classes_are_stored_and_other_classes_are_refused_by_name(folder: Path) -> None:
+    config = load("resnet18", overrides=[f"data.dir={folder}", *TINY]).config
+    store = build(config).store
+    assert store["classes"] == ["blue", "green", "red"]
+    with pytest.raises(DataError, match="2 classes|3 classes"):
+        build(config, {"classes": ["blue", "green", "pink"], "titles": {}})
+
+
+@pytest.mark.parametrize("words", [[], ["model.registers=2", "model.layer_scale=0.1"]])
+def test_vit_is_built_for_the_datas_classes(folder: Path, words: list[str]) -> None:
+    workload = built(folder, "data.image_size=32", *words, workload="vit_s_16")
+    batch = first_batch(workload, training=True, batch_size=2)
+    assert workload.forward(workload.model, batch).shape == (2, 3)
+
+
+def test_a_vit_that_cannot_tile_the_validation_image_is_refused_before_training(folder: Path) -> None:
+    with pytest.raises(ModelError, match="40×40"):
+        built(folder, "data.image_size=32", "data.eval_size=40", workload="vit_s_16")
+
+
+def test_official_weights_need_a_new_head_for_other_classes(folder: Path, tmp_path: Path) -> None:
+    theirs = resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=1000)
+    torch.save(theirs.state_dict(), tmp_path / "resnet18.pth")
+    words = [*TINY, f"model.weights={tmp_path / 'resnet18.pth'}"]
+    with pytest.raises(ModelError, match="1000 classes, the data has 3"):
+        built(folder, *words)
+    model = built(folder, *words, "model.replace_head=true").model
+    assert isinstance(model, ResNet)
+    assert torch.equal(model.conv1.weight, theirs.conv1.weight)
+    assert model.fc.weight.shape[0] == 3
+
+
+def linear(num_classes: int, size: int = 32) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, num_classes))
+
+
+def fixed_head() -> nn.Module:
+    return linear(7)
+
+
+def not_a_model() -> int:
+    return 3
+
+
+@pytest.fixture
+def own_model(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(sys.modules, "a_users_models", sys.modules[__name__])
+    return "a_users_models"
+
+
+def test_a_model_of_the_users_own_gets_the_number_of_classes(folder: Path, own_model: str) -> None:
+    workload = built(folder, *TINY, f"model.path={own_model}:linear", "model.options.size=32")
+    assert workload.forward(workload.model, first_batch(workload, training=True)).shape == (6, 3)
+    assert workload.model.training
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "complaint"),
+    [
+        (["model.path=a_users_models:fixed_head"], ModelError, r"\(1, 7\) for one image, the data has 3"),
+        (["model.path=a_users_models:not_a_model"], ModelError, "gives a int"),
+        (["model.path=a_users_models:linear", "model.options.depth=3"], ModelError, "depth"),
+        (["model.path=a_users_models:linear", "model.options.size=8"], ModelError, "3×32×32"),
+        (["model.path=a_users_models:linear", "model.replace_head=true"], ConfigError, "replace_head"),
+        (["model.path=a_users_models:nothing"], ConfigError, "no function 'nothing'"),
+        (["model.path=no_such_package:model"], ConfigError, "cannot be imported"),
+        (["model.path=just_a_name"], ConfigError, "not an import path"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_named_before_training(
+    folder: Path, own_model: str, words: list[str], kind: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(kind, match=complaint):
+        built(folder, *TINY, *words)
+
+
+def test_no_folder_is_said_as_such() -> None:
+    with pytest.raises(DataError, match="no data folder"):
+        build(load("resnet18").config)
