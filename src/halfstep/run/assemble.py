@@ -147,9 +147,8 @@ def _step(
 ) -> Step:
     o, guard = config.optimizer, config.guard
     groups = parameter_groups(model, o.weight_decay, decay_all=o.decay_norms_and_biases)
-    given = {"momentum": o.momentum, "betas": o.betas, "eps": o.eps, "alpha": o.alpha, "rho": o.rho}
-    options = {name: value for name, value in given.items() if value is not None}
-    optimizer = build_optimizer(o.name, groups, lr=o.lr, options=options | ({"nesterov": True} if o.nesterov else {}))
+    peak_lr = o.peak_lr(config.train.batch_size * config.train.accumulate)
+    optimizer = build_optimizer(o.name, groups, lr=peak_lr, options=o.options())
     return Step(
         model,
         optimizer,
