@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.data.classification_augment import sent
 from halfstep.islands import fp32_island, to_fp32
 
 TOP = 5
@@ -112,9 +113,10 @@ class ClassificationMetrics:
         self._state = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
 
     def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch of logits; no host wait after the first."""
+        """Count one batch of logits; no host wait."""
         label, rank = batch["label"], ranks(outputs, batch["label"])
-        self._state = {name: count.to(label.device) for name, count in self._state.items()}
+        if self._state["counts"].device != label.device:
+            self._state = {name: sent(count, label.device) for name, count in self._state.items()}
         facts = torch.stack([torch.ones_like(rank), rank < 1, rank < TOP])
         self._state["counts"].scatter_add_(1, label.expand(3, -1), facts)
         if "pairs" in self._state:
