@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from halfstep.cli.main import main
 from halfstep.config.dump import to_yaml
 from halfstep.config.load import load
+from halfstep.report.config_view import show_config
 
 Capture = pytest.CaptureFixture[str]
 
@@ -85,6 +87,12 @@ def test_show_config_prints_each_value_with_its_source_and_what_was_overridden(c
     assert "Passes over the training set" in rows["train.epochs"]
     assert "overridden: train.epochs = 3 (train.epochs=3) overrides 50 (preset fast)" in out
     assert "globals" in rows
+
+
+def test_a_narrow_terminal_gets_a_list_that_says_the_same(capsys: Capture) -> None:
+    show_config(load("unet", overrides=["train.epochs=3"]), Console(width=70))
+    out = capsys.readouterr().out
+    assert "train.epochs = 3  (train.epochs=3)\n    Passes over the training set" in out
 
 
 def test_the_schema_is_written_once_and_never_over_a_file(capsys: Capture, tmp_path: Path) -> None:

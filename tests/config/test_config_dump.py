@@ -51,7 +51,7 @@ def test_a_workload_of_the_users_own_round_trips(tmp_path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(
     lr=st.floats(min_value=1e-300, max_value=1e300),
-    folder=st.none() | st.text(max_size=20).filter(lambda text: "${" not in text and "\x00" not in text),
+    folder=st.none() | st.text(min_size=1, max_size=20).filter(lambda text: "${" not in text and "\x00" not in text),
     modules=st.dictionaries(PATTERNS, st.sampled_from(["fp32", "bf16", "fp8"]), max_size=3),
     options=st.dictionaries(st.text(min_size=1, max_size=5), JSON, max_size=3),
 )

@@ -206,6 +206,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["scaler.init_scale=0.5"], "init_scale 0.5 is below min_scale 1"),
         (["model=my_pkg.models:Net"], "unet builds its own model"),
         (["precision.defautl=bf16"], "did you mean precision.default"),
+        (["data.dir="], "data.dir = '' (data.dir=): expected text that is not empty"),
         (["train=5"], "`train=5`: train holds settings, not a value"),
         (["train.epohcs=3"], "unknown key 'train.epohcs' (train.epohcs=3)\n  fix: did you mean train.epochs?"),
         (["epohcs=3"], "did you mean train.epochs?"),
@@ -253,7 +254,7 @@ def test_a_wrong_value_under_a_foreign_key_shows_that_key(tmp_path: Path) -> Non
         ("unett", "unknown workload 'unett' (unett)\n  fix: did you mean 'unet'?"),
         ("nowhere.yaml", "no such config file: nowhere.yaml"),
         ("some/where", "no such config file: some/where"),
-        ("", "unknown workload ''"),
+        ("", "no workload is named"),
     ],
 )
 def test_a_target_that_does_not_exist(target: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def canonical(statement: Statement, schema: type[Section]) -> Statement | None:
 
 
 def is_empty(value: object) -> bool:
-    return value is None or value == {} or isinstance(value, Plain) and value.lower() in NULLS
+    return value in (None, {}, "") or isinstance(value, Plain) and value.lower() in NULLS
 
 
 def suggestion(path: str, schema: type[Section]) -> str:

@@ -74,6 +74,8 @@ def expected(detail: ErrorDetails) -> str:
         return str(context["expected"])
     if kind == "too_long":
         return f"a list of {context['max_length']} values"
+    if kind == "string_too_short":
+        return "text that is not empty"
     if kind == "missing":
         return "one more value"
     return EXPECTED.get(kind.split("_")[0], detail["msg"])

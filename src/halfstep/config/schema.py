@@ -5,7 +5,7 @@ A workload subclasses `RunConfig` and its `DataConfig` and `ModelConfig` where i
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -68,7 +68,7 @@ def canonical(value: object) -> str:
 class DataConfig(Section):
     """Where the data is and how it is read."""
 
-    dir: str | None = Field(
+    dir: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="Folder of the data set; without one halfstep trains on generated demo data"
     )
     image_size: PositiveCount = Field(default=224, description="Side of the square images the model sees, in pixels")

@@ -34,6 +34,9 @@ def parse_override(word: str) -> list[Statement]:
 
 def parse_value(text: str, word: str) -> object:
     """`[a, b]`, `{a: 1}` and quoted text as YAML has them; anything else is plain text, whatever it holds."""
+    if not text:
+        # `data.dir=$UNSET` must not quietly mean null.
+        return ""
     return parse_flow(text, f"override {word}") if text[:1] in ("[", "{", '"', "'") else Plain(text)
 
 

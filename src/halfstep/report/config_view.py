@@ -14,6 +14,9 @@ from halfstep.config.keys import fields_of
 from halfstep.config.load import Loaded
 from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Source
 
+TABLE_WIDTH = 110
+"""Columns below which four table columns squeeze the description into a ribbon."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
@@ -63,22 +66,33 @@ def config_as_json(loaded: Loaded) -> dict[str, Any]:
 
 def show_config(loaded: Loaded, console: Console) -> None:
     """The view for people: what was set by hand stands out, defaults are dim."""
+    show = show_table if console.width >= TABLE_WIDTH else show_list
+    show(list(settings(loaded)), console)
+    for line in header_lines(loaded):
+        console.print(escape(line))
+
+
+def show_table(rows: list[Setting], console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=30)
     table.add_column("from", overflow="fold", max_width=30)
     table.add_column("what it is", style="dim", min_width=20)
-    section = ""
-    for setting in settings(loaded):
-        if setting.key.partition(".")[0] != section and "." in setting.key:
-            table.add_section()
-        section = setting.key.partition(".")[0]
-        style = "dim" if setting.source is DEFAULT else "bold"
-        cells = (setting.key, shown(setting.value), str(setting.source))
-        table.add_row(*(f"[{style}]{escape(cell)}[/]" for cell in cells), escape(setting.description))
+    for row in rows:
+        cells = (row.key, shown(row.value), str(row.source))
+        table.add_row(*(f"[{style_of(row)}]{escape(cell)}[/]" for cell in cells), escape(row.description))
     console.print(table)
-    for line in header_lines(loaded):
-        console.print(escape(line))
+
+
+def show_list(rows: list[Setting], console: Console) -> None:
+    """For narrow terminals: the description stands below its setting."""
+    for row in rows:
+        said = escape(f"{row.key} = {shown(row.value)}  ({row.source})")
+        console.print(f"[{style_of(row)}]{said}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
+
+
+def style_of(row: Setting) -> str:
+    return "dim" if row.source is DEFAULT else "bold"
 
 
 def header_lines(loaded: Loaded) -> list[str]:
