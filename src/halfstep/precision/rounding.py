@@ -34,6 +34,8 @@ def round_to(tensor: torch.Tensor, format: str | Format, overflow: Overflow | No
         rounded = _round_bits(tensor, FP32.mantissa_bits - fmt.mantissa_bits)
         if fmt.exponent_bits < FP32.exponent_bits:
             rounded = torch.where(tensor.abs() < fmt.smallest_normal, _round_subnormal(tensor, fmt), rounded)
+    if overflow == "inf" and fmt.exponent_bits >= FP32.exponent_bits:
+        return rounded  # fp32's own exponent: the carry has made infinities already
     too_large = rounded.abs() > min(fmt.largest, FP32.largest)
     limit = {"inf": math.inf, "nan": math.nan, "saturate": fmt.largest}[overflow]
     return torch.where(too_large, torch.copysign(torch.full_like(rounded, limit), tensor), rounded)

@@ -21,7 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import PrecisionError
-from halfstep.islands import LOW_PRECISION, to_fp32
+from halfstep.islands import LOW_PRECISION
+from halfstep.precision.half_casts import to_full, to_half
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.rounding import round_to
 
@@ -97,7 +98,9 @@ def _is_composite(func: Any) -> bool:
 
 
 def _in_fp32(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _cast(func(*to_fp32(args), **to_fp32(kwargs)), dtype)
+    full_args = [_to_full(arg) for arg in args]
+    full_kwargs = {name: _to_full(value) for name, value in kwargs.items()}
+    return _to_half(func(*full_args, **full_kwargs), dtype)
 
 
 def _convolution(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +129,7 @@ def flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as the half-precision kernels have it: scores and sums in fp32, but probabilities in half for P @ V."""
     assert dropout_p == 0.0, "torch takes the decomposed path under dropout"
-    scores = query.float() @ key.float().transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+    scores = to_full(query) @ to_full(key).transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
     if is_causal:
         is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(is_future, -math.inf)
@@ -136,9 +139,10 @@ def flash_attention(
     top = top.masked_fill(top == -math.inf, 0.0)  # rows that may see nothing give zeros, not NaN
     unnormalised = torch.exp(scores - top)
     total = unnormalised.sum(-1, keepdim=True)
-    output = unnormalised.to(query.dtype).float() @ value.float() / total.masked_fill(total == 0, 1.0)
+    probabilities = to_full(to_half(unnormalised, query.dtype))
+    output = probabilities @ to_full(value) / total.masked_fill(total == 0, 1.0)
     # The kernel stores heads next to each other, and its backward expects that.
-    output = output.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    output = to_half(output, query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     return output, (top + total.log()).squeeze(-1)
 
 
@@ -150,10 +154,15 @@ REPLACED: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]]
 """What stands in for each kernel on half-precision tensors."""
 
 
-def _cast(result: Any, dtype: torch.dtype) -> Any:
+def _to_full(value: Any) -> Any:
+    return to_full(value) if isinstance(value, torch.Tensor) and value.dtype in LOW_PRECISION else value
+
+
+def _to_half(result: Any, dtype: torch.dtype) -> Any:
+    """Of one tensor, or of the several that a backward kernel returns; gradients nobody asked for are None."""
     if isinstance(result, torch.Tensor):
-        return result.to(dtype)
-    return type(result)(_cast(item, dtype) if item is not None else None for item in result)
+        return to_half(result, dtype)
+    return type(result)(item if item is None else to_half(item, dtype) for item in result)
 
 
 def _operands_in_tf32(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Any]:
