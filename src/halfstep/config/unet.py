@@ -125,7 +125,7 @@ class UNetConfig(RunConfig):
         "model.depth": 3,
         "optimizer.lr": 5e-3,
         "train.batch_size": 8,
-        "train.epochs": 15,
+        "train.epochs": 12,
         "train.report_every": 5,
         "train.checkpoint_every": 0,
     }

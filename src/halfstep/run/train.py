@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.energy import EnergyMeter
 from halfstep.measure.memory import format_bytes, peak_memory_bytes, reset_peak
+from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
@@ -27,7 +29,12 @@ from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
 from halfstep.run.randomness import algorithms
 from halfstep.run.resume import refuse_changes
+from halfstep.workloads import write_demo
 from halfstep.workloads.workload import Workload
+
+DEMO_NOTE = "no data folder was given: this is the DEMO, on images generated into {}; yours go in with --data-dir DIR"
+    "no data folder was given: this is the DEMO, on images generated into {}; your own go in with --data-dir DIR"
+)
 
 
 def train(loaded: Loaded, *, out: Path | None = None, resume: Path | None = None, allow_changes: bool = False) -> Path:
@@ -38,16 +45,29 @@ def train(loaded: Loaded, *, out: Path | None = None, resume: Path | None = None
 
 
 def _start(loaded: Loaded, out: str | None) -> Path:
-    config = loaded.config
-    hardware = probe(config.device)
-    # The data is looked at first: a wrong folder must not leave an empty run behind.
-    workload = build_workload(config)
-    plan = plan_for(config, workload, hardware)
-    folder = RunFolder.create(out, _run_name(config))
-    folder.config.write_text(to_yaml(config))
+    hardware = probe(loaded.config.device)
+    decide(loaded.config.precision, hardware)  # a wish that cannot be granted is told before any file is made
+    is_demo = loaded.config.data.dir is None
+    if is_demo:
+        folder = RunFolder.create(out, _run_name(loaded.config))
+        loaded = _with_demo_data(loaded, folder)
+    # Real data are looked at first: a wrong folder must not leave an empty run behind.
+    workload = build_workload(loaded.config)
+    plan = plan_for(loaded.config, workload, hardware)
+    if not is_demo:
+        folder = RunFolder.create(out, _run_name(loaded.config))
+    folder.config.write_text(to_yaml(loaded.config))
     folder.plan.write_text(plan.to_json())
-    _run(loaded, folder, workload, plan, checkpoint=None)
+    notes = [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
+    _run(loaded, folder, workload, plan, checkpoint=None, notes=notes)
     return folder.path
+
+
+def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
+    config = loaded.config
+    write_demo(config.workload, folder.path / "data", seed=config.train.seed)
+    data = config.data.model_copy(update={"dir": str(folder.path / "data")})
+    return dataclasses.replace(loaded, config=config.model_copy(update={"data": data}))
 
 
 def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
@@ -85,7 +105,7 @@ def _run(
         loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
         _show_header(report, loaded, folder, parts)
         for note in notes or []:
-            report.notice(note, "warning" if "damaged" in note else "info")
+            report.notice(note, "warning" if "damaged" in note or "DEMO" in note else "info")
         if checkpoint is not None:
             loop.restore(checkpoint)
         reset_peak(parts.device)

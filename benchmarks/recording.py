@@ -1,0 +1,54 @@
+"""What every benchmark stores: the numbers with device, versions and the command that regenerates them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def store(name: str, results: dict[str, Any], device: torch.device, folder: str | None = None) -> Path:
+    """Write `results/NAME.json` (or into another folder, for a machine that hands files back)."""
+    record = {
+        "benchmark": name,
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        **results,
+    }
+    path = Path(folder or RESULTS) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"stored {path}")
+    return path
+
+
+def time_steps(step: Callable[[], object], *, warmup: int, steps: int, windows: int) -> dict[str, float]:
+    """Milliseconds a step: the median over windows of `steps` steps, with the spread between windows."""
+    for _ in range(warmup):
+        step()
+    times = []
+    for _ in range(windows):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / steps * 1e3)
+    return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times), "windows": windows}

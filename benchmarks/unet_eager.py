@@ -1,0 +1,119 @@
+"""U-Net 31M, 512x512, batch 8, one GPU: eager halfstep steps by precision, and what the guarded step itself costs.
+
+    python benchmarks/unet_eager.py [--out DIR]
+
+Overhead: the same model, optimizer, clipping and autocast in a bare loop (`loss.backward(); clip; optimizer.step()`,
+no finite check, no guard) against Step + guard, interleaved in one run. Random data that stay on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from recording import store, time_steps
+
+from halfstep.hardware.probe import probe
+from halfstep.models.unet import UNet
+from halfstep.precision.decide import decide
+from halfstep.train.clip import Clip
+from halfstep.train.guard import Guard
+from halfstep.train.optimizers import build_optimizer, parameter_groups
+from halfstep.train.schedule import ScheduleOptions, build_schedule
+from halfstep.train.step import Step
+from halfstep.workloads.segmentation import segmentation_loss
+
+BATCH, SIDE = 8, 512
+DEVICE = torch.device("cuda")
+
+
+def model_and_batch() -> tuple[UNet, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = UNet(in_channels=3, num_classes=2).to(DEVICE, memory_format=torch.channels_last)
+    image = torch.rand(BATCH, 3, SIDE, SIDE, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    mask = torch.randint(0, 2, (BATCH, SIDE, SIDE), device=DEVICE, dtype=torch.uint8)
+    return model, {"image": image, "mask": mask}
+
+
+def guarded(precision: str, *, compiled: bool = False) -> Callable[[], object]:
+    model, batch = model_and_batch()
+    plan = decide(precision, probe("cuda"), model, strict=True)
+    optimizer = build_optimizer("adamw", parameter_groups(model, 0.01), lr=1e-4)
+    schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=1000, warmup_steps=10))
+    step = Step(plan.apply(model), optimizer, plan, clip=Clip(limit=1.0), schedules=[schedule])
+    guard = Guard(scaling=plan.needs_loss_scaling)
+
+    def loss_fn(b: dict[str, torch.Tensor]) -> torch.Tensor:
+        return segmentation_loss(model(b["image"]), b["mask"])
+
+    compute = torch.compile(loss_fn) if compiled else loss_fn
+    return lambda: guard.watch(step(compute, [batch]))
+
+
+def bare(*, compiled: bool = False) -> Callable[[], object]:
+    model, batch = model_and_batch()
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4, fused=True)
+
+    def loss_fn(b: dict[str, torch.Tensor]) -> torch.Tensor:
+        return segmentation_loss(model(b["image"]), b["mask"])
+
+    compute = torch.compile(loss_fn) if compiled else loss_fn
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = compute(batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def measured(make: Callable[[], Callable[[], object]], **timing: int) -> dict[str, Any]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = time_steps(make(), **timing)
+    return found | {"peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    out = parser.parse_args().out
+    torch.backends.cudnn.benchmark = True
+    precisions = {
+        name: measured(lambda n=name: guarded(n), warmup=8, steps=8, windows=5)  # type: ignore[misc]
+        for name in ("fp32", "tf32", "bf16", "fp16")
+    }
+    overhead: dict[str, Any] = {}
+    for compiled in (False, True):
+        kind = "compiled" if compiled else "eager"
+        # Interleaved twice, so that a drift of the clocks meets both alike.
+        runs = [measured(lambda m=make, c=compiled: m(compiled=c), warmup=10, steps=20, windows=5)  # type: ignore[misc]
+                for make in (bare, lambda compiled: guarded("bf16", compiled=compiled)) * 2]  # fmt: skip
+        bare_ms = (runs[0]["ms"] + runs[2]["ms"]) / 2
+        step_ms = (runs[1]["ms"] + runs[3]["ms"]) / 2
+        overhead[kind] = {"bare_ms": bare_ms, "step_ms": step_ms, "overhead": step_ms / bare_ms - 1, "runs": runs}
+    ratios = {
+        name: {"speedup": precisions["fp32"]["ms"] / row["ms"],
+               "memory": row["peak_memory_gb"] / precisions["fp32"]["peak_memory_gb"]}
+        for name, row in precisions.items()
+    }  # fmt: skip
+    for name, row in precisions.items():
+        print(f"{name:5} {row['ms']:7.1f} ms {row['peak_memory_gb']:6.2f} GB  {ratios[name]['speedup']:.2f}x fp32, "
+              f"{ratios[name]['memory']:.2f} of its memory")  # fmt: skip
+    for kind, row in overhead.items():
+        print(
+            f"step + guard, {kind}: {row['step_ms']:.2f} ms against {row['bare_ms']:.2f} bare: {row['overhead']:+.2%}"
+        )
+    results = {"batch": BATCH, "side": SIDE, "precisions": precisions, "against_fp32": ratios, "overhead": overhead}
+    store("unet_eager", results, DEVICE, out)
+
+
+if __name__ == "__main__":
+    main()
