@@ -52,12 +52,15 @@ def test_half_precision_logits_are_summed_in_fp32_under_autocast(dtype: torch.dt
     torch.testing.assert_close(loss.double(), reference, rtol=1e-6, atol=0)
 
 
-def test_the_loss_compiles_as_one_graph() -> None:
-    logits, batch = torch.randn(6, 7), mix(batch_of(), BOTH, key=(0, 1))
+def test_one_compiled_graph_serves_the_shares_of_every_batch() -> None:
+    logits = torch.randn(6, 7)
     compiled = torch.compile(classification_loss, backend="eager", fullgraph=True)
-    torch.testing.assert_close(
-        compiled(logits, batch, smoothing=0.1), classification_loss(logits, batch, smoothing=0.1)
-    )
+    compiled(logits, mix(batch_of(), BOTH, key=(0, 0)), smoothing=0.1)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in range(1, 5):
+            batch = mix(batch_of(), BOTH, key=(0, step))
+            expected = classification_loss(logits, batch, smoothing=0.1)
+            torch.testing.assert_close(compiled(logits, batch, smoothing=0.1), expected)
 
 
 def test_mixing_is_a_pure_function_of_its_key_and_leaves_its_input_alone() -> None:
