@@ -67,8 +67,8 @@ def show_error(error: HalfstepError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
-    mark = Text("stopped: ", style="bold yellow") if isinstance(error, Interrupted) else Text("error: ", style="bold red")
-    console.print(mark + Text(error.what), soft_wrap=True)
+    mark = ("stopped: ", "bold yellow") if isinstance(error, Interrupted) else ("error: ", "bold red")
+    console.print(Text.assemble(mark, error.what), soft_wrap=True)
     for label, text in (("why", error.why), ("fix", error.fix)):
         if text:
             console.print(Text(f"  {label}: ", style="bold") + Text(text), soft_wrap=True)

@@ -20,7 +20,7 @@ from halfstep.errors import DataError
 Array = np.ndarray[Any, Any]
 
 NUM_IMAGES = 100
-SIDE = 96
+SIDE = 64
 
 
 def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, side: int = SIDE) -> None:
@@ -79,7 +79,7 @@ def _stripes(rng: np.random.Generator, grid: Array) -> Array:
 
 def _shape(rng: np.random.Generator, grid: Array) -> Array:
     """A disc, a box or a triangle, turned at random."""
-    kind, angle, size = rng.integers(3), rng.uniform(0, 2 * np.pi), rng.uniform(0.12, 0.22)
+    kind, angle, size = rng.integers(3), rng.uniform(0, 2 * np.pi), rng.uniform(0.15, 0.26)
     centre_y, centre_x = rng.uniform(0.15, 0.85, 2)
     y, x = grid[0] - centre_y, grid[1] - centre_x
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)

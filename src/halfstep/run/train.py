@@ -18,6 +18,7 @@ from halfstep.measure.energy import EnergyMeter
 from halfstep.measure.memory import format_bytes, peak_memory_bytes, reset_peak
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.report.config_view import header_lines
 from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
@@ -33,8 +34,6 @@ from halfstep.workloads import write_demo
 from halfstep.workloads.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on images generated into {}; yours go in with --data-dir DIR"
-    "no data folder was given: this is the DEMO, on images generated into {}; your own go in with --data-dir DIR"
-)
 
 
 def train(loaded: Loaded, *, out: Path | None = None, resume: Path | None = None, allow_changes: bool = False) -> Path:
@@ -149,12 +148,9 @@ def _show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: As
         ("optimizer", ", ".join(commits)),
         ("run", str(folder.path)),
     ]
-    overridden = [
-        f"{o.key}={o.value} ({o.source}) wins over {o.replaced_value} ({o.replaced})" for o in loaded.overridden
-    ]
     report.header(f"halfstep {config.workload}", rows, plan=str(plan), warnings=plan.warnings)
-    for note in (*loaded.notes, *overridden):
-        report.notice(note)
+    for line in header_lines(loaded):
+        report.notice(line)
 
 
 def _show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None) -> None:
