@@ -1,0 +1,315 @@
+"""The precision room on a real GPU: decisions, flags, autocast's own lists, compiled islands, fp8, graph capture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.hardware.probe import probe
+from halfstep.islands import fp32_island, to_fp32
+from halfstep.precision.backend import effective_leaves, read_flags, strict_fp32, tf32
+from halfstep.precision.decide import decide
+from halfstep.precision.plan import Plan
+from halfstep.precision.rounding import round_to
+from halfstep.precision.simulate import simulate, simulated_kernels
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))
+import autocast_samples as samples  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*deprecated.*:UserWarning"),
+    # inductor compiles in child processes, and some of its dependencies warn of their own imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+HALF = [torch.bfloat16, torch.float16]
+BF16_SPACING = 2.0**-7
+
+
+def capability_at_least(major: int, minor: int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (major, minor)
+
+
+needs_bf16 = pytest.mark.skipif(not capability_at_least(8, 0), reason="needs sm_80 for native bf16: NOT tested here")
+needs_fp8 = pytest.mark.skipif(not capability_at_least(8, 9), reason="needs sm_89 for fp8: NOT tested here")
+
+
+def plan_for(name: str, model: nn.Module | None = None, **options: Any) -> Plan:
+    return decide(name, probe("cuda"), model, **options)
+
+
+@needs_bf16
+def test_auto_is_bf16_on_this_gpu() -> None:
+    plan = plan_for("auto")
+    assert (plan.granted, plan.simulated, plan.warnings) == ("bf16", False, ())
+    assert plan.device.startswith("cuda")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", samples.LOWER)
+def test_cuda_autocast_lowers_what_our_list_says(name: str, dtype: torch.dtype) -> None:
+    with torch.autocast("cuda", dtype):
+        assert samples.first(samples.LOWER[name](samples.maker(torch.float32, "cuda"))).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", [*samples.FP32, *samples.FP32_BY_DTYPE])
+def test_cuda_autocast_upcasts_what_our_list_says(name: str, dtype: torch.dtype) -> None:
+    sample = {**samples.FP32, **samples.FP32_BY_DTYPE}[name]
+    with torch.autocast("cuda", dtype):
+        assert samples.first(sample(samples.maker(dtype, "cuda"))).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", samples.PROMOTE)
+def test_cuda_autocast_promotes_what_our_list_says(name: str) -> None:
+    half, full = samples.maker(torch.float16, "cuda"), samples.maker(torch.float32, "cuda")
+    with torch.autocast("cuda", torch.float16):
+        assert samples.PROMOTE[name](half, full).dtype == torch.float32
+        assert samples.PROMOTE[name](half, half).dtype == torch.float16
+
+
+def test_cuda_autocast_refuses_binary_cross_entropy() -> None:
+    with torch.autocast("cuda", torch.float16), pytest.raises(RuntimeError, match="unsafe to autocast"):
+        samples.binary_cross_entropy(samples.maker(torch.float32, "cuda"))
+
+
+def products() -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
+    """Each gives the fp32 result on the GPU and the fp64 one."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w = (torch.randn(512, 512, device="cuda", generator=generator) for _ in range(2))
+    image = torch.randn(4, 32, 32, 32, device="cuda", generator=generator)
+    kernel = torch.randn(32, 32, 3, 3, device="cuda", generator=generator)
+    return {
+        "matmul": lambda: (x @ w, x.double() @ w.double()),
+        "convolution": lambda: (F.conv2d(image, kernel), F.conv2d(image.double(), kernel.double())),
+    }
+
+
+def relative_error(pair: tuple[Tensor, Tensor]) -> float:
+    return ((pair[0] - pair[1]).norm() / pair[1].norm()).item()
+
+
+@needs_bf16
+@pytest.mark.parametrize("name", ["matmul", "convolution"])
+def test_flags_do_on_the_chip_what_they_say(name: str) -> None:
+    product = products()[name]
+    before = read_flags()
+    with strict_fp32():
+        strict = relative_error(product())
+    with tf32():
+        loose = relative_error(product())
+    # fp32 rounds at 2^-24, tf32 operands at 2^-11; sums of random signs keep the relative error near that.
+    assert strict < 2e-6 < 1e-4 < loose < 2e-3
+    assert read_flags() == before
+
+
+@needs_bf16
+def test_tf32_of_the_chip_is_within_one_spacing_of_round_to() -> None:
+    x = torch.randn(256, 256, device="cuda")
+    with tf32():
+        chip = x @ torch.eye(256, device="cuda")
+    ours = round_to(x, "tf32")
+    spacing = 2.0**-10 * 2.0 ** ours.abs().log2().floor()
+    gap = ((chip - ours).abs() / spacing)[ours != 0]
+    print(f"tf32 on {torch.cuda.get_device_name()}: {(gap > 0).float().mean():.1%} of values differ from nearest even")
+    assert gap.max() <= 1.0
+    assert not torch.equal(chip, x)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "tf32"])
+def test_contexts_on_cuda_leave_nothing_behind(name: str) -> None:
+    plan = plan_for(name)
+
+    def state() -> tuple[Any, ...]:
+        return read_flags(), effective_leaves(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    before = state()
+    with plan.forward(), plan.forward():
+        pass
+    with plan.backend():
+        pass
+    assert state() == before
+
+
+class Net(nn.Module):
+    """A convolution, a norm, an island and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(self.conv(x)).relu().mean((2, 3))
+        with fp32_island():
+            gram = to_fp32(hidden) @ to_fp32(hidden).t()
+        return self.head(hidden), gram
+
+
+@needs_bf16
+@pytest.mark.parametrize("modules", [{}, {"head": "fp32"}], ids=["plain", "fp32 head"])
+def test_plan_forward_and_islands_hold_under_torch_compile(modules: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    plan = plan_for("bf16", model, modules=modules)
+    plan.apply(model)
+    compiled = torch.compile(model, fullgraph=True)
+    x = torch.randn(8, 3, 32, 32, device="cuda")
+    with plan.forward():
+        logits, gram = compiled(x)
+        expected_logits, expected_gram = model(x)
+        loss = logits.float().sum() + gram.sum()
+    with plan.backend():
+        loss.backward()
+    assert logits.dtype == (torch.float32 if modules else torch.bfloat16)
+    assert gram.dtype == torch.float32
+    torch.testing.assert_close(logits.float(), expected_logits.float(), rtol=4 * BF16_SPACING, atol=4 * BF16_SPACING)
+    torch.testing.assert_close(gram, expected_gram, rtol=4 * BF16_SPACING, atol=4 * BF16_SPACING)
+    assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in model.parameters())
+
+
+@needs_bf16
+def test_plan_forward_inside_a_compiled_region() -> None:
+    model = nn.Linear(32, 32).cuda()
+    plan = plan_for("bf16", model)
+
+    def loss(x: Tensor) -> Tensor:
+        with plan.forward():
+            return model(x).float().square().mean()
+
+    x = torch.randn(8, 32, device="cuda")
+    with plan.backend():
+        compiled = torch.compile(loss, fullgraph=True)(x)
+    torch.testing.assert_close(compiled, loss(x), rtol=4 * BF16_SPACING, atol=1e-3)
+
+
+@needs_bf16
+@pytest.mark.parametrize("name", ["fp32", "tf32"])
+def test_fp32_and_tf32_plans_compile(name: str) -> None:
+    """inductor reads the old switches, and torch refuses that when they and the new flags disagree."""
+    model = nn.Linear(256, 256).cuda()
+    x = torch.randn(256, 256, device="cuda")
+    plan = plan_for(name, model)
+    compiled = torch.compile(model, fullgraph=True)
+    with plan.forward():
+        output = compiled(x)
+    exact = F.linear(x.double(), model.weight.double(), model.bias.double())
+    error = ((output - exact).norm() / exact.norm()).item()
+    assert error < 2e-6 if name == "fp32" else 1e-5 < error < 2e-3
+
+
+@needs_bf16
+def test_forward_and_backward_can_be_captured_in_a_cuda_graph() -> None:
+    model = Net().cuda()
+    plan = plan_for("bf16", model)
+    x = torch.randn(4, 3, 16, 16, device="cuda")
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=False)
+        with plan.forward():
+            logits, gram = model(x)
+            loss = logits.float().sum() + gram.sum()
+        with plan.backend():
+            loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.testing.assert_close(captured.detach(), step().detach(), rtol=4 * BF16_SPACING, atol=1e-2)
+
+
+@needs_bf16
+def test_the_contexts_make_no_host_synchronisation() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 16)).cuda()
+    plan = plan_for("bf16", model, modules={"2": "fp32"})
+    plan.apply(model)
+    x = torch.randn(8, 32, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with plan.forward():
+            loss = model(x).sum()
+        with plan.backend():
+            loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_bf16
+def test_simulation_on_cuda_gives_the_numbers_of_real_autocast() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 128, device="cuda")
+    w = torch.randn(32, 128, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        native = F.linear(x, w)
+    (native_grad,) = torch.autograd.grad(native.sum(), w)
+    with simulate("bf16", "cuda"):
+        ours = F.linear(x, w)
+    with simulated_kernels():
+        (our_grad,) = torch.autograd.grad(ours.sum(), w)
+    assert ours.dtype == torch.bfloat16
+    assert (ours != native).float().mean() <= 0.01
+    torch.testing.assert_close(ours, native, rtol=BF16_SPACING, atol=BF16_SPACING)
+    torch.testing.assert_close(our_grad, native_grad, rtol=BF16_SPACING, atol=BF16_SPACING)
+
+
+@needs_fp8
+@pytest.mark.parametrize("tokens", [64, 37])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_native_fp8_gives_the_numbers_of_simulated_fp8(tokens: int, is_compiled: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 128, device="cuda")
+    grad = torch.randn(tokens, 64, device="cuda").bfloat16()
+    weight, results = torch.randn(64, 128, device="cuda"), []
+    for simulated in (False, True):
+        model = nn.Sequential(nn.Linear(128, 64)).cuda()
+        with torch.no_grad():
+            model[0].weight.copy_(weight)
+            model[0].bias.zero_()
+        plan = plan_for("fp8", model, simulate=simulated, strict=True)
+        plan.apply(model)
+        assert type(model[0]).__name__ == "LinearInFp8"
+        run = torch.compile(model) if is_compiled and not simulated else model
+        tokens_in = x.clone().requires_grad_()
+        with plan.forward():
+            output = run(tokens_in)
+        with plan.backend():
+            output.backward(grad)
+        results.append((output.detach().float(), tokens_in.grad, model[0].weight.grad))
+    for native, simulated_result in zip(*results, strict=True):
+        assert native is not None
+        # Products are summed in another order, and cuBLAS keeps fewer bits in fp8 sums: well under fp8's own 2^-4.
+        assert (native - simulated_result).norm() / simulated_result.norm() < 0.01
+
+
+@needs_fp8
+def test_fp8_makes_no_host_synchronisation() -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).cuda()
+    plan = plan_for("fp8", model)
+    plan.apply(model)
+    x = torch.randn(32, 64, device="cuda")
+    with plan.forward():
+        model(x).sum().backward()  # cuBLAS sets its workspace up on first use
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with plan.forward():
+            loss = model(x).sum()
+        with plan.backend():
+            loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
