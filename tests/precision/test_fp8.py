@@ -99,3 +99,14 @@ def test_a_part_may_be_fp8_under_a_bf16_default() -> None:
     assert type(model["head"]) is nn.Linear
     with plan.forward():
         assert model["head"](model["body"][0](torch.randn(2, 32))).dtype == torch.bfloat16
+
+
+def test_an_fp8_part_needs_no_autocast_of_its_own_under_bf16_but_does_under_fp32() -> None:
+    for default, names in (("bf16", ["Sequential", "LinearInFp8"]), ("fp32", ["SequentialInHalf", "LinearInFp8"])):
+        model = nn.ModuleDict({"body": nn.Sequential(nn.Linear(32, 32))})
+        plan = decide(default, CPU, model, modules={"body": "fp8"}, simulate=True)
+        plan.apply(model)
+        assert [type(module).__name__ for module in (model["body"], model["body"][0])] == names
+        with plan.forward():
+            expected = torch.bfloat16 if default == "bf16" else torch.float32
+            assert model["body"](torch.randn(2, 32)).dtype == expected

@@ -30,7 +30,7 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
         )
     for name, row in rows.items():
         _store(modules[name], row)
-        _compute(modules[name], row, enclosing=_compute_around(name, rows, plan), plan=plan)
+        _compute(modules[name], row, enclosing=_autocast_around(name, rows, plan), plan=plan)
     return model
 
 
@@ -54,25 +54,26 @@ def _store(module: nn.Module, row: Row) -> None:
             weight.data = weight.data.to(STORAGE_DTYPES[row.storage])
 
 
-def _compute(module: nn.Module, row: Row, *, enclosing: str, plan: Plan) -> None:
+def _compute(module: nn.Module, row: Row, *, enclosing: torch.dtype | None, plan: Plan) -> None:
     if row.compute == "fp8" and isinstance(module, nn.Linear):
         swap_class(module, InFp8, simulated=plan.simulated)
-    if not row.is_part or _compute_of(row) == enclosing:
+    dtype = _autocast_dtype(row.precision)
+    if not row.is_part or dtype == enclosing:
         return
-    if _compute_of(row) == "fp32":
+    if dtype is None:
         swap_class(module, InFp32)
     else:
-        swap_class(module, InHalf, device_type=device_type(plan), dtype=AUTOCAST_DTYPES[_compute_of(row)])
+        swap_class(module, InHalf, device_type=device_type(plan), dtype=dtype)
 
 
-def _compute_around(name: str, rows: Mapping[str, Row], plan: Plan) -> str:
-    """What the nearest enclosing part computes in, or the whole plan."""
+def _autocast_around(name: str, rows: Mapping[str, Row], plan: Plan) -> torch.dtype | None:
+    """What autocast is set to in the nearest enclosing part, or in the whole plan; None where it is off."""
     while name:
         name = name.rpartition(".")[0]
         if name in rows and rows[name].is_part:
-            return _compute_of(rows[name])
-    return plan.compute
+            return _autocast_dtype(rows[name].precision)
+    return _autocast_dtype(plan.granted)
 
 
-def _compute_of(row: Row) -> str:
-    return row.precision.removesuffix("-true")
+def _autocast_dtype(precision: str) -> torch.dtype | None:
+    return AUTOCAST_DTYPES.get(precision.removesuffix("-true"))
