@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.backend import effective_leaves, read_flags
@@ -100,6 +101,26 @@ def test_a_simulated_step_trains_a_model_with_half_activations() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_activation_checkpointing_recomputes_the_same_simulated_numbers() -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    plan = decide("bf16", CPU, layer, simulate=True)
+
+    def gradient(*, is_checkpointed: bool) -> torch.Tensor:
+        def block(x: torch.Tensor) -> torch.Tensor:
+            return layer(x).softmax(-1).log()
+
+        layer.zero_grad()
+        with plan.forward():
+            output = checkpoint(block, x, use_reentrant=False) if is_checkpointed else block(x)
+            loss = output.square().sum()
+        with plan.backend():
+            loss.backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad
+
+    assert torch.equal(gradient(is_checkpointed=True), gradient(is_checkpointed=False))
 
 
 def test_a_compiled_model_runs_inside_the_context() -> None:

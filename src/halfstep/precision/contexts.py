@@ -25,7 +25,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.b
 @contextlib.contextmanager
 def forward_context(plan: Plan) -> Iterator[None]:
     """Backend flags, simulated kernels and op lists, and autocast as the plan says (switched off for fp32 and tf32)."""
-    with backend_context(plan), _op_lists(plan), _autocast(plan):
+    with backend_context(plan), _autocast(plan):
         yield
 
 
@@ -57,13 +57,10 @@ def _autocast(plan: Plan) -> torch.autocast:
     return torch.autocast(device_type(plan), dtype=dtype)
 
 
-def _op_lists(plan: Plan) -> contextlib.AbstractContextManager[None]:
-    return cuda_op_lists(device_type(plan)) if plan.simulated else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def _simulated_backend(plan: Plan) -> Iterator[None]:
-    with fp32_mode("ieee"), simulated_kernels(tf32=plan.compute == "tf32"):
+    # The lists are needed in backward too: activation checkpointing runs forward again there, under its own autocast.
+    with fp32_mode("ieee"), simulated_kernels(tf32=plan.compute == "tf32"), cuda_op_lists(device_type(plan)):
         yield
 
 
