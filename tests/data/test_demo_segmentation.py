@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halfstep.data.demo_segmentation import write_demo
+from halfstep.data.files import BadFiles
+from halfstep.data.pairs import PairLayout, find_pairs
+from halfstep.errors import DataError
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.png"))}
+
+
+def test_the_demo_is_a_function_of_its_seed_in_the_usual_layout(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_demo(tmp_path / name, seed=seed, num_images=4)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(tmp_path / "a") != contents(tmp_path / "c")
+    pairs = find_pairs(tmp_path / "a", layout=PairLayout(), bad_files=BadFiles("error"))
+    assert [pair.mask.name for pair in pairs] == [f"00{i}_mask.png" for i in range(4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="exists already"):
+        write_demo(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_single_colour_threshold_solves_the_demo(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo")
+    images, masks = (
+        np.stack([np.asarray(Image.open(path)) for path in sorted((tmp_path / "demo" / part).iterdir())])
+        for part in ("imgs", "masks")
+    )
+    truth = masks > 0
+    gray = images.astype(float).mean(axis=-1).astype(np.uint8)
+    best = 0.0
+    for values in (*np.moveaxis(images, -1, 0), gray):
+        # Pixels at or below each threshold, by cumulated histograms: all 256 thresholds and both directions at once.
+        inside = np.cumsum(np.bincount(values[truth], minlength=256))
+        below = np.cumsum(np.bincount(values.ravel(), minlength=256))
+        for hit, predicted in ((inside, below), (inside[-1] - inside, below[-1] - below)):
+            best = max(best, float((hit / (predicted + inside[-1] - hit)).max()))
+    assert 0.1 < best < 0.6
