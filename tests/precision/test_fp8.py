@@ -110,3 +110,20 @@ def test_an_fp8_part_needs_no_autocast_of_its_own_under_bf16_but_does_under_fp32
         with plan.forward():
             expected = torch.bfloat16 if default == "bf16" else torch.float32
             assert model["body"](torch.randn(2, 32)).dtype == expected
+
+
+def test_deciding_again_for_an_applied_model_gives_the_same_rows() -> None:
+    _, model = fp8_linear()
+    assert decide("fp8", CPU, model, simulate=True).rows[0].compute == "fp8"
+
+
+def test_subclasses_of_linear_keep_their_own_forward() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(Doubling(16, 16))
+    plan = decide("fp8", CPU, model, simulate=True)
+    plan.apply(model)
+    assert plan.rows[0].compute == "bf16"
+    assert type(model[0]) is Doubling

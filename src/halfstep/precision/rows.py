@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.errors import PrecisionError, nearest
 from halfstep.precision.ladder import Grant
+from halfstep.precision.parts import original_class
 from halfstep.precision.plan import ROOT, Row, RowKind
 
 UPCAST_BY_AUTOCAST = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -26,7 +27,7 @@ def rows_of(model: nn.Module, default: Grant, parts: Mapping[str, Grant], *, cud
     for name, module in model.named_modules():
         answer = grants[name]
         is_boundary = answer is not default and grants.get(_parent(name)) is not answer
-        if is_boundary or any(True for _ in module.parameters(recurse=False)):
+        if is_boundary or has_own_weights(module):
             rows.append(_row(name, module, answer, is_part=answer is not default, cuda_lists=cuda_lists))
     return rows
 
@@ -46,9 +47,16 @@ def grants_by_module(model: nn.Module, default: Grant, parts: Mapping[str, Grant
     return grants
 
 
+def has_own_weights(module: nn.Module) -> bool:
+    """Parameters of the module itself, not of its children."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
 def takes_fp8(module: nn.Module) -> bool:
-    """Plain Linear layers whose sides the fp8 matmul can take."""
-    return type(module) is nn.Linear and not (module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE)
+    """Linear layers whose sides the fp8 matmul can take; a subclass may compute otherwise, so it is left alone."""
+    if not isinstance(module, nn.Linear) or original_class(module) is not nn.Linear:
+        return False
+    return module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0
 
 
 def _parent(name: str) -> str | None:
@@ -67,10 +75,8 @@ def _row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cuda_lis
         compute, reason = "fp32", "autocast computes this normalisation in fp32"
     elif answer.is_mixed and isinstance(module, LOOKUPS):
         compute, reason = storage, "a lookup, no arithmetic"
-    elif answer.compute == "fp8" and isinstance(module, nn.Linear) and not takes_fp8(module):
-        compute, reason = "bf16", f"fp8 needs sides divisible by {FP8_MULTIPLE}"
-    elif answer.compute == "fp8" and not isinstance(module, nn.Linear) and any(True for _ in module.parameters(False)):
-        compute, reason = "bf16", "fp8 is for Linear layers"
+    elif answer.compute == "fp8" and has_own_weights(module) and not takes_fp8(module):
+        compute, reason = "bf16", f"fp8 takes plain Linear layers with sides divisible by {FP8_MULTIPLE}"
     precision = answer.precision if is_part else ""
     return Row(module=name or ROOT, storage=storage, compute=compute, reason=reason, kind=kind, precision=precision)
 
