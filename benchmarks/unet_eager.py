@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,24 @@ def measured(make: Callable[[], Callable[[], object]], **timing: int) -> dict[st
     return found | {"peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
+def overhead_of(*, compiled: bool) -> dict[str, Any]:
+    """Both loops side by side: their windows take turns, so that a drift of the clocks meets both alike."""
+    loops = {"bare": bare(compiled=compiled), "step": guarded("bf16", compiled=compiled)}
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for name, loop in loops.items():
+        time_steps(loop, warmup=10, steps=1, windows=1)
+    for _ in range(8):
+        for name, loop in loops.items():
+            times[name].append(time_steps(loop, warmup=1, steps=15, windows=1)["ms"])
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    return {
+        "bare_ms": middle["bare"],
+        "step_ms": middle["step"],
+        "overhead": middle["step"] / middle["bare"] - 1,
+        "windows_ms": times,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
@@ -90,15 +109,7 @@ def main() -> None:
         name: measured(lambda n=name: guarded(n), warmup=8, steps=8, windows=5)  # type: ignore[misc]
         for name in ("fp32", "tf32", "bf16", "fp16")
     }
-    overhead: dict[str, Any] = {}
-    for compiled in (False, True):
-        kind = "compiled" if compiled else "eager"
-        # Interleaved twice, so that a drift of the clocks meets both alike.
-        runs = [measured(lambda m=make, c=compiled: m(compiled=c), warmup=10, steps=20, windows=5)  # type: ignore[misc]
-                for make in (bare, lambda compiled: guarded("bf16", compiled=compiled)) * 2]  # fmt: skip
-        bare_ms = (runs[0]["ms"] + runs[2]["ms"]) / 2
-        step_ms = (runs[1]["ms"] + runs[3]["ms"]) / 2
-        overhead[kind] = {"bare_ms": bare_ms, "step_ms": step_ms, "overhead": step_ms / bare_ms - 1, "runs": runs}
+    overhead = {"eager": overhead_of(compiled=False), "compiled": overhead_of(compiled=True)}
     ratios = {
         name: {"speedup": precisions["fp32"]["ms"] / row["ms"],
                "memory": row["peak_memory_gb"] / precisions["fp32"]["peak_memory_gb"]}

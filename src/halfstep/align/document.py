@@ -94,8 +94,8 @@ def read_json(text: str, path: str) -> Node:
         json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", fix="correct the file") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: JSON nested too deeply to be a config", fix="name the config itself") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a JSON config: {error}", fix="name the config itself") from error
     return read_yaml(text.replace("\t", " "), path)
 
 
@@ -173,7 +173,7 @@ def plain_scalar(text: str) -> Scalar:
 def read_toml(text: str, path: str) -> Node:
     try:
         tree = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}", fix="correct the file") from error
     return toml_node(tree, path, toml_positions(text), prefix="")
 

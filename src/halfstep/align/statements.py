@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -111,11 +112,12 @@ class Draft:
 
 
 def as_number(value: Scalar) -> str | None:
-    """`8`, `8.0` and `"8"` are one number; anything that is none gives None."""
+    """`8`, `8.0` and `"8"` are one number; anything that is none, or not finite, gives None."""
     try:
-        return f"{float(value):g}" if value is not None and not isinstance(value, bool) else None
+        number = math.nan if value is None or isinstance(value, bool) else float(value)
     except (ValueError, OverflowError):
         return None
+    return f"{number:g}" if math.isfinite(number) else None
 
 
 def shown(node: Node | None) -> str:

@@ -20,6 +20,8 @@ from halfstep.data.seeds import generator_for
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's channels in 0..1; official weights expect them."""
+SCALE = tuple(1 / (255 * std) for std in STD)
+SHIFT = tuple(-mean / std for mean, std in zip(MEAN, STD, strict=True))
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
 PIXELS_A_READING = 1.5
 """Most stored pixels that one bilinear reading may stand for; from 2 on it would miss some."""
@@ -70,11 +72,10 @@ def model_images(
         image = resample(image, mirrored(box, flip), size)
     else:
         assert stored == size, f"images of {stored} pixels without a box, asked for {size}"
-    image = image / 255
     if changes.colours:
         image = recoloured(image, draws[1:4], changes)
-    mean, std = (sent(torch.tensor(v), pixels.device).view(1, 3, 1, 1) for v in (MEAN, STD))
-    image = (image - mean) / std
+    scale, shift = (sent(torch.tensor(values), pixels.device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
+    image = torch.addcmul(shift, image, scale)
     if changes.erase:
         image = torch.where(sent(erased(draws[4:8], size, changes), pixels.device), 0.0, image)
     return image
@@ -100,14 +101,14 @@ def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
 
 
 def recoloured(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
-    """Brightness, contrast and saturation of images in 0..1, each changed by its own factor."""
+    """Brightness, contrast and saturation of images in 0..255, each changed by its own factor."""
     reach = torch.tensor([changes.brightness, changes.contrast, changes.saturation]).unsqueeze(1)
     factors = sent(1 + (draws * 2 - 1) * reach, image.device).view(3, -1, 1, 1, 1)
     brightness, contrast, saturation = factors.unbind()
-    image = (image * brightness).clamp(0, 1)
+    image = (image * brightness).clamp(0, 255)
     middle = gray(image).mean(dim=(2, 3), keepdim=True)
-    image = torch.lerp(middle, image, contrast).clamp(0, 1)
-    return torch.lerp(gray(image), image, saturation).clamp(0, 1)
+    image = torch.lerp(middle, image, contrast).clamp(0, 255)
+    return torch.lerp(gray(image), image, saturation).clamp(0, 255)
 
 
 def gray(image: Tensor) -> Tensor:

@@ -46,18 +46,18 @@ def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, sid
 def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
     """One image (side, side, 3) and its mask with the values 0 and 255, both uint8."""
     grid = (np.mgrid[:side, :side] + 0.5) / side
-    colour = np.stack([_smooth_noise(rng, side, 3) + 0.4 * _smooth_noise(rng, side, 12) for _ in range(3)], axis=-1)
+    colour = np.stack([_smooth_noise(rng, side, 3) + 0.3 * _smooth_noise(rng, side, 12) for _ in range(3)], axis=-1)
     image = 0.2 + 0.6 * (colour - colour.min()) / np.ptp(colour)
     mask = np.zeros((side, side), dtype=bool)
     for _ in range(rng.integers(2, 5)):
         shape = _shape(rng, grid)
-        lift = rng.choice([-1, 1]) * rng.uniform(0.12, 0.2)
+        lift = rng.choice([-1, 1]) * rng.uniform(0.22, 0.32)
         image[shape & ~mask] += lift
         mask |= shape
-    image += 0.1 * (_stripes(rng, grid) * mask)[..., None]
+    image += 0.12 * (_stripes(rng, grid) * mask)[..., None]
     for _ in range(3):
-        image[_line(rng, grid)] += rng.choice([-1, 1]) * 0.2
-    image += rng.normal(0, 0.03, image.shape)
+        image[_line(rng, grid)] += rng.choice([-1, 1]) * 0.15
+    image += rng.normal(0, 0.02, image.shape)
     return (image.clip(0, 1) * 255).round().astype(np.uint8), mask.astype(np.uint8) * 255
 
 

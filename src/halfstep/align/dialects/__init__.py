@@ -24,8 +24,8 @@ DIALECTS: tuple[tuple[Callable[[Node], bool], Callable[[Node], Source]], ...] = 
     (composer.recognises, composer.read),
     (diffusion_trainer.recognises, diffusion_trainer.read),
     (own.recognises_flat, own.read_flat),
-    (transformers.recognises, transformers.read),
     (accelerate.recognises, accelerate.read),
+    (transformers.recognises, transformers.read),
 )
 """In this order: the first that recognises a file reads it. Lightning comes last: it needs the pinned version."""
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 
 from halfstep.align.dialects import lightning, own, transformers
 from halfstep.align.document import Node, Scalar
 from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
 from halfstep.align.statements import Draft, Source
 
+RELEVANT = re.compile(r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp")
 HF_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig")
 
 
@@ -66,6 +68,8 @@ class Literals:
 
 def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str = "") -> list[Source]:
     """Every framework call and config dict of this script that states a precision."""
+    if not RELEVANT.search(text):
+        return []
     literals = Literals(text, path)
     found: list[Source | None] = []
     for node in ast.walk(tree):

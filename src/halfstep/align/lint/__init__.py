@@ -28,7 +28,8 @@ FAMILIES = (
     *(scaler_order, regimes, skips, accumulation, numerics, weights),
     *(checkpoints, api, hiding, evaluation, hints, custom_functions),
 )
-RELEVANT = re.compile(r"autocast|GradScaler|scaler|backward|is_bf16_supported|cuda\.amp")
+RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp")
+"""What every rule needs one of; other files are not analysed."""
 
 
 def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from halfstep.align.lint.regions import Region, is_no_grad, region_of
-from halfstep.align.lint.script import Function, Script, methods_of
+from halfstep.align.lint.script import Function, Script, calls_in, methods_of
 
 MAX_EVENTS = 20_000
 MAX_INLINED = 4
@@ -79,13 +79,21 @@ class Scope:
 class Trace:
     """All events of one function in order."""
 
-    def __init__(self, script: Script, root: Function | ast.Module, class_node: ast.ClassDef | None = None) -> None:
+    def __init__(
+        self,
+        script: Script,
+        root: Function | ast.Module,
+        class_node: ast.ClassDef | None = None,
+        *,
+        trainers: frozenset[int] = frozenset(),
+    ) -> None:
         self.script = script
         self.root = root
+        self.trainers = trainers
         self.events: list[Event] = []
         self.scaled: dict[str, str] = {}
         self.windows: set[str] = set()
-        self.inlined: set[str] = set()
+        self.inlined: set[int] = set()
         self.active: list[ast.AST] = []
         self.methods = methods_of(class_node) if class_node is not None else {}
         name = root.name if isinstance(root, Function) else "<module>"
@@ -200,8 +208,8 @@ class Trace:
 
     def call(self, node: ast.Call, scope: Scope) -> None:
         callee = self.callee(node, scope)
-        if callee is not None and scope.depth < MAX_INLINED and callee not in self.active:
-            self.inlined.add(callee.name)
+        if callee is not None and id(callee) in self.trainers and scope.depth < MAX_INLINED and callee not in self.active:
+            self.inlined.add(id(callee))
             self.enter(callee, self.callee_scope(callee, node, scope))
             return
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
@@ -244,7 +252,7 @@ class Trace:
             parameters = parameters[1:]
         passed = dict(zip(parameters, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg}
         renamed = {name: self.key(value, scope) or f"{callee.name}:{name}" for name, value in passed.items()}
-        stored = {n.id for n in ast.walk(callee) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        stored = self.script.stored_names(callee)
         every = {p.arg for p in (*callee.args.posonlyargs, *callee.args.args, *callee.args.kwonlyargs)} - {"self"}
         return scope.inside(
             function=callee.name,
@@ -280,13 +288,43 @@ def leaves(body: list[ast.stmt]) -> bool:
     return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break | ast.Raise)
 
 
+STEP_WORDS = {
+    *("backward", "unscale_", "scale", "clip_grad_norm_", "clip_grad_value_", "zero_grad", "eval", "get_scale"),
+    *("autocast", "GradScaler", "no_grad", "inference_mode", "binary_cross_entropy", "BCELoss"),
+}
+STEPPED_WORDS = ("scaler", "optim", "sched", "ema", "opt")
+
+
+def trains(function: ast.AST, script: Script) -> bool:
+    """Whether a function does any part of a training or evaluation step itself."""
+    for node in ast.walk(function):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name in STEP_WORDS or name in script.autocast_names:
+            return True
+        if name in ("step", "update") and isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value).lower()
+            if any(word in owner for word in STEPPED_WORDS):
+                return True
+    return False
+
+
+def training_functions(script: Script) -> frozenset[int]:
+    """Functions that take part in a step, and those that call them, by identity."""
+    functions = [node for node in script.nodes if isinstance(node, Function)]
+    found = {id(node) for node in functions if trains(node, script)}
+    called = {id(f): {getattr(c.func, "attr", "") or getattr(c.func, "id", "") for c in calls_in(f)} for f in functions}
+    for _ in range(MAX_INLINED):
+        names = {node.name for node in functions if id(node) in found}
+        found |= {id(node) for node in functions if called[id(node)] & names}
+    return frozenset(found)
+
+
 def traces_of(script: Script) -> list[Trace]:
-    """One trace for every function that nothing else in the module runs, and one for the module's own statements."""
-    traces = [Trace(script, script.tree)]
-    for class_node in script.classes:
-        traces += [Trace(script, method, class_node) for method in methods_of(class_node).values()]
-    owned = {id(method) for class_node in script.classes for method in methods_of(class_node).values()}
-    free = [node for node in script.nodes if isinstance(node, Function) and id(node) not in owned]
-    traces += [Trace(script, function) for function in free]
-    inlined = {name for trace in traces for name in trace.inlined}
-    return [t for t in traces if not isinstance(t.root, Function) or t.root.name not in inlined]
+    """One trace for every training function that nothing else runs, and one for the module's own statements."""
+    trainers = training_functions(script)
+    traces = [Trace(script, script.tree, trainers=trainers)]
+    owners = {id(method): node for node in script.classes for method in methods_of(node).values()}
+    functions = [node for node in script.nodes if isinstance(node, Function) and id(node) in trainers]
+    traces += [Trace(script, function, owners.get(id(function)), trainers=trainers) for function in functions]
+    inlined = {function for trace in traces for function in trace.inlined}
+    return [trace for trace in traces if id(trace.root) not in inlined]

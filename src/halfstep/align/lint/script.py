@@ -30,6 +30,7 @@ class Script:
     text: str
     path: str
     imports: dict[str, str] = field(default_factory=dict)
+    stored: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for node in self.nodes:
@@ -105,6 +106,22 @@ class Script:
     def parameters(self) -> set[str]:
         """Names of any function's parameters: their value is the caller's business."""
         return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
+
+    @cached_property
+    def autocast_names(self) -> set[str]:
+        """Plain names that are given an autocast context, or a function that makes one."""
+        makers = {name for name, values in self.assigned.items() if any(self.mentions_autocast(v) for v in values)}
+        return {name.rsplit(".", 1)[-1] for name in makers}
+
+    def mentions_autocast(self, value: ast.expr) -> bool:
+        return any(self.name_of(node) in AUTOCASTS for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute))
+
+    def stored_names(self, function: Function) -> frozenset[str]:
+        """Names a function assigns."""
+        if id(function) not in self.stored:
+            stores = (n for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            self.stored[id(function)] = frozenset(node.id for node in stores)
+        return self.stored[id(function)]
 
     def constant(self, node: ast.expr | None) -> ast.expr | None:
         """The expression a name stands for when it is assigned exactly once; anything else stays as it is."""
