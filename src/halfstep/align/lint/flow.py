@@ -208,7 +208,12 @@ class Trace:
 
     def call(self, node: ast.Call, scope: Scope) -> None:
         callee = self.callee(node, scope)
-        if callee is not None and id(callee) in self.trainers and scope.depth < MAX_INLINED and callee not in self.active:
+        if (
+            callee is not None
+            and id(callee) in self.trainers
+            and scope.depth < MAX_INLINED
+            and callee not in self.active
+        ):
             self.inlined.add(id(callee))
             self.enter(callee, self.callee_scope(callee, node, scope))
             return

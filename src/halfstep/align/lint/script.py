@@ -114,7 +114,9 @@ class Script:
         return {name.rsplit(".", 1)[-1] for name in makers}
 
     def mentions_autocast(self, value: ast.expr) -> bool:
-        return any(self.name_of(node) in AUTOCASTS for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute))
+        return any(
+            self.name_of(node) in AUTOCASTS for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)
+        )
 
     def stored_names(self, function: Function) -> frozenset[str]:
         """Names a function assigns."""
