@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from halfstep.align.findings import Edit, Finding
+from halfstep.align.textlines import line_starts
 from halfstep.errors import ConfigError
 
 BACKUP_SUFFIX = ".before-halfstep"
@@ -28,10 +30,7 @@ def edits_by_file(findings: Iterable[Finding]) -> dict[str, list[Edit]]:
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     """The text with every edit made, from the end so that positions stay true."""
-    lines = text.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
+    starts = line_starts(text)
     for edit in sorted(edits, reverse=True):
         first = starts[edit.start[0] - 1] + edit.start[1]
         last = starts[edit.end[0] - 1] + edit.end[1]
@@ -60,9 +59,10 @@ def write(findings: Iterable[Finding], allowed: Iterable[str]) -> list[str]:
             continue
         path = Path(name)
         try:
-            text = path.read_bytes().decode()
+            data = path.read_bytes()
+            mark = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
             shutil.copy2(path, path.with_name(path.name + BACKUP_SUFFIX))
-            path.write_bytes(apply_edits(text, edits).encode())
+            path.write_bytes(mark + apply_edits(data.removeprefix(mark).decode(), edits).encode())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot write {name}: {error}", fix="check that the file can be written") from error
         written.append(name)

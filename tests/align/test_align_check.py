@@ -1,0 +1,165 @@
+"""The report around the rules: unreadable files, ignore comments, projects, SARIF, and the catalogue itself."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from halfstep.align.as_json import as_dict
+from halfstep.align.check import check
+from halfstep.align.rules import RULES, rule_named
+from halfstep.align.sarif import sarif
+from halfstep.align.versions import lightning_version
+from halfstep.errors import ConfigError
+
+BUG = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    scaler.scale(model(x)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0){comment}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_an_unreadable_file_is_exit_code_two_and_the_others_are_still_checked(tmp_path: Path) -> None:
+    good, bad = tmp_path / "train.py", tmp_path / "broken.yaml"
+    good.write_text(BUG.format(comment=""))
+    bad.write_text("trainer: [1,\n")
+    report = check([good, bad, tmp_path / "missing.yaml"])
+    assert report.exit_code == 2
+    assert [finding.rule for finding in report.findings] == ["clip-before-unscale"]
+    assert len(report.unreadable) == 2
+    assert all(str(tmp_path) in error.what for error in report.unreadable)
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "  # halfstep: ignore[clip-before-unscale]",
+        "  # halfstep: ignore",
+        "  # halfstep: ignore[clip-twice, clip-before-unscale]",
+    ],
+)
+def test_an_ignore_comment_silences_its_line(comment: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(BUG.format(comment=comment))
+    report = check([path])
+    assert report.findings == ()
+    assert report.num_ignored == 1
+    assert report.exit_code == 0
+
+
+def test_an_ignore_comment_for_another_rule_silences_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(BUG.format(comment="  # halfstep: ignore[clip-twice]"))
+    assert check([path]).exit_code == 1
+
+
+def test_information_alone_does_not_fail_the_check(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"bf16": {"enabled": true}}')
+    report = check([path])
+    assert [finding.rule for finding in report.findings] == ["deepspeed-bf16-weights"]
+    assert report.exit_code == 0
+
+
+def test_a_project_is_searched_and_its_pins_are_read(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "movi.yaml").write_text("trainer: {precision: bf16-mixed, max_epochs: 3}\n")
+    (tmp_path / "configs" / "classes.json").write_text('{"cat": 0}')
+    (tmp_path / "poetry.lock").write_text('[[package]]\nname = "pytorch-lightning"\nversion = "1.9.5"\n')
+    (tmp_path / "train.py").write_text(BUG.format(comment=""))
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "other.py").write_text(BUG.format(comment=""))
+    report = check([], project=tmp_path)
+    assert sorted(finding.rule for finding in report.findings) == ["clip-before-unscale", "unknown-value"]
+    assert report.num_scripts == 1
+
+
+def test_many_configs_of_one_kind_in_a_project_are_many_runs_not_a_conflict(tmp_path: Path) -> None:
+    for name, precision in (("a", "bf16-mixed"), ("b", "16-mixed"), ("c", "32-true")):
+        (tmp_path / f"{name}.yaml").write_text(f"trainer: {{precision: {precision}}}\n")
+    assert check([], project=tmp_path).findings == ()
+    named = check([tmp_path / "a.yaml", tmp_path / "b.yaml"])
+    assert [finding.rule for finding in named.findings] == ["precision-conflict"]
+
+
+def test_each_config_of_a_project_is_held_against_the_one_launcher_file(tmp_path: Path) -> None:
+    for name, fp16 in (("a", True), ("b", False)):
+        (tmp_path / f"{name}.yaml").write_text(f"trainer: {{amp: {fp16}, fp16: {fp16}}}\n")
+    (tmp_path / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: fp16\n")
+    report = check([], project=tmp_path)
+    assert [finding.rule for finding in report.findings] == ["precision-conflict"]
+    assert "b.yaml" in str(report.findings[0].related)
+
+
+def test_sarif_points_at_line_and_column_and_describes_its_rules(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(BUG.format(comment=""))
+    log = json.loads(json.dumps(sarif(check([path]).findings, "1.0")))
+    run = log["runs"][0]
+    assert log["version"] == "2.1.0"
+    assert run["results"][0]["ruleId"] == run["tool"]["driver"]["rules"][0]["id"] == "clip-before-unscale"
+    region = run["results"][0]["locations"][0]["physicalLocation"]["region"]
+    assert region == {"startLine": 5, "startColumn": 5}
+
+
+def test_json_holds_sources_effective_values_and_findings(tmp_path: Path) -> None:
+    path = tmp_path / "lit.yaml"
+    path.write_text("trainer:\n  precision: bf16-true\n")
+    content = json.loads(json.dumps(as_dict(check([path]))))
+    assert content["exit_code"] == 1
+    assert content["effective"]["weights"]["value"] == "bf16"
+    assert content["findings"][0]["line"] == 2
+    assert content["sources"][0]["says"][0] == {
+        "topic": "precision",
+        "value": "bf16",
+        "spelled": "trainer.precision: bf16-true",
+        "line": 2,
+    }
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_every_rule_explains_itself(rule) -> None:  # type: ignore[no-untyped-def]
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.name)
+    assert rule.title
+    assert len(rule.why) > 60
+    assert rule.bad != rule.good
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", thread) for thread in rule.threads)
+
+
+def test_an_unknown_rule_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown rule 'clip-before'") as caught:
+        rule_named("clip-before")
+    assert "clip-before-unscale" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("pytorch-lightning==1.9.5", "1.9.5"),
+        ('pytorch-lightning = "^1.8.3"', "1.8.3"),
+        ("torch\nlightning>=2.1", "2.1"),
+        ('dependencies = ["pytorch_lightning~=2.0"]', "2.0"),
+        ("torch==2.4", ""),
+    ],
+)
+def test_the_pinned_lightning_version_is_found(text: str, version: str) -> None:
+    assert lightning_version(text) == version
+
+
+def test_two_hundred_library_files_are_linted_in_ten_seconds() -> None:
+    # A sample of 50 keeps the suite fast: a quarter of the files in a quarter of the time.
+    folder = Path(ast.__file__).parent
+    files = sorted(folder.glob("*.py"))[:50]
+    started = time.process_time()
+    report = check(files)
+    assert report.num_scripts == 50
+    assert time.process_time() - started < 2.5

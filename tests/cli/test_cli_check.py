@@ -1,0 +1,115 @@
+"""`halfstep check` as a user meets it: output, exit codes, patches, explanations, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep.cli.main import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", *argv])
+    captured = capsys.readouterr()
+    return int(exit_.value.code or 0), captured.out, captured.err
+
+
+@pytest.fixture
+def guide_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "radio.yaml").write_text("trainer:\n  amp: True\n  fp16: False  # by AMP\n")
+    (tmp_path / "acc.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    return tmp_path
+
+
+def test_guide_4_shows_what_runs_and_both_errors(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "radio.yaml", "acc.yaml")
+    assert code == 1
+    assert "fp16-without-scaling" in out
+    assert "radio.yaml:2" in out
+    assert "acc.yaml:2" in out
+    assert "beats accelerate's file" in out
+    assert "2 errors" in out
+
+
+def test_fix_prints_a_patch_and_changes_nothing(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "radio.yaml", "acc.yaml", "--fix")
+    assert code == 1
+    assert "+  fp16: True  # by AMP" in out
+    assert "fp16: False" in (guide_4 / "radio.yaml").read_text()
+
+
+def test_write_aligns_the_files_and_then_exits_zero(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "radio.yaml", "acc.yaml", "--write")
+    assert code == 0
+    assert "nothing wrong" in out
+    assert "wrote radio.yaml" in err
+    assert (guide_4 / "radio.yaml.before-halfstep").exists()
+
+
+def test_json_and_sarif_are_json_alone(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "radio.yaml", "acc.yaml", "--json")
+    assert code == 1
+    assert json.loads(out)["effective"]["precision"]["value"] == "fp16"
+    code, out, _ = run(capsys, "radio.yaml", "acc.yaml", "--sarif")
+    assert code == 1
+    assert {result["ruleId"] for result in json.loads(out)["runs"][0]["results"]} == {
+        "fp16-without-scaling",
+        "precision-conflict",
+    }
+
+
+def test_environment_variables_join_with_env(
+    guide_4: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    assert "environment" not in run(capsys, "acc.yaml")[1]
+    code, out, _ = run(capsys, "acc.yaml", "--env")
+    assert code == 1
+    assert "ACCELERATE_MIXED_PRECISION" in out
+
+
+def test_a_gpu_by_name_adds_what_it_cannot_do(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "acc.yaml", "--gpu", "a100")[0] == 0
+    code, out, _ = run(capsys, "acc.yaml", "--gpu", "t4")
+    assert code == 1
+    assert "hardware-emulates" in out
+
+
+def test_this_machine_can_be_asked(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "acc.yaml", "--hardware")
+    assert code in (0, 1)
+    assert not err
+
+
+def test_explain_gives_reason_example_and_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    main_code, out, _ = run(capsys, "--explain", "clip-before-unscale")
+    assert main_code == 0
+    assert "unscale_" in out
+    assert "pytorch/examples#1196" in out
+    assert "item-every-step" in run(capsys, "--explain", "all")[1]
+
+
+def test_unreadable_input_is_exit_two_with_a_message(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (guide_4 / "broken.yaml").write_text("a: [1,\n")
+    for name in ("broken.yaml", "missing.yaml"):
+        code, _, err = run(capsys, name)
+        assert code == 2
+        assert name in err
+        assert "Traceback" not in err
+    code, _, err = run(capsys)
+    assert code == 2
+    assert "nothing to check" in err
+
+
+def test_check_works_without_torch_and_never_imports_it(guide_4: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None\nfrom halfstep.cli.main import main\nmain(['check', 'acc.yaml', 'train.py'])"
+    (guide_4 / "train.py").write_text("loss.backward()\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=guide_4, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
