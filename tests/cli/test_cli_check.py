@@ -109,7 +109,8 @@ def test_unreadable_input_is_exit_two_with_a_message(guide_4: Path, capsys: pyte
 
 
 def test_check_works_without_torch_and_never_imports_it(guide_4: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None\nfrom halfstep.cli.main import main\nmain(['check', 'acc.yaml', 'train.py'])"
+    hide = "import sys; sys.modules['torch'] = None"
+    code = f"{hide}\nfrom halfstep.cli.main import main\nmain(['check', 'acc.yaml', 'train.py'])"
     (guide_4 / "train.py").write_text("loss.backward()\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=guide_4, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from halfstep.align.findings import Finding
+from halfstep.align.textlines import lines_of
 
 COMMENT = re.compile(r"#\s*halfstep:\s*ignore(?:\[([\w\s,-]*)\])?")
 
@@ -16,7 +17,7 @@ class Ignores:
         self.rules: dict[int, set[str]] = {}
         if "halfstep:" not in text:
             return
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(lines_of(text), start=1):
             if comment := COMMENT.search(line):
                 names = {name.strip() for name in (comment.group(1) or "*").split(",")}
                 stands_alone = line.lstrip().startswith("#")

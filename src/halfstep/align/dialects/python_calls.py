@@ -13,6 +13,7 @@ from halfstep.align.dialects import lightning, own, transformers
 from halfstep.align.document import Node, Scalar
 from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
 from halfstep.align.statements import Draft, Source
+from halfstep.align.textlines import lines_of
 
 RELEVANT = re.compile(r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp")
 HF_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig")
@@ -22,7 +23,7 @@ class Literals:
     """Turns literal Python expressions into nodes with positions in characters."""
 
     def __init__(self, text: str, path: str) -> None:
-        self.lines = text.splitlines() or [""]
+        self.lines = lines_of(text)
         self.path = path
 
     def node(self, value: ast.expr, key: ast.expr | ast.keyword | None = None) -> Node | None:

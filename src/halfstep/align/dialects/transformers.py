@@ -8,7 +8,13 @@ from __future__ import annotations
 from halfstep.align.document import Node
 from halfstep.align.statements import Draft, Source, is_on
 
-MARKS = ("per_device_train_batch_size", "output_dir", "max_grad_norm", "num_train_epochs", "optim")
+MARKS = (
+    "per_device_train_batch_size",
+    "output_dir",
+    "max_grad_norm",
+    "num_train_epochs",
+    "gradient_accumulation_steps",
+)
 
 
 def recognises(root: Node) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from halfstep.align.findings import Edit, Finding, Place
+from halfstep.align.textlines import lines_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -70,7 +71,7 @@ class Script:
 
     @cached_property
     def lines(self) -> list[str]:
-        return self.text.splitlines() or [""]
+        return lines_of(self.text)
 
     def position(self, line: int, byte_column: int) -> tuple[int, int]:
         """`ast` counts bytes of UTF-8, edits count characters."""
@@ -114,9 +115,8 @@ class Script:
         return {name.rsplit(".", 1)[-1] for name in makers}
 
     def mentions_autocast(self, value: ast.expr) -> bool:
-        return any(
-            self.name_of(node) in AUTOCASTS for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute)
-        )
+        names = (node for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute))
+        return any(self.name_of(node) in AUTOCASTS for node in names)
 
     def stored_names(self, function: Function) -> frozenset[str]:
         """Names a function assigns."""
