@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.masks import IGNORED
+from halfstep.errors import ConfigError
+from halfstep.models.unet import UNet
+from halfstep.workloads.segmentation_pictures import (
+    CELL,
+    CLASS_COLOURS,
+    COLUMNS,
+    FALSE_ALARM,
+    MISSED,
+    SheetRow,
+    class_colours,
+    contact_sheet,
+    error_picture,
+    overlay,
+)
+from halfstep.workloads.unet_predict import predict_file, predict_image
+
+DEPTH = 2
+CPU = torch.device("cpu")
+
+
+def model_in_use(num_classes: int = 3) -> UNet:
+    torch.manual_seed(3)
+    model = UNet(base_channels=4, depth=DEPTH, num_classes=num_classes)
+    with torch.no_grad():
+        model(torch.rand(4, 3, 32, 32))  # statistics that are not the initial ones
+    return model.eval()
+
+
+def store(**changes: Any) -> dict[str, Any]:
+    plain = {
+        "mask_values": [0, 128, 255],
+        "ignored_value": None,
+        "num_classes": 3,
+        "image_size": 64,
+        "channels": 3,
+        "is_float": False,
+        "raw_scale": 1.0,
+        "resize": [1.0, 1.0],
+    }
+    return plain | changes
+
+
+@pytest.mark.parametrize("size", [(150, 97), (64, 201), (63, 64)])
+def test_tiles_agree_with_the_whole_image(size: tuple[int, int]) -> None:
+    model = model_in_use()
+    image = torch.rand(3, *size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(image[None])[0]
+    whole = predict_image(model, image, depth=DEPTH, tile=1000)
+    tiled = predict_image(model, image, depth=DEPTH, tile=64)
+    # Only where two logits tie within the stated bound may the rounding of another tile size decide.
+    best = logits.topk(2, dim=0).values
+    is_clear = (best[0] - best[1]) > 1e-4 * logits.abs().max()
+    assert torch.equal(whole, logits.argmax(0).byte())
+    assert torch.equal(whole[is_clear], tiled[is_clear])
+    assert is_clear.float().mean() > 0.99
+
+
+def test_every_tile_fits_the_limit() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def forward(part: Tensor) -> Tensor:
+        seen.append(tuple(part.shape[2:]))
+        return part
+
+    predict_image(forward, torch.rand(3, 100, 300), depth=DEPTH, tile=64)
+    assert len(seen) > 10
+    assert max(max(size) for size in seen) <= 64
+
+
+def test_a_tile_within_the_receptive_field_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tiles of 32 pixels are too small"):
+        predict_image(model_in_use(), torch.rand(3, 100, 100), depth=DEPTH, tile=32)
+
+
+@pytest.mark.parametrize("resize", [[1.0, 1.0], [0.5, 0.25]])
+def test_a_file_comes_back_at_its_own_size(tmp_path: Path, resize: list[float]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (90, 70), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    shapes = []
+
+    def forward(part: Tensor) -> Tensor:
+        shapes.append(tuple(part.shape))
+        assert float(part.max()) <= 1
+        return part
+
+    classes = predict_file(tmp_path / "a.png", forward, store=store(resize=resize), depth=DEPTH, device=CPU)
+    assert classes.shape == (90, 70)
+    assert shapes == [(1, 3, round(90 * resize[0]), round(70 * resize[1]))]
+
+
+def test_errors_are_coloured_by_their_kind() -> None:
+    truth = np.array([[0, 1], [1, IGNORED]], dtype=np.uint8)
+    prediction = np.array([[1, 0], [1, 1]], dtype=np.uint8)
+    picture = error_picture(np.full((2, 2, 1), 255, dtype=np.uint8), truth, prediction)
+    assert tuple(picture[0, 0]) == FALSE_ALARM
+    assert tuple(picture[0, 1]) == MISSED
+    assert tuple(picture[1, 0]) == (255, 255, 255)
+
+
+def test_an_overlay_tints_classes_and_leaves_the_background() -> None:
+    image = np.full((2, 2, 3), 100, dtype=np.uint8)
+    tinted = np.asarray(overlay(image, np.array([[0, 0], [0, 1]], dtype=np.uint8)))
+    assert (tinted[0] == 100).all()
+    assert tinted[1, 1].tolist() == [round((100 + int(c)) / 2) for c in CLASS_COLOURS[1]]
+
+
+def test_many_classes_reuse_colours_but_never_the_backgrounds() -> None:
+    colours = class_colours(np.arange(1, 30, dtype=np.uint8)[None])
+    assert (colours.sum(axis=-1) > 0).all()
+
+
+def test_the_contact_sheet_has_a_row_a_sample() -> None:
+    classes = np.zeros((10, 20), dtype=np.uint8)
+    row = SheetRow(name="a", image=np.zeros((10, 20, 1), dtype=np.float32), truth=classes, prediction=classes)
+    one, two = contact_sheet([row]), contact_sheet([row, row])
+    assert one.width > len(COLUMNS) * CELL
+    assert two.height - one.height > CELL
