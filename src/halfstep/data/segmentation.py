@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,8 +21,6 @@ from halfstep.errors import DataError
 
 Result = TypeVar("Result")
 SCAN_THREADS = 8
-VALUES_CACHE = ".halfstep_mask_values.json"
-"""Beside the masks, so that scanning a large set happens once; a dotfile no layout reads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,17 +105,9 @@ def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
 
 
 def discover_table(pairs: Sequence[Pair], *, ignored: MaskValue | None, bad_files: BadFiles) -> MaskTable:
-    """The mask values of all pairs, sorted; remembered beside the masks until one of the files changes."""
-    masks = [pair.mask for pair in pairs]
-    note, fingerprint = masks[0].parent / VALUES_CACHE, _fingerprint(masks)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        remembered = json.loads(note.read_text())
-        if remembered["fingerprint"] == fingerprint:
-            return table_of((v if isinstance(v, int) else tuple(v) for v in remembered["values"]), ignored=ignored)
-    values = {value for _, found in _for_each(values_in, masks, bad_files) for value in found or ()}
-    with contextlib.suppress(OSError):  # a read-only data folder only costs the scan
-        note.write_text(json.dumps({"fingerprint": fingerprint, "values": sorted(values, key=str)}))
-    return table_of(values, ignored=ignored)
+    """The mask values of all pairs, sorted. Every mask is decoded; a run's store keeps the table for later."""
+    found = _for_each(values_in, [pair.mask for pair in pairs], bad_files)
+    return table_of((value for _, values in found for value in values or ()), ignored=ignored)
 
 
 def _inspect(pair: Pair) -> ImageFacts:
@@ -163,14 +149,6 @@ def _for_each(
                 bad_files.report(outcome)
             results.append((item, None if isinstance(outcome, DataError) else outcome))
     return results
-
-
-def _fingerprint(paths: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        status = os.stat(path)
-        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def _text(size: tuple[int, int]) -> str:
