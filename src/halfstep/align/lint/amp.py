@@ -58,7 +58,8 @@ class Amp:
         names = {
             getattr(n, "id", "") or getattr(n, "attr", "") or getattr(n, "arg", "") or "" for n in self.script.nodes
         }
-        return any("scaler" in name.lower() or "accelerat" in name.lower() for name in {*names, *self.script.imports})
+        words = ("scaler", "accelerat", "loss_scale", "grad_scale")
+        return any(word in name.lower() for name in {*names, *self.script.imports} for word in words)
 
     @cached_property
     def regions(self) -> list[Region]:
@@ -102,6 +103,12 @@ def same_object(one: str, other: str) -> bool:
 
 def last(key: str) -> str:
     return key.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
+
+
+def runs_without_amp(event: Event) -> bool:
+    """Whether the event stands in a branch for runs without mixed precision: `if not scaler.is_enabled():`."""
+    words = ("amp", "fp16", "half", "mixed", "scaler", "precision")
+    return any(not holds and any(word in text.lower() for word in words) for text, holds in event.conditions)
 
 
 def is_plain_backward(event: Event) -> bool:

@@ -12,6 +12,7 @@ from halfstep.align.lint.amp import (
     is_scaled_backward,
     is_scaler_step,
     last,
+    runs_without_amp,
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
@@ -32,7 +33,7 @@ def find(amp: Amp) -> Iterator[Finding]:
 def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
     for clip in filter(is_clip, trace.events):
         backward = latest_before(scaled, clip)
-        if backward is None or not shares_loop(backward, clip):
+        if backward is None or not shares_loop(backward, clip) or runs_without_amp(clip):
             continue
         between = trace.events[backward.index + 1 : clip.index]
         steps_later = any(

@@ -35,7 +35,9 @@ def knows_of_skips(trace: Trace) -> bool:
 def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> Iterator[Finding]:
     seen: set[str] = set()
     for event in trace.events:
-        if event.loops != step.loops or event.excludes(step) or not event.implied_by(step) or event.receiver in scalers:
+        if event.loops != step.loops or event.excludes(step) or event.receiver in scalers:
+            continue
+        if not follows(event, step):
             continue
         rule = "scheduler-ignores-skip" if is_scheduler_step(event) else "ema-ignores-skip" if is_ema(event) else ""
         if rule and rule not in seen:
@@ -44,6 +46,12 @@ def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> I
             message = f"{moves} even when {last(step.receiver)}.step() skipped the update"
             fix = "step it only if scaler.get_scale() did not fall in update()"
             yield amp.script.finding(rule, event.node, message, fix=fix, related=step.node)
+
+
+def follows(event: Event, step: Event) -> bool:
+    """Whether it runs whenever the scaler steps; `if scheduler is not None` asks about itself and does not count."""
+    others = {(text, holds) for text, holds in event.conditions if text != event.receiver and "%" not in text}
+    return others <= step.conditions
 
 
 def is_scheduler_step(event: Event) -> bool:

@@ -32,7 +32,9 @@ def find(amp: Amp) -> Iterator[Finding]:
 
 def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
     name = amp.script.name_of(call.func)
-    return name.startswith("torch.optim.") and name.rsplit(".", 1)[-1] in PLAIN_OPTIMIZERS
+    # Picking by requires_grad means a frozen half model with trainable fp32 parts is likely.
+    picks = "requires_grad" in ast.unparse(call)
+    return name.startswith("torch.optim.") and name.rsplit(".", 1)[-1] in PLAIN_OPTIMIZERS and not picks
 
 
 def models_of(call: ast.Call) -> Iterator[str]:
