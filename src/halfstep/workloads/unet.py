@@ -174,10 +174,10 @@ def _augmentation(config: UNetConfig) -> Augmentation:
 
 def _model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
     side, depth = store["image_size"], config.model.depth
-    if side < 2**depth:
+    if side < 2 ** (depth + 1):
         raise ConfigError(
             f"data.image_size={side} is too small for model.depth={depth}",
-            why=f"each level halves the image, so a side needs at least {2**depth} pixels",
+            why="each level halves the image, and BatchNorm needs more than one pixel at the deepest",
             fix=f"data.image_size={2 ** (depth + 2)} or more, or a smaller depth",
         )
     model = UNet(
