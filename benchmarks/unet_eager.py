@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,15 +79,22 @@ def measured(make: Callable[[], Callable[[], object]], **timing: int) -> dict[st
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = time_steps(make(), **timing)
-    return found | {"peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9}
+    start = time.perf_counter()
+    step = make()
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"first_steps_s": time.perf_counter() - start} | time_steps(step, **timing)
+    found["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    print(found)
+    return found
 
 
 def overhead_of(*, compiled: bool) -> dict[str, Any]:
     """Both loops side by side: their windows take turns, so that a drift of the clocks meets both alike."""
     loops = {"bare": bare(compiled=compiled), "step": guarded("bf16", compiled=compiled)}
     times: dict[str, list[float]] = {name: [] for name in loops}
-    for name, loop in loops.items():
+    for loop in loops.values():
         time_steps(loop, warmup=10, steps=1, windows=1)
     for _ in range(8):
         for name, loop in loops.items():
@@ -103,8 +111,9 @@ def overhead_of(*, compiled: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
-    out = parser.parse_args().out
-    torch.backends.cudnn.benchmark = True
+    parser.add_argument("--tune", action="store_true", help="let cuDNN try all its algorithms first")
+    arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = arguments.tune
     precisions = {
         name: measured(lambda n=name: guarded(n), warmup=8, steps=8, windows=5)  # type: ignore[misc]
         for name in ("fp32", "tf32", "bf16", "fp16")
@@ -123,7 +132,7 @@ def main() -> None:
             f"step + guard, {kind}: {row['step_ms']:.2f} ms against {row['bare_ms']:.2f} bare: {row['overhead']:+.2%}"
         )
     results = {"batch": BATCH, "side": SIDE, "precisions": precisions, "against_fp32": ratios, "overhead": overhead}
-    store("unet_eager", results, DEVICE, out)
+    store("unet_eager", results | {"cudnn_benchmark": arguments.tune}, DEVICE, arguments.out)
 
 
 if __name__ == "__main__":

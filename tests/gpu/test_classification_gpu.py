@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +12,7 @@ from halfstep.models.resnet import resnet
 from halfstep.models.vit import vit
 from halfstep.workloads.classification import ClassificationMetrics, Mixing, classification_loss, mix
 from halfstep.workloads.image_classification import Prepared
+from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
 
@@ -26,16 +24,6 @@ def bytes_on_gpu(num: int = 8, side: int = 96) -> dict[str, Tensor]:
     pixels = torch.randint(0, 256, (num, side, side, 3), generator=generator, dtype=torch.uint8)
     box = torch.tensor([[4.0, 8.0, 70.0, 90.0]]).repeat(num, 1)
     return {name: t.cuda() for name, t in {"image": pixels, "box": box, "label": torch.arange(num) % 10}.items()}
-
-
-@contextmanager
-def no_host_wait() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def prepared_by(*words: str) -> Prepared:

@@ -33,8 +33,8 @@ REFUSED = {
 FUSED = ("sgd", "adam", "adamw", "adagrad")
 CAPTURABLE = ("rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop")
 
-FUSED_DEVICES: dict[str, tuple[str, ...]] = {"adagrad": ("cpu", "cuda")}
-"""Where torch's fused kernels exist: everywhere we run, but for Adagrad's."""
+FUSED_DEVICES: dict[str, tuple[str, ...]] = {"adagrad": ("cpu",)}
+"""Where torch's fused kernels exist: everywhere we run, but for Adagrad's, which has none for CUDA (2.11 and 2.13)."""
 
 ParamGroups = list[dict[str, Any]]
 Options = Mapping[str, Any]
