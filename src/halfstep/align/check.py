@@ -161,7 +161,7 @@ def report(reading: Reading, device: Device | None) -> Report:
         findings += [*conflicts(run), *traps(run), *(hardware_gaps(run, device) if device else [])]
     kept, num_ignored = without_ignored(findings, reading.ignores)
     return Report(
-        sources=tuple(reading.named + reading.found),
+        sources=tuple(source for source in reading.named + reading.found if source.dialect != "script"),
         effective=effective(runs[0]) if len(runs) == 1 else (),
         findings=tuple(kept),
         unreadable=tuple(reading.unreadable),

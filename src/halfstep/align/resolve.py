@@ -29,6 +29,7 @@ PRECEDENCE: dict[str, str] = {
     "accelerate launch": "a launcher flag beats the launcher's file",
     "accelerate": "accelerate launch exports it, and nothing above overrides it",
     "environment": "nothing above overrides it",
+    "script": "the script does it itself",
 }
 """Dialects from the one that wins to the one that loses, each with the reason it wins."""
 
@@ -113,7 +114,8 @@ def conflicts(sources: Sequence[Source]) -> list[Finding]:
     """One finding for every statement that disagrees with the one that wins."""
     found: list[Finding] = []
     for topic in CONFLICT_RULES:
-        claims = ranked(sources, topic)
+        # What a script does by hand comes on top of what a framework does; it is no setting that could lose.
+        claims = [claim for claim in ranked(sources, topic) if claim[0].dialect != "script"]
         if claims:
             found += [conflict(claims[0], loser) for loser in claims[1:] if loser[1].value != claims[0][1].value]
     return found

@@ -16,10 +16,12 @@ FILLERS = (
     "Accelerator call",
     "accelerate launch",
 )
+CLIPPING = ("deepspeed", "lightning", "lightning call", "lightning flags", "transformers", "transformers call")
+"""Dialects whose framework clips by itself when a value is set."""
 
 
 def traps(sources: Sequence[Source]) -> list[Finding]:
-    return [*batch_arithmetic(sources), *unfilled_auto(sources), *tf32_off(sources)]
+    return [*batch_arithmetic(sources), *unfilled_auto(sources), *tf32_off(sources), *clipped_by_two(sources)]
 
 
 def one_number(sources: Sequence[Source], topic: Topic) -> int | None:
@@ -78,4 +80,24 @@ def tf32_off(sources: Sequence[Source]) -> list[Finding]:
         for source in sources
         for said in source.statements
         if said.topic == "tf32" and said.value == "off" and source.dialect != "environment"
+    ]
+
+
+def clipped_by_two(sources: Sequence[Source]) -> list[Finding]:
+    """A framework that clips, and a script that clips as well."""
+    claims = ranked(sources, "clip")
+    layers = [(source, said) for source, said in claims if source.dialect in CLIPPING and float(said.value) > 0]
+    own = [said for source, said in claims if source.dialect == "script"]
+    if not layers:
+        return []
+    source, said = layers[0]
+    return [
+        Finding(
+            rule="clip-two-layers",
+            message=f"the script clips here, and {source.dialect} clips too ({said.spelled} in {said.place})",
+            place=script.place,
+            related=(said.place,),
+            fix="leave clipping to one of them",
+        )
+        for script in own
     ]

@@ -12,10 +12,10 @@ import re
 from halfstep.align.dialects import lightning, own, transformers
 from halfstep.align.document import Node, Scalar
 from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
-from halfstep.align.statements import Draft, Source
+from halfstep.align.statements import Draft, Source, Statement, as_number
 from halfstep.align.textlines import lines_of
 
-RELEVANT = re.compile(r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp")
+RELEVANT = re.compile(r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_")
 HF_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig")
 
 
@@ -78,7 +78,26 @@ def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str
             found.append(from_call(node, literals, lightning_version))
         elif isinstance(node, ast.Dict) and "use_amp" in keys_of(node):
             found.append(own.read_flat(literals.dictionary(node)))
+    found.append(script_clipping(tree, literals))
     return [source for source in found if source is not None and (source.statements or source.findings)]
+
+
+def script_clipping(tree: ast.Module, literals: Literals) -> Source | None:
+    """The script's own clip_grad_norm_: what a framework clips as well is clipped twice."""
+    for call in filter(is_torch_clip, ast.walk(tree)):
+        assert isinstance(call, ast.Call)
+        literal = literals.literal(call.args[1]) if len(call.args) > 1 else None
+        limit = as_number(literal[0]) if literal is not None else None
+        place = literals.mapping([], call).place
+        said = Statement(topic="clip", value=limit or "set", spelled=f"{ast.unparse(call.func)}(…)", place=place)
+        return Source(name=literals.path, dialect="script", statements=(said,))
+    return None
+
+
+def is_torch_clip(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr in ("clip_grad_norm_", "clip_grad_value_") and ast.unparse(node.func.value).endswith("utils")
 
 
 def keys_of(node: ast.Dict) -> set[object]:

@@ -98,11 +98,9 @@ def uses_length(trace: Trace, window: Window) -> bool:
 
 def divided_elsewhere(amp: Amp, window: Window) -> bool:
     """Whether any function of the module divides by N, say the one that returns the loss; counting steps is no case."""
-    for node in amp.script.nodes:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and "len(" not in ast.unparse(node.left):
-            if ast.unparse(node.right).rsplit(".", 1)[-1] == last(window.length):
-                return True
-    return False
+    divisions = (n for n in amp.script.nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div))
+    by_length = (n for n in divisions if ast.unparse(n.right).rsplit(".", 1)[-1] == last(window.length))
+    return any("len(" not in ast.unparse(node.left) for node in by_length)
 
 
 def masked_means(amp: Amp, chain: list[Event], divided: bool) -> Iterator[Finding]:

@@ -33,6 +33,15 @@ CONFIG_RULES = (
         good='gradient_clip_val: 1.0\n"gradient_clipping": "auto"',
     ),
     Rule(
+        name="clip-two-layers",
+        severity=Severity.WARNING,
+        title="a framework and the script both clip",
+        why="The gradients are limited twice, and the norm that is logged is the one of whoever came second. Changing "
+        "one value then changes less than expected, or nothing.",
+        bad="Trainer(gradient_clip_val=1.0)   # and in the module:\ntorch.nn.utils.clip_grad_norm_(params, 0.5)",
+        good="Trainer(gradient_clip_val=0.5)",
+    ),
+    Rule(
         name="accumulation-conflict",
         severity=Severity.ERROR,
         title="two sources ask for different accumulation",
