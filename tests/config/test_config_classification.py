@@ -60,13 +60,18 @@ def test_nvidias_weight_decay_and_momentum_are_the_published_ones() -> None:
 
 
 def test_vit_trains_with_adamw_as_deit_does() -> None:
-    config = load("vit_s_16").config
+    config = load("vit_s_16", flags={"data_dir": "D"}).config
     assert isinstance(config, ViTConfig)
-    assert (config.optimizer.name, config.optimizer.peak_lr(1024), config.optimizer.weight_decay) == (
-        "adamw",
-        1e-3,
-        0.05,
-    )
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.peak_lr(1024), optimizer.weight_decay) == ("adamw", 1e-3, 0.05)
+
+
+def test_without_data_the_small_models_of_the_demo_are_trained() -> None:
+    resnet, vit = load("resnet50").config, load("vit_l_16").config
+    assert isinstance(resnet, ResNetConfig)
+    assert isinstance(vit, ViTConfig)
+    assert (resnet.model.width, resnet.model.blocks, vit.model.dim) == (16, (1, 1, 1, 1), 96)
+    assert load("resnet50", flags={"data_dir": "D"}).config.model == ResNetConfig(workload="resnet50").model
 
 
 @pytest.mark.parametrize(

@@ -99,16 +99,19 @@ def test_classes_are_stored_and_other_classes_are_refused_by_name(folder: Path) 
         build(config, {"classes": ["blue", "green", "pink"], "titles": {}})
 
 
-@pytest.mark.parametrize("words", [[], ["model.registers=2", "model.layer_scale=0.1"]])
+TINY_VIT = ["model.depth=1", "model.heads=2", "model.dim=8"]
+
+
+@pytest.mark.parametrize("words", [[], ["model.registers=2", "model.layer_scale=0.1", "model.patch=8"]])
 def test_vit_is_built_for_the_datas_classes(folder: Path, words: list[str]) -> None:
-    workload = built(folder, "data.image_size=32", *words, workload="vit_s_16")
+    workload = built(folder, "data.image_size=32", *TINY_VIT, *words, workload="vit_s_16")
     batch = first_batch(workload, training=True, batch_size=2)
     assert workload.forward(workload.model, batch).shape == (2, 3)
 
 
 def test_a_vit_that_cannot_tile_the_validation_image_is_refused_before_training(folder: Path) -> None:
     with pytest.raises(ModelError, match="40×40"):
-        built(folder, "data.image_size=32", "data.eval_size=40", workload="vit_s_16")
+        built(folder, "data.image_size=32", "data.eval_size=40", *TINY_VIT, workload="vit_s_16")
 
 
 def test_official_weights_need_a_new_head_for_other_classes(folder: Path, tmp_path: Path) -> None:

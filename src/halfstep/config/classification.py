@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from halfstep.config.classification_presets import RESNET_PRESETS, VIT_PRESETS
+from halfstep.config.classification_presets import RESNET_DEMO, RESNET_PRESETS, VIT_DEMO, VIT_PRESETS
 from halfstep.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
 from halfstep.config.training import OptimizerName
@@ -88,8 +88,12 @@ class ResNetModelConfig(ClassifierModelConfig):
 
 
 class ViTModelConfig(ClassifierModelConfig):
-    """Vision transformer; official weights need both options off."""
+    """Vision transformer; official weights need every option as it is here."""
 
+    depth: OffCount = Field(default=0, description="Number of blocks; 0: as the workload's name says")
+    heads: OffCount = Field(default=0, description="Attention heads, which share dim evenly; 0: as the name says")
+    dim: OffCount = Field(default=0, description="Channels of a token; 0: as the name says")
+    patch: OffCount = Field(default=0, description="Side of a patch in pixels; 0: 16, as the name says")
     layer_scale: OffNumber = Field(default=0.0, description="Start of a learned gain on each branch; 0: none")
     registers: OffCount = Field(default=0, description="Extra tokens that take the global work off the patches")
 
@@ -143,6 +147,7 @@ class ResNetConfig(ClassifierConfig):
     """One ResNet run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = RESNET_PRESETS
+    demo: ClassVar[dict[str, Any]] = RESNET_DEMO
 
     model: ResNetModelConfig = ResNetModelConfig()
     optimizer: ResNetOptimizerConfig = ResNetOptimizerConfig()
@@ -152,6 +157,7 @@ class ViTConfig(ClassifierConfig):
     """One ViT run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = VIT_PRESETS
+    demo: ClassVar[dict[str, Any]] = VIT_DEMO
 
     model: ViTModelConfig = ViTModelConfig()
     optimizer: ViTOptimizerConfig = ViTOptimizerConfig()

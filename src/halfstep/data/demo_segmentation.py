@@ -6,16 +6,13 @@ stripes of their own, thin lines and noise distract: no colour tells shape from 
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from halfstep.errors import DataError
+from halfstep.data.whole_folder import whole_folder
 
 Array = np.ndarray[Any, Any]
 
@@ -25,22 +22,13 @@ SIDE = 64
 
 def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, side: int = SIDE) -> None:
     """Write the set into `folder`, which appears only when it is complete."""
-    if folder.exists():
-        raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with whole_folder(folder) as unfinished:
         for part in ("imgs", "masks"):
             (unfinished / part).mkdir()
         for number in range(num_images):
             image, mask = draw_sample(np.random.default_rng([seed, number]), side)
             Image.fromarray(image).save(unfinished / "imgs" / f"{number:03d}.png")
             Image.fromarray(mask).save(unfinished / "masks" / f"{number:03d}_mask.png")
-        unfinished.chmod(0o755)  # mkdtemp makes it private
-        os.rename(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -187,6 +187,7 @@ def resized_positions(positions: Tensor, rows: int, columns: int) -> Tensor:
         return torch.cat([positions[:, :1], grid.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
 
 
-def vit(name: str, **options: Any) -> ViT:
-    """`vit_s_16`, `vit_b_16` or `vit_l_16`, with the options of `ViT`."""
-    return ViT(VITS[name], **options)
+def vit(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, patch: int = 0, **options: Any) -> ViT:
+    """`vit_s_16`, `vit_b_16` or `vit_l_16`, with the options of `ViT`; a size above 0 replaces the published one."""
+    given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim, "patch": patch}
+    return ViT(replace(VITS[name], **{part: value for part, value in given.items() if value}), **options)

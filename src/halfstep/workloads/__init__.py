@@ -18,7 +18,10 @@ BUILDERS = {
     "unet": "halfstep.workloads.unet:build",
     **dict.fromkeys(CLASSIFIERS, "halfstep.workloads.image_classification:build"),
 }
-DEMOS = {"unet": "halfstep.data.demo_segmentation:write_demo"}
+DEMOS = {
+    "unet": "halfstep.data.demo_segmentation:write_demo",
+    **dict.fromkeys(CLASSIFIERS, "halfstep.data.demo_classification:write_demo"),
+}
 """What writes demo data in the layout that a workload reads."""
 
 

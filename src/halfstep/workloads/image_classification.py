@@ -105,12 +105,17 @@ def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
             checkpointing=checkpointing,
         )
     assert isinstance(config, ViTConfig)
+    size = config.model
     model = vit(
         config.workload,
+        depth=size.depth,
+        heads=size.heads,
+        dim=size.dim,
+        patch=size.patch,
         num_classes=num_classes,
         image_size=config.data.image_size,
-        layer_scale=config.model.layer_scale,
-        registers=config.model.registers,
+        layer_scale=size.layer_scale,
+        registers=size.registers,
         checkpointing=checkpointing,
     )
     eval_size = evaluation_size(config.data)
