@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from halfstep.cli import check, detect, formats, train
+from halfstep.cli import check, detect, formats, pack, train
 from halfstep.errors import HalfstepError, Interrupted
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("check")(check.command)
 app.command("detect")(detect.command)
 app.command("formats", context_settings={"ignore_unknown_options": True})(formats.command)  # `formats -3.5`
+app.command("pack")(pack.command)
 app.command("train")(train.command)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,26 +11,19 @@ from pathlib import Path
 from halfstep.data.decode import check_picture, open_picture
 from halfstep.data.files import BadFiles
 from halfstep.data.image_folder import ImageFolder
-from halfstep.data.packed import fingerprint_of
 from halfstep.errors import DataError
 
-CHECK_NOTE = ".halfstep_checked.json"
-"""Beside the data, so that a large folder is decoded for checking once."""
+END_BYTES = 4096
+"""Cameras and editors append up to this much after the picture's end marker."""
 
 
 def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     """The folder without its bad files, each of which is reported.
 
     To stop at the first bad file, headers and ends of files are enough: they show what is no picture and what was
-    cut short. To leave bad files out, every one is decoded, since only that finds them all; the result is remembered.
+    cut short. To leave bad files out, every one is decoded, since only that finds them all.
     """
-    paths = folder.train.paths + folder.val.paths
-    if bad_files.mode == "error":
-        found = _errors(paths, deep=False)
-    else:
-        remembered = _remembered(folder)
-        found = _errors(paths, deep=True) if remembered is None else remembered
-        _remember(folder, found)
+    found = _errors(folder.train.paths + folder.val.paths, deep=bad_files.mode == "skip")
     for error in found.values():
         bad_files.report(error)
     if not found:
@@ -46,22 +37,14 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
 
 
 def check_header_and_end(path: Path) -> None:
-    """Refuse what is no picture or ends too early, without decoding it."""
+    """Refuse what is no picture or ends too early, without decoding the others."""
     with open_picture(path), path.open("rb") as file:
         start = file.read(12)
         length = file.seek(0, os.SEEK_END)
         file.seek(max(0, length - END_BYTES))
         end = file.read()
     if not _is_whole(start, end, length):
-        raise DataError(
-            f"cannot read {path}",
-            why=f"its {length:,} bytes end before the picture does",
-            fix="replace the file, or leave bad files out: data.on_bad_file=skip",
-        )
-
-
-END_BYTES = 4096
-"""Cameras and editors append up to this much after the picture's end marker."""
+        check_picture(path)  # cut short, or only followed by something long
 
 
 def _is_whole(start: bytes, end: bytes, length: int) -> bool:
@@ -87,21 +70,3 @@ def _errors(paths: Sequence[Path], *, deep: bool) -> dict[Path, DataError]:
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
         outcomes = zip(paths, threads.map(attempt, paths), strict=True)
         return {path: error for path, error in outcomes if error is not None}
-
-
-def _remembered(folder: ImageFolder) -> dict[Path, DataError] | None:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        note = json.loads((folder.root / CHECK_NOTE).read_text())
-        if note["fingerprint"] == _fingerprint(folder):
-            return {folder.root / name: DataError(what, why=why) for name, what, why in note["bad"]}
-    return None
-
-
-def _remember(folder: ImageFolder, found: dict[Path, DataError]) -> None:
-    bad = [(path.relative_to(folder.root).as_posix(), error.what, error.why) for path, error in found.items()]
-    with contextlib.suppress(OSError):  # a read-only folder only costs the check
-        (folder.root / CHECK_NOTE).write_text(json.dumps({"fingerprint": _fingerprint(folder), "bad": bad}))
-
-
-def _fingerprint(folder: ImageFolder) -> str:
-    return fingerprint_of(folder.root, (folder.train.paths, folder.val.paths), {})
