@@ -126,6 +126,17 @@ def test_official_weights_need_a_new_head_for_other_classes(folder: Path, tmp_pa
     assert model.fc.weight.shape[0] == 3
 
 
+def test_a_stored_run_is_built_again_without_the_weights_it_started_from(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "start.pth"
+    torch.save(resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=3).state_dict(), file)
+    config = load("resnet18", overrides=[f"data.dir={folder}", *TINY, f"model.weights={file}"]).config
+    store = build(config).store
+    file.unlink()
+    build(config, store)
+    with pytest.raises(ModelError, match="no weights at"):
+        build(config)
+
+
 def linear(num_classes: int, size: int = 32) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * size * size, num_classes))
 

@@ -30,17 +30,20 @@ FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of m
 def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run says which classes the data must have."""
     data = open_image_data(config.data)
-    if store is None:
-        store = {"classes": list(data.classes), "titles": dict(data.titles)}
+    is_new = store is None
+    store = {"classes": list(data.classes), "titles": dict(data.titles)} if store is None else store
     check_same_classes(store["classes"], data.classes)
     num_classes = len(data.classes)
+    model = model_from_store(config, store)
+    if is_new and config.model.weights:
+        start_from_(model, config.model.weights, replace_head=config.model.replace_head)
 
     def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
         return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
 
     return Workload(
         name=config.workload,
-        model=model_from_store(config, store),
+        model=model,
         train_samples=data.train,
         val_samples=data.val,
         prepare=Prepared(config.data),
@@ -81,15 +84,18 @@ class Prepared:
 
 
 def model_from_store(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
-    """The model alone, with the weights that `model.weights` names: all that prediction needs."""
-    num_classes, wish = len(store["classes"]), config.model
-    if wish.path is not None:
-        return _users_model(config, num_classes)
-    model = _own_model(config, num_classes)
-    if wish.weights:
-        weights, _ = read_weights(Path(wish.weights))
-        load_classifier_(model, weights, source=wish.weights, replace_head=wish.replace_head)
-    return model
+    """The model alone, for a checkpoint's weights: all that prediction needs."""
+    build_model = _own_model if config.model.path is None else _users_model
+    return build_model(config, len(store["classes"]))
+
+
+def start_from_(model: nn.Module, path: str, *, replace_head: bool) -> None:
+    """The weights of a file into a new model."""
+    weights, _ = read_weights(Path(path))
+    if isinstance(model, Classifier):
+        load_classifier_(model, weights, source=path, replace_head=replace_head)
+    else:
+        load_weights_(model, weights, source=path)
 
 
 def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
@@ -135,13 +141,11 @@ def _users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
     make = imported(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
     options = {**({"num_classes": num_classes} if _takes(make, "num_classes") else {}), **wish.options}
     try:
-        model = make(**options)
+        model: nn.Module = make(**options)
     except TypeError as error:
         raise ModelError(f"{wish.path} cannot be called with {options}", why=str(error), fix="model.options") from error
     _check_logits(model, wish.path, num_classes, evaluation_size(config.data))
-    if wish.weights:
-        load_weights_(model, read_weights(Path(wish.weights))[0], source=wish.weights)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _takes(make: Any, name: str) -> bool:
