@@ -90,6 +90,20 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoints.best() == tmp_path / "step-00000002"
 
 
+def test_a_step_saved_twice_replaces_nothing_until_the_new_one_is_there(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    first = checkpoints.save(4, checkpoint(1.0))
+    second = checkpoints.save(4, checkpoint(2.0))
+    assert first != second
+    assert checkpoints.all() == [second]
+    checkpoints.mark_best(second, "iou", 0.5)
+    third = checkpoints.save(4, checkpoint(3.0))
+    assert checkpoints.best() == second
+    _, newest = checkpoints.load_newest(on_damaged=pytest.fail)
+    assert newest.model["weight"][0, 0] == 3.0
+    assert third.is_dir()
+
+
 def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     """A limit on the size of files is the nearest thing to a full disk that a test may have."""
     checkpoints = Checkpoints(tmp_path)

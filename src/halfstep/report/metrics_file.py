@@ -52,11 +52,11 @@ def last_step(path: Path) -> int | None:
     return max((record["step"] for _, record in _records(path) if "step" in record), default=None)
 
 
-def cut_back(path: Path, attempted: int) -> None:
-    """Drop every record after the step of the checkpoint that is resumed, and a half-written last line."""
+def cut_back(path: Path, num_records: int) -> None:
+    """Keep what was on record when the checkpoint was taken; a count, since one step may write before and after it."""
     if not path.exists():
         return
-    kept = [line for line, record in _records(path) if record.get("step", 0) <= attempted]
+    kept = [line for line, _ in _records(path)][:num_records]
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:

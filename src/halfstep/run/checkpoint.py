@@ -50,7 +50,7 @@ class Checkpoints:
 
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
         """Write atomically, then drop the oldest beyond the limit (never the best one)."""
-        final = self.folder / f"step-{step:08d}"
+        final = self._unused_name(step)
         hidden = self.folder / f".writing-{final.name}-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Checkpoints:
                 why="nothing was overwritten; earlier checkpoints are intact",
                 fix="free some space or fix the folder's permissions, then continue with --resume",
             ) from error
-        self._drop_old()
+        self._drop_old(final)
         return final
 
     def mark_best(self, path: Path, metric: str, value: float) -> None:
@@ -99,12 +99,22 @@ class Checkpoints:
         for path in self.folder.glob(".writing-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _drop_old(self) -> None:
-        if not self.keep:
-            return
+    def _unused_name(self, step: int) -> Path:
+        """A step saved twice (at its checkpoint and at the epoch's end) gets a second name: nothing is replaced."""
+        name = f"step-{step:08d}"
+        taken = [path.name for path in self.folder.glob(f"{name}*")]
+        if not taken:
+            return self.folder / name
+        # Later than every one that is there, so that the newest still sorts last.
+        last = max(int(suffix or 0) for suffix in (other[len(name) + 1 :] for other in taken))
+        return self.folder / f"{name}-{last + 1}"
+
+    def _drop_old(self, newest: Path) -> None:
         best = self.best()
         ordinary = [path for path in self.all() if path != best]
-        for path in ordinary[: -self.keep]:
+        same_step = [path for path in ordinary if path != newest and path.name[:13] == newest.name[:13]]
+        surplus = ordinary[: -self.keep] if self.keep else []
+        for path in {*same_step, *surplus}:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -158,9 +168,6 @@ def _publish(hidden: Path, final: Path) -> None:
     """Flush everything, then make it visible in one rename."""
     for path in [*hidden.iterdir(), hidden]:
         _flush(path)
-    if final.exists():
-        # The same step again, after a resume from an earlier checkpoint: the old one was made by the same run.
-        shutil.rmtree(final)
     hidden.rename(final)
     _flush(final.parent)
 

@@ -30,6 +30,7 @@ class Journal:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
         self.device = torch.device(plan.device)
         self.attempted = 0
+        self.num_records = 0
         self.latest: Reading | None = None
         self.loss_sum, self.num_losses, self.num_skipped, self.num_spikes = 0.0, 0, 0, 0
         self.train_metric: Callable[[], dict[str, float]] = dict
@@ -58,13 +59,12 @@ class Journal:
 
     def stepped(self, attempted: int, epoch: int, samples_per_s: float) -> None:
         """After each window; writes a record when one is due."""
-        self.attempted = attempted
         is_due = attempted % self.report_every == 0 and self.latest is not None
         if self._bar is not None:
             self._bar.advance(self._fields() if is_due else None)
         if is_due and self.latest is not None:
             r = self.latest
-            self.report.log(
+            self._log(
                 {
                     "kind": "train",
                     "step": attempted,
@@ -94,7 +94,7 @@ class Journal:
 
     def _event(self, event: str, reading: Reading, text: str, level: Level) -> None:
         self.report.notice(text, level)
-        self.report.log(
+        self._log(
             {
                 "kind": "event",
                 "step": self.attempted,
@@ -107,6 +107,10 @@ class Journal:
                 "sample_ids": list(reading.sample_ids),
             }  # fmt: skip
         )
+
+    def _log(self, record: Mapping[str, object]) -> None:
+        self.report.log(record)
+        self.num_records += 1
 
     # --- phases ---
 
@@ -134,7 +138,7 @@ class Journal:
         rows += [(name, f"{train.get(name, math.nan):.4f}", f"{val[name]:.4f}") for name in names]
         self.report.epoch_summary(epoch + 1, self.epochs, rows)
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
-        self.report.log({"kind": "val", "step": attempted, "epoch": epoch + 1, **val, **trained, "best": is_best})
+        self._log({"kind": "val", "step": attempted, "epoch": epoch + 1, **val, **trained, "best": is_best})
         self.loss_sum, self.num_losses = 0.0, 0
 
     # --- rare things ---
@@ -154,12 +158,13 @@ class Journal:
             f"rollback {guard.num_rollbacks} of {guard.options.max_rollbacks}"
         )
         self.report.notice(text, "warning")
-        self.report.log({"kind": "event", "step": attempted, "event": "rollback", "reason": verdict.reason,
+        self._log({"kind": "event", "step": attempted, "event": "rollback", "reason": verdict.reason,
                          "to_committed": committed, "rate_factor": guard.rate_factor})  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "latest": asdict(self.latest) if self.latest is not None else None,
+            "num_records": self.num_records,
             "loss_sum": self.loss_sum,
             "num_losses": self.num_losses,
             "num_skipped": self.num_skipped,
@@ -169,6 +174,7 @@ class Journal:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         latest = state["latest"]
         self.latest = Reading(**{**latest, "sample_ids": tuple(latest["sample_ids"])}) if latest else None
+        self.num_records = int(state["num_records"])
         self.loss_sum, self.num_losses = float(state["loss_sum"]), int(state["num_losses"])
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
 

@@ -84,6 +84,7 @@ class Loop:
         ]
         facts = self._compute(prepared)
         parts.step.commit(facts)
+        self.journal.attempted = parts.step.attempted
         self._act_on(parts.guard.watch(facts))
 
     def _compute(self, prepared: list[dict[str, Tensor]]) -> Any:
@@ -171,7 +172,7 @@ class Loop:
         if is_whole:
             self.position = Position(epoch=epoch + 1)
         is_due = (epoch + 1) % train.validate_every == 0 or epoch + 1 == train.epochs or self.is_done
-        is_best = is_due and self._validate(epoch)
+        is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch)
         self.train_metrics = parts.workload.metrics()
         path = self.save()
         if is_best:
@@ -254,4 +255,5 @@ class Loop:
         self.pieces = int(state["pieces"])
         self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
+        self.journal.attempted = parts.step.attempted
         restore_generators(state["generators"])

@@ -78,7 +78,7 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
     path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
     workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
     plan = Plan.from_json(_text(folder.plan))
-    cut_back(folder.metrics, int(checkpoint.state["step"]["attempted"]))
+    cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
     notes = [*damaged, *changes, f"resuming from {path.name}"]
     _run(loaded, folder, workload, plan, checkpoint=checkpoint, notes=notes)
     return folder.path
@@ -119,6 +119,8 @@ def _run(
             _show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
         finally:
             report.close()
+            parts.train_loader.close()
+            parts.val_loader.close()
 
 
 def _draw(folder: RunFolder, report: RunReport) -> None:
@@ -149,7 +151,7 @@ def _show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: As
         ("run", str(folder.path)),
     ]
     report.header(f"halfstep {config.workload}", rows, plan=str(plan), warnings=plan.warnings)
-    for line in header_lines(loaded):
+    for line in (*header_lines(loaded), *parts.workload.notes):
         report.notice(line)
 
 
@@ -158,8 +160,9 @@ def _show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: f
     memory = peak_memory_bytes(parts.device)
     best = loop.checkpoints.best()
     waited = loop.waited_s / max(elapsed_s, 1e-9)
+    best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
-        (f"best {parts.workload.metric}", f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})"),
+        (f"best {parts.workload.metric}", best_metric),
         ("time", _duration(elapsed_s)),
         ("speed", f"{loop.num_samples / max(elapsed_s, 1e-9):.1f} samples/s, validation included"),
         ("peak memory", format_bytes(memory) if memory else "not measured on this device"),

@@ -1,0 +1,181 @@
+"""N + N steps equal 2N as bits: after a signal, after kills at any moment, in every precision, with any workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.config.load import load
+from halfstep.errors import CheckpointError, Interrupted
+from halfstep.run.checkpoint import Checkpoints
+from halfstep.run.train import train
+from halfstep.run.tree import pack
+from tiny_training import assert_same_bits
+
+POISONED = [2, 3, 9]
+"""Before the interruption at step 6 and after it."""
+
+
+def config(precision: str = "fp32", workers: int = 0, more: dict[str, Any] | None = None, **options: Any) -> list[str]:
+    """Shuffling, augmentation, accumulation 3, average, clipping, skipped steps, checkpoints in mid-epoch."""
+    values = {
+        "precision.default": precision, "precision.simulate": precision != "fp32", "data.dir": "anywhere",
+        "data.num_workers": workers, "train.batch_size": 3, "train.accumulate": 3, "train.epochs": 5,
+        "train.checkpoint_every": 2, "train.report_every": 1, "ema.enabled": True, "scaler.init_scale": 2.0**24,
+        "scaler.growth_interval": 3, "log.quiet": True, "device": "cpu",
+        "model.options.poisoned": POISONED, **{f"model.options.{name}": value for name, value in options.items()},
+        **(more or {}),
+    }  # fmt: skip
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def run(out: Path, overrides: list[str]) -> Path:
+    return train(load("tiny_workload:build", overrides=overrides), out=out)
+
+
+def resume(folder: Path, *overrides: str, allow_changes: bool = False) -> Path:
+    loaded = load(str(folder / "config.yaml"), overrides=overrides)
+    return train(loaded, resume=folder, allow_changes=allow_changes)
+
+
+def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Every tensor and every number of the last checkpoint."""
+    _, checkpoint = Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)
+    plain, tensors = pack(checkpoint.state)
+    named = {f"model.{k}": v for k, v in checkpoint.model.items()} | {f"ema.{k}": v for k, v in checkpoint.ema.items()}
+    return named | tensors, json.dumps(plain, sort_keys=True)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("samples_per_s", "memory_bytes")
+    return [{name: value for name, value in line.items() if name not in clocks} for line in lines]
+
+
+def assert_same_run(left: Path, right: Path) -> None:
+    (tensors, plain), (other_tensors, other_plain) = final_state(left), final_state(right)
+    assert_same_bits(tensors, other_tensors)
+    assert plain == other_plain
+    assert records(left) == records(right)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_stopped_in_mid_epoch_and_resumed_equals_an_unbroken_one(tmp_path: Path, precision: str) -> None:
+    flag = tmp_path / "signal"
+    options = {"signal_file": str(flag), "signal_step": 6}
+    whole = run(tmp_path / "whole", config(precision, **options))
+    flag.touch()
+    with pytest.raises(Interrupted) as stopped:
+        run(tmp_path / "parts", config(precision, **options))
+    assert stopped.value.exit_code == 143
+    assert "--resume" in stopped.value.fix
+    resume(tmp_path / "parts")
+    assert_same_run(whole, tmp_path / "parts")
+    skipped = [r["bad_step"] for r in records(whole) if r.get("event") in ("skipped", "overflow")]
+    assert set(POISONED) <= set(skipped)
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
+    without = run(tmp_path / "without", config(workers=0))
+    with_two = run(tmp_path / "with", config(workers=2))
+    (tensors, _), (other, _) = final_state(without), final_state(with_two)
+    assert_same_bits(tensors, other)
+    assert records(without) == records(with_two)
+
+
+RUNNER = """
+import sys
+sys.path.insert(0, {tests!r})
+from halfstep.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    tests = str(Path(__file__).resolve().parent.parent)
+    command = [sys.executable, "-c", RUNNER.format(tests=tests), "train", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_change_nothing(tmp_path: Path) -> None:
+    """SIGKILL again and again, also inside checkpoint writes (they come after every step here), two workers."""
+    overrides = config(workers=2, more={"train.checkpoint_every": 1, "train.epochs": 12})
+    whole = run(tmp_path / "whole", overrides)
+    broken, chance = tmp_path / "broken", random.Random(0)
+    arguments: tuple[str, ...] = ("tiny_workload:build", *overrides, "--out", str(broken))
+    for _ in range(5):
+        with start(*arguments) as process:
+            deadline = time.monotonic() + 60
+            reached = len(Checkpoints(broken / "checkpoints").all()) and Checkpoints(broken / "checkpoints").all()[-1]
+            while process.poll() is None and time.monotonic() < deadline:
+                present = Checkpoints(broken / "checkpoints").all()
+                if present and present[-1] != reached:
+                    break
+                time.sleep(0.005)
+            time.sleep(chance.random() * 0.15)
+            process.kill()
+        if not Checkpoints(broken / "checkpoints").all():
+            pytest.fail("the run never wrote a checkpoint")
+        arguments = ("--resume", str(broken))
+    with start(*arguments) as process:
+        assert process.wait(timeout=120) == 0, process.stdout.read() if process.stdout else ""
+    assert_same_run(whole, broken)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_a_real_process_with_a_saved_run_and_the_words_to_resume(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    out = tmp_path / "run"
+    with start("tiny_workload:build", *config(workers=2, more={"train.epochs": 100000}), "--out", str(out)) as process:
+        deadline = time.monotonic() + 60
+        while not Checkpoints(out / "checkpoints").all() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.stdout is not None
+        said = process.stdout.read()
+        assert process.wait(timeout=60) == code
+    assert f"halfstep train --resume {out}" in said.replace("\n", " ")
+    assert "Traceback" not in said
+    Checkpoints(out / "checkpoints").load_newest(on_damaged=pytest.fail)
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", config())
+    broken = run(tmp_path / "broken", config())
+    newest = Checkpoints(broken / "checkpoints").all()[-1] / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-7])
+    resume(broken)
+    assert_same_run(whole, broken)
+
+
+def test_settings_that_would_make_it_another_run_are_refused(tmp_path: Path) -> None:
+    out = run(tmp_path / "run", config(more={"train.epochs": 1}))
+    with pytest.raises(CheckpointError, match=r"optimizer.lr: 0.001 -> 0.5"):
+        resume(out, "optimizer.lr=0.5")
+    resume(out, "optimizer.lr=0.5", "train.epochs=2", allow_changes=True)
+
+
+def test_free_settings_may_change(tmp_path: Path) -> None:
+    out = run(tmp_path / "run", config(more={"train.epochs": 1}))
+    resume(out, "train.epochs=2", "data.num_workers=1", "train.early_stopping_patience=3")
+    assert max(r["epoch"] for r in records(out) if "epoch" in r) == 2
+
+
+def test_a_finished_run_resumed_trains_no_further(tmp_path: Path) -> None:
+    out = run(tmp_path / "run", config())
+    before = final_state(out)
+    resume(out)
+    assert_same_bits(before[0], final_state(out)[0])

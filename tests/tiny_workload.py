@@ -1,0 +1,99 @@
+"""A workload of a user's own, by import path: tiny, with everything that makes resume hard.
+
+BatchNorm buffers, dropout (global RNG), augmentation by key, poisoned steps, and on request a signal in mid-run.
+`model.options` says which steps are poisoned and when to signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.data.seeds import generator_for
+from halfstep.workloads.workload import Batch, Workload
+
+
+class Samples:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        generator = generator_for(index)
+        label = index % 3
+        image = torch.randn(2, 8, 8, generator=generator) + label
+        # A sample may use its key: the epoch changes what is read.
+        return {
+            "image": image + 0.01 * torch.randn(2, 8, 8, generator=generator_for(*key)),
+            "label": torch.tensor(label),
+        }
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten())
+        self.head = nn.Linear(4 * 6 * 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Accuracy:
+    def __init__(self) -> None:
+        self.counts = torch.zeros(2, dtype=torch.int64)
+
+    def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
+        right = (outputs.argmax(1) == batch["label"]).sum()
+        self.counts = self.counts.to(right.device) + torch.stack([right, right.new_tensor(len(outputs))])
+
+    def compute(self) -> dict[str, float]:
+        right, total = self.counts.tolist()
+        return {"accuracy": right / total if total else 0.0}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.counts = state["counts"]
+
+
+def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
+    options = config.model.options
+    poisoned = set(options.get("poisoned", ()))
+    signal_file, signal_step = Path(options.get("signal_file", "/nowhere")), options.get("signal_step", -1)
+
+    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        if not training:
+            return batch
+        step = key[1]
+        if step == signal_step and signal_file.exists():
+            signal_file.unlink()
+            os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
+        image = batch["image"] + 0.1 * torch.randn(batch["image"].shape, generator=generator_for(*key)).to(
+            batch["image"]
+        )
+        if step in poisoned:
+            image[0, 0, 0, 0] = float("nan")
+        return batch | {"image": image * options.get("loudness", 1.0)}
+
+    return Workload(
+        name="tiny",
+        model=Net(),
+        train_samples=Samples(22),
+        val_samples=Samples(9),
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=lambda outputs, batch: (nn.functional.cross_entropy(outputs.float(), batch["label"]), len(outputs)),
+        metrics=Accuracy,
+        metric="accuracy",
+        store=dict(store or {"classes": ["a", "b", "c"]}),
+    )
