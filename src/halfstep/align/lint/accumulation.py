@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, last
+from halfstep.align.lint.amp import Amp, is_optimizer_name, last
 from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.script import names_in
 
 MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
 
@@ -41,8 +42,8 @@ def windows(trace: Trace) -> Iterator[Window]:
     seen: set[tuple[int, ...]] = set()
     for step in trace.calls("step"):
         tests = [text for text, holds in step.conditions if holds and text in trace.windows]
-        optimizer = last(step.arguments[0] if step.arguments else step.receiver).lower()
-        if not tests or not step.loops or "optim" not in optimizer and "opt" not in optimizer.split("_"):
+        optimizer = step.arguments[0] if step.arguments else step.receiver
+        if not tests or not step.loops or not is_optimizer_name(optimizer):
             continue
         backwards = [e for e in trace.calls("backward") if e.loops == step.loops and e.index < step.index]
         free = [e for e in backwards if not any(text == tests[0] for text, _ in e.conditions) and not e.excludes(step)]
@@ -61,15 +62,9 @@ def modulus(test: str) -> str:
 
 def loss_chain(trace: Trace, backward: Event) -> list[Event]:
     """Assignments in the loop that the loss of this backward is made from."""
-    receiver = backward.receiver
-    if not receiver and isinstance(backward.node, ast.Call) and isinstance(backward.node.func, ast.Attribute):
-        inner = backward.node.func.value
-        receiver = (
-            inner.args[0].id
-            if isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.Name)
-            else ""
-        )
-    wanted, chain = {receiver} - {""}, []
+    func = backward.node.func if isinstance(backward.node, ast.Call) else None
+    inner = names_in(func.value) if isinstance(func, ast.Attribute) and not backward.receiver else set()
+    wanted, chain = ({backward.receiver} | inner) - {"", backward.scaled_by}, []
     for event in reversed(trace.events[: backward.index]):
         if event.targets and wanted.intersection(event.targets) and event.loops == backward.loops:
             chain.append(event)

@@ -105,6 +105,12 @@ def last(key: str) -> str:
     return key.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
 
 
+def is_optimizer_name(key: str) -> bool:
+    """`optimizer`, `optim_g`, `self.opt`, `opt_d`."""
+    name = last(key).lower()
+    return "optim" in name or name == "opt" or name.startswith("opt_") or name.endswith("_opt")
+
+
 def runs_without_amp(event: Event) -> bool:
     """Whether the event stands in a branch for runs without mixed precision: `if not scaler.is_enabled():`."""
     words = ("amp", "fp16", "half", "mixed", "scaler", "precision")

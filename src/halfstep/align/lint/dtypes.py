@@ -73,6 +73,8 @@ class Inference:
     types: dict[str, str] = field(default_factory=dict)
     region: Region | None = None
     depth: int = 0
+    hand_casts: dict[str, ast.expr] = field(default_factory=dict)
+    """Names whose value was cast to half by hand under autocast, and the cast."""
 
     def run(self, body: list[ast.stmt]) -> None:
         for statement in body:
@@ -93,6 +95,7 @@ class Inference:
             if isinstance(child, ast.expr):
                 self.look(child)
         if isinstance(node, ast.Assign):
+            self.note_cast(node)
             self.assign(node.targets, self.dtype(node.value))
         elif isinstance(node, ast.AugAssign):
             self.assign([node.target], self.combined([self.dtype(node.target), self.dtype(node.value)]))
@@ -115,6 +118,13 @@ class Inference:
             for element in elements:
                 if name := dotted_name(element):
                     self.types[name] = dtype
+
+    def note_cast(self, node: ast.Assign) -> None:
+        name = dotted_name(node.targets[0])
+        self.hand_casts.pop(name, None)
+        by_hand = isinstance(node.value, ast.Call) and explicit_cast(node.value, self.script) in ("fp16", "bf16")
+        if self.active and by_hand:
+            self.hand_casts[name] = node.value
 
     @property
     def active(self) -> Region | None:
@@ -160,7 +170,7 @@ class Inference:
         cast = explicit_cast(node, self.script)
         if cast:
             return cast
-        if self.active and (name in LOWERED or is_model_call(node)):
+        if self.active and (name in LOWERED or is_model_call(node, self.script)):
             return self.active.dtype
         if self.active and name in LIFTED:
             return "fp32"
@@ -190,9 +200,10 @@ def tensor_argument(node: ast.Call, script: Script) -> ast.expr:
     return node.args[0] if node.args else node.func
 
 
-def is_model_call(node: ast.Call) -> bool:
-    name = dotted_name(node.func).rsplit(".", 1)[-1].lower()
-    return name in MODEL_WORDS or name.endswith(("_model", "_net")) or name.startswith(("model_", "net_"))
+def is_model_call(node: ast.Call, script: Script) -> bool:
+    """A call of something that has parameters in this script, or bears a model's name."""
+    name = dotted_name(node.func).rsplit(".", 1)[-1]
+    return name in script.model_names or name.lower() in MODEL_WORDS or name.endswith(("_model", "_net"))
 
 
 def function_bodies(script: Script) -> Iterator[list[ast.stmt]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp
-from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import Function, calls_in
 
@@ -65,7 +64,7 @@ def called_under_no_grad(amp: Amp, name: str) -> bool:
 
 def outside_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for event in evaluated(trace)[:1]:
-        if not event.regions and is_model_call(event.node) if isinstance(event.node, ast.Call) else False:
+        if not event.regions:
             message = "training runs under autocast, evaluation does not: slower, and not the numbers training sees"
             fix = "open the same autocast around evaluation"
             yield amp.script.finding("eval-outside-autocast", event.node, message, fix=fix)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_clip
 from halfstep.align.lint.flow import Trace
-from halfstep.align.lint.script import dotted_name
+from halfstep.align.lint.script import calls_in, dotted_name
 
 CHECKS = ("isnan", "isinf", "isfinite")
 
@@ -56,13 +56,12 @@ def is_loss_name(text: str) -> bool:
 
 
 def tests_finite(test: ast.expr) -> bool:
-    """`isnan(…)` or `not isfinite(…)`: the branch of the bad case."""
+    """`isnan(…)` or `not isfinite(…)`, also beside other tests: the branch of the bad case."""
+    if isinstance(test, ast.BoolOp):
+        return any(tests_finite(value) for value in test.values)
     negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    for inner in ast.walk(test):
-        name = getattr(inner.func, "attr", "") or getattr(inner.func, "id", "") if isinstance(inner, ast.Call) else ""
-        if name in ("isnan", "isinf") and not negated or name == "isfinite" and negated:
-            return True
-    return False
+    names = {getattr(call.func, "attr", "") or getattr(call.func, "id", "") for call in calls_in(test)}
+    return "isfinite" in names if negated else bool(names & {"isnan", "isinf"})
 
 
 def replaces_loss(node: ast.stmt) -> bool:
@@ -106,24 +105,14 @@ def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 def rescaled_after_clip(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """`p.grad.mul_(max_norm / grad_norm)` after clip_grad_norm_: that norm is from before the clip."""
-    clips = [event for event in trace.events if is_clip(event)]
-    for event in trace.events if clips else ():
-        text = ast.unparse(event.node)
-        scaled = (
-            event.method in ("mul_", "div_")
-            and ".grad" in text
-            or isinstance(event.node, ast.AugAssign)
-            and ".grad" in text
-        )
-        if (
-            scaled
-            and "norm" in text
-            and "/" in text
-            and event.index > clips[0].index
-            and event.function == clips[0].function
-        ):
+    clips = [event for event in trace.events if is_clip(event) and "inf" not in ast.unparse(event.node)]
+    norms: set[str] = set()
+    for event in trace.events[clips[0].index + 1 :] if clips else ():
+        if event.targets and (event.node.value is clips[0].node or norms & event.uses):  # type: ignore[union-attr]
+            norms |= set(event.targets)
+        names = {dotted_name(n) for n in ast.walk(event.node) if isinstance(n, ast.Name | ast.Attribute)}
+        scales = event.method in ("mul_", "div_") or isinstance(event.node, ast.AugAssign)
+        if scales and ".grad" in ast.unparse(event.node) and names & norms and event.function == clips[0].function:
             message = "gradients are scaled by the norm again after clip_grad_norm_: the step shrinks with 1/norm²"
-            yield amp.script.finding(
-                "clip-twice", event.node, message, fix="drop the second scaling", related=clips[0].node
-            )
+            yield amp.script.finding("clip-twice", event.node, message, fix="drop this scaling", related=clips[0].node)
             return

@@ -140,9 +140,10 @@ def tiny_addend(script: Script, node: ast.expr, types: Inference) -> Iterator[Fi
 
 def manual_cast(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
     """model(x.half()) under autocast: autocast casts what should be cast, and keeps fp32 what should stay."""
-    if types.active is None or not is_model_call(node):
+    if types.active is None or not is_model_call(node, script):
         return
-    for value in node.args:
+    for argument_node in node.args:
+        value = types.hand_casts.get(dotted_name(argument_node), argument_node)
         if isinstance(value, ast.Call) and explicit_cast(value, script) in FORMATS:
             message = (
                 "an input is cast to half by hand under autocast: ops that autocast keeps in fp32 get a rounded input"

@@ -8,6 +8,7 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import (
     Amp,
     is_clip,
+    is_optimizer_name,
     is_plain_backward,
     is_scaled_backward,
     is_scaler_step,
@@ -96,7 +97,7 @@ def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Fin
         return  # some optimizer here steps on unscaled gradients, rightly
     for step in trace.calls("step"):
         optimizer = last(step.receiver)
-        if step.arguments or "optim" not in optimizer.lower() and optimizer not in ("opt", "opt_g", "opt_d"):
+        if step.arguments or not is_optimizer_name(optimizer):
             continue
         backward = latest_before(scaled, step)
         if backward is None or not shares_loop(backward, step) or not step.implied_by(backward):

@@ -96,12 +96,33 @@ class Script:
         found: dict[str, list[ast.expr]] = {}
         for node in self.nodes:
             if isinstance(node, ast.Assign):
-                for target in node.targets:
+                for target, value in paired(node):
                     if name := dotted_name(target):
-                        found.setdefault(name, []).append(node.value)
+                        found.setdefault(name, []).append(value)
             elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
                 found.setdefault(dotted_name(node.target), []).append(node.value)
         return found
+
+    @cached_property
+    def owners(self) -> dict[int, Function]:
+        """The innermost function around every node, by the node's identity; module level is not listed."""
+        found: dict[int, Function] = {}
+        for function in (node for node in self.nodes if isinstance(node, Function)):
+            # `nodes` is breadth first, so inner functions come later and win.
+            found |= {id(inner): function for statement in function.body for inner in ast.walk(statement)}
+        return found
+
+    def share_scope(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether two nodes can speak of the same local names: one function, or module level for either."""
+        first, second = self.owners.get(id(one)), self.owners.get(id(other))
+        return first is second or first is None or second is None
+
+    @cached_property
+    def model_names(self) -> set[str]:
+        """Last names of what has parameters, or is set to train or eval: models, whatever they are called."""
+        owners = [call.func for call in self.calls if isinstance(call.func, ast.Attribute)]
+        models = (func.value for func in owners if func.attr in ("parameters", "train", "eval"))
+        return {dotted_name(model).rsplit(".", 1)[-1] for model in models} - {""}
 
     @cached_property
     def parameters(self) -> set[str]:
@@ -145,6 +166,19 @@ def dotted_name(node: ast.AST | None) -> str:
     if not isinstance(node, ast.Name):
         return ""
     return ".".join([node.id, *reversed(parts)])
+
+
+def paired(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Targets with their values; `a, b = f(), g()` is two assignments."""
+    for target in node.targets:
+        if (
+            isinstance(target, ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+            and len(target.elts) == len(node.value.elts)
+        ):
+            yield from zip(target.elts, node.value.elts, strict=True)
+        else:
+            yield target, node.value
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:

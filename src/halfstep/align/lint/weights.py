@@ -15,17 +15,22 @@ PLAIN_OPTIMIZERS = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAda
 
 def find(amp: Amp) -> Iterator[Finding]:
     script = amp.script
-    optimized = {last(name) for call in script.calls if is_plain_optimizer(amp, call) for name in models_of(call)}
+    optimized = [(name, call) for call in script.calls if is_plain_optimizer(amp, call) for name in models_of(call)]
     restored = {last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
     trains = any(getattr(call.func, "attr", "") == "backward" for call in script.calls)
     for call in script.calls:
         dtype = explicit_cast(call, script)
         if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or not trains:
             continue
-        model = last(dotted_name(call.func.value)) or assigned_model(amp, call)
-        if model in optimized and model not in restored:
+        model = dotted_name(call.func.value) or assigned_model(amp, call)
+        if last(model) in restored:
+            continue
+        # `self.model` is one object in all methods, a plain name only in its own function.
+        if any(model == name and (("." in name) or script.share_scope(call, made)) for name, made in optimized):
             limit = "1/2048" if dtype == "fp16" else "1/256"
-            message = f"{model} is stored in {dtype} and updated in place: changes below {limit} of a weight are lost"
+            message = (
+                f"{last(model)} is stored in {dtype} and updated in place: changes below {limit} of a weight are lost"
+            )
             fix = "keep fp32 weights and use autocast, or an optimizer with an fp32 master copy"
             yield script.finding("half-weights-optimizer", call, message, fix=fix)
 
@@ -52,7 +57,7 @@ def assigned_model(amp: Amp, call: ast.Call) -> str:
     """The name that takes `Net().half()` or `Net().to(device).half()`."""
     for name, values in amp.script.assigned.items():
         if any(call is inner for value in values for inner in chain(value)):
-            return last(name)
+            return name
     return ""
 
 
