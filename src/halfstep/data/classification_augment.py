@@ -83,7 +83,9 @@ def model_images(
 
 def mirrored(box: Tensor, flip: Tensor) -> Tensor:
     """The boxes with left and right exchanged where `flip` says so: read backwards, they show a mirror image."""
-    return torch.where(flip.unsqueeze(1), box[:, [2, 1, 0, 3]], box)
+    left, top, right, bottom = box.unbind(dim=1)
+    # Not by a list of columns: that would be copied to the device, with a wait.
+    return torch.stack([torch.where(flip, right, left), top, torch.where(flip, left, right), bottom], dim=1)
 
 
 def resample(image: Tensor, box: Tensor, size: int) -> Tensor:

@@ -100,13 +100,19 @@ def read_index(path: Path) -> PackIndex:
             length = file.seek(0, os.SEEK_END)
             file.seek(max(0, length - TRAILER.size))
             index_bytes, digest = TRAILER.unpack(file.read(TRAILER.size))
-            file.seek(max(0, length - TRAILER.size - index_bytes))
+            pixels_end = length - TRAILER.size - index_bytes
+            if pixels_end < PIXELS_AT:
+                raise _broken(path, "it is cut short")
+            file.seek(pixels_end)
             text = file.read(index_bytes)
-    except (OSError, struct.error, OverflowError) as error:
+    except (OSError, struct.error) as error:
         raise _broken(path, str(error)) from error
     if hashlib.sha256(text).digest() != digest:
         raise _broken(path, "the checksum of its index is wrong")
-    return _index_of(json.loads(text))
+    index = _index_of(json.loads(text))
+    if pixels_end != PIXELS_AT + len(index.names) * index.image_bytes:
+        raise _broken(path, f"it holds {pixels_end - PIXELS_AT:,} bytes of pixels, not those of its index")
+    return index
 
 
 def crc_of(image: Array) -> int:

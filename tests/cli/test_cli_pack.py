@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.picture_folders import write_split
+from halfstep.cli.main import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    output = capsys.readouterr()
+    return int(ended.value.code or 0), output.out, output.err
+
+
+def test_packing_says_what_it_packed_and_finds_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_split(tmp_path)
+    code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "32", "--workers", "1")
+    assert code == 0
+    assert "8 training and 4 validation images of 2 classes at 32 pixels" in text
+    written = (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns
+    code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "32", "--json")
+    summary = json.loads(text)
+    assert (code, summary["train"], summary["val"], summary["left_out"]) == (0, 8, 4, [])
+    assert (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns == written
+    assert run(capsys, "pack", str(tmp_path), "--size", "32", "--force")[0] == 0
+    assert (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns != written
+
+
+def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_split(tmp_path / "data")
+    out = tmp_path / "a.pack"
+    arguments = ("pack", str(tmp_path / "data"), "--size", "16", "--out", str(out))
+    assert run(capsys, *arguments)[0] == 0
+    code, text, _ = run(capsys, *arguments, "--verify", "--json")
+    assert (code, json.loads(text)["verified"]) == (0, True)
+    content = bytearray(out.read_bytes())
+    content[5000] ^= 255
+    out.write_bytes(content)
+    code, _, error = run(capsys, *arguments, "--verify")
+    assert code == 2
+    assert "not a usable packed cache" in error
+
+
+def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_split(tmp_path)
+    (tmp_path / "train" / "cat" / "bad.jpg").write_text("text")
+    code, _, error = run(capsys, "pack", str(tmp_path), "--size", "16")
+    assert code == 2
+    assert "bad.jpg" in error
+    code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "16", "--on_bad_file", "skip")
+    assert code == 0
+    assert "left out: cannot read" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gone",), "does not exist"),
+        ((".", "--on-bad-file", "maybe"), "--on-bad-file maybe"),
+        ((".", "--limit-gb", "0.000001"), "the limit is 1e-06 GB"),
+        ((".", "--out", "nowhere/a.pack"), "cannot write"),
+        ((".", "--verify"), "not a usable packed cache"),
+    ],
+)
+def test_mistakes_are_explained(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    write_split(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run(capsys, "pack", *arguments)
+    assert code == 2
+    assert message in error
