@@ -13,6 +13,7 @@ import pytest
 from halfstep.align.as_json import as_dict
 from halfstep.align.check import check
 from halfstep.align.rules import RULES, rule_named
+from halfstep.align.rules.configs import CONFIG_RULES
 from halfstep.align.sarif import sarif
 from halfstep.align.versions import lightning_version
 from halfstep.errors import ConfigError
@@ -133,6 +134,12 @@ def test_every_rule_explains_itself(rule) -> None:  # type: ignore[no-untyped-de
     assert len(rule.why) > 60
     assert rule.bad != rule.good
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", thread) for thread in rule.threads)
+
+
+def test_the_documentation_lists_every_lint_rule() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    config_rules = {rule.name for rule in CONFIG_RULES}
+    assert [name for name in RULES if name not in config_rules and f"`{name}`" not in text] == []
 
 
 def test_an_unknown_rule_names_the_nearest() -> None:

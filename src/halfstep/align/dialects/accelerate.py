@@ -51,7 +51,11 @@ def read_precision(draft: Draft) -> None:
         return
     words = {precision: (node.rewritten(word),) for word, precision in ACCELERATE_WORDS.items()}
     draft.say("precision", precision, key, words if key == "mixed_precision" else None)
-    draft.say("weights", "fp32", key)
+    cast = draft.facts["strategy"] == "deepspeed" and precision in ("bf16", "fp16")
+    draft.say("weights", f"{precision} + fp32 master" if cast else "fp32", key)
+    if cast and precision == "bf16" and not draft.root.has("deepspeed_config.deepspeed_config_file"):
+        message = "with DEEPSPEED bf16 casts the weights (and keeps an fp32 master): it is not autocast"
+        draft.find("deepspeed-bf16-weights", message, key, fix="for fp32 weights use another distributed_type")
     if precision == "fp16":
         draft.say("scaling", "dynamic", key)
     if draft.facts["strategy"] == "fsdp" and precision in ("bf16", "fp16"):

@@ -70,6 +70,9 @@ def say_precision(draft: Draft, key: str, precision: str, strategy: str, version
     else:
         weights = precision.removesuffix("-true") if precision.endswith("-true") else "fp32"
     draft.say("weights", weights, key)
+    if strategy == "deepspeed" and precision == "bf16":
+        message = "under the deepspeed strategy bf16-mixed casts the weights to bf16 (with an fp32 master)"
+        draft.find("deepspeed-bf16-weights", message, key, fix="use ddp or fsdp for autocast over fp32 weights")
     if precision == "fp16":
         draft.say("scaling", "dynamic", key)
     if strategy == "fsdp" and precision in ("bf16", "fp16"):

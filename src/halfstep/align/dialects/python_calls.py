@@ -11,11 +11,14 @@ import re
 
 from halfstep.align.dialects import lightning, own, transformers
 from halfstep.align.document import Node, Scalar
+from halfstep.align.findings import Finding
 from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
 from halfstep.align.statements import Draft, Source, Statement, as_number
 from halfstep.align.textlines import lines_of
 
-RELEVANT = re.compile(r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_")
+RELEVANT = re.compile(
+    r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp"
+)
 HF_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig")
 
 
@@ -25,6 +28,7 @@ class Literals:
     def __init__(self, text: str, path: str) -> None:
         self.lines = lines_of(text)
         self.path = path
+        self.has_scaler = "GradScaler" in text
 
     def node(self, value: ast.expr, key: ast.expr | ast.keyword | None = None) -> Node | None:
         literal = self.literal(value)
@@ -42,11 +46,15 @@ class Literals:
 
     def literal(self, value: ast.expr) -> tuple[Scalar, str] | None:
         if isinstance(value, ast.Constant) and isinstance(value.value, (str, int, float, bool)):
-            quote = '"' if isinstance(value.value, str) else ""
-            return value.value, quote
+            return value.value, self.quote(value) if isinstance(value.value, str) else ""
         if isinstance(value, ast.Attribute) and dtype_of(value.attr):
             return value.attr, ""
         return None
+
+    def quote(self, value: ast.expr) -> str:
+        line, column = self.position(value.lineno, value.col_offset)
+        mark = self.lines[line - 1][column : column + 1]
+        return mark if mark in ("'", '"') else '"'
 
     def position(self, line: int, byte_column: int) -> tuple[int, int]:
         """`ast` counts bytes of UTF-8, edits count characters."""
@@ -78,7 +86,7 @@ def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str
             found.append(from_call(node, literals, lightning_version))
         elif isinstance(node, ast.Dict) and "use_amp" in keys_of(node):
             found.append(own.read_flat(literals.dictionary(node)))
-    found.append(script_clipping(tree, literals))
+    found += [script_clipping(tree, literals), overwritten_amp(tree, literals)]
     return [source for source in found if source is not None and (source.statements or source.findings)]
 
 
@@ -92,6 +100,26 @@ def script_clipping(tree: ast.Module, literals: Literals) -> Source | None:
         said = Statement(topic="clip", value=limit or "set", spelled=f"{ast.unparse(call.func)}(…)", place=place)
         return Source(name=literals.path, dialect="script", statements=(said,))
     return None
+
+
+def overwritten_amp(tree: ast.Module, literals: Literals) -> Source | None:
+    """`accelerator.native_amp = amp`: guide 4's trainers switch autocast on behind Accelerate's back."""
+    for node in ast.walk(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Attribute) and target.attr == "native_amp" and not is_false(node):
+            message = (
+                "native_amp is overwritten: with mixed_precision 'no' autocast then runs without a dtype, "
+                "which is float16 on CUDA, and no GradScaler is made"
+            )
+            fix = "delete the line, and pass mixed_precision='bf16' or 'fp16' to the Accelerator"
+            place = literals.mapping([], target).place
+            finding = Finding(rule="fp16-without-scaling", message=message, place=place, fix=fix)
+            return Source(name=literals.path, dialect="script", findings=(finding,))
+    return None
+
+
+def is_false(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is False
 
 
 def is_torch_clip(node: ast.AST) -> bool:
@@ -116,7 +144,7 @@ def from_call(call: ast.Call, literals: Literals, lightning_version: str) -> Sou
     if name == "Accelerator":
         return accelerator_call(literals.keywords(call))
     if name in ("MixedPrecision", "MixedPrecisionPolicy") and "param_dtype" in names:
-        return fsdp_policy(literals.keywords(call))
+        return fsdp_policy(literals.keywords(call), has_scaler=literals.has_scaler)
     return None
 
 
@@ -148,13 +176,17 @@ def accelerator_call(arguments: Node) -> Source:
     return draft.source()
 
 
-def fsdp_policy(arguments: Node) -> Source:
+def fsdp_policy(arguments: Node, *, has_scaler: bool) -> Source:
     draft = Draft(arguments, "FSDP policy")
     draft.facts["strategy"] = "fsdp"
     compute = dtype_of(arguments.scalar_at("param_dtype"))
     if compute is None:
         return draft.source()
     draft.say("precision", compute, "param_dtype")
+    if compute == "fp16" and not has_scaler:
+        message = "FSDP computes in fp16, and this script has no GradScaler"
+        fix = "use ShardedGradScaler, or param_dtype=torch.bfloat16"
+        draft.find("fp16-without-scaling", message, "param_dtype", fix=fix)
     reduce = dtype_of(arguments.scalar_at("reduce_dtype")) or compute
     key = "reduce_dtype" if arguments.has("reduce_dtype") else "param_dtype"
     draft.say("reduce", reduce, key)
