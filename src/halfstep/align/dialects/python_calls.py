@@ -85,7 +85,7 @@ def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str
         if isinstance(node, ast.Call):
             found.append(from_call(node, literals, lightning_version))
         elif isinstance(node, ast.Dict) and "use_amp" in keys_of(node):
-            found.append(own.read_flat(literals.dictionary(node)))
+            found.append(from_dict(literals.dictionary(node)))
     found += [script_clipping(tree, literals), overwritten_amp(tree, literals)]
     return [source for source in found if source is not None and (source.statements or source.findings)]
 
@@ -126,6 +126,11 @@ def is_torch_clip(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     return node.func.attr in ("clip_grad_norm_", "clip_grad_value_") and ast.unparse(node.func.value).endswith("utils")
+
+
+def from_dict(root: Node) -> Source | None:
+    """Guide 0's config; a dict that merely has such keys (names of options, say) is none."""
+    return own.read_flat(root) if isinstance(root.scalar_at("use_amp"), bool) else None
 
 
 def keys_of(node: ast.Dict) -> set[object]:

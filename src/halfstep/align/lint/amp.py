@@ -72,6 +72,11 @@ class Amp:
         return bool(self.regions)
 
     @cached_property
+    def steps(self) -> bool:
+        """Whether anything is stepped here: a lone backward() only looks at gradients."""
+        return any(getattr(call.func, "attr", "") == "step" for call in self.script.calls)
+
+    @cached_property
     def escaped(self) -> set[str]:
         """Names handed to calls that are not followed; what happens there is not known."""
         followed = {event for trace in self.traces for event in trace.events}
@@ -119,7 +124,9 @@ def runs_without_amp(event: Event) -> bool:
 
 def is_plain_backward(event: Event) -> bool:
     """`loss.backward()` without a scaler and without a framework that would scale it."""
-    return event.method == "backward" and not event.scaled_by and last(event.receiver) not in map(last, FRAMEWORKS)
+    is_method = isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute)
+    by_framework = last(event.receiver) in map(last, FRAMEWORKS)
+    return event.method == "backward" and is_method and not event.scaled_by and not by_framework
 
 
 def is_scaled_backward(event: Event) -> bool:

@@ -140,6 +140,11 @@ class Trace:
         elif isinstance(node, ast.Try | ast.TryStar):
             for part in (node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody):
                 self.block(part, scope)
+        elif isinstance(node, ast.Match):
+            self.match(node, scope)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            plain = ast.Assign(targets=[node.target], value=node.value)
+            self.statement(ast.copy_location(plain, node), scope)
         elif isinstance(node, ast.Assign | ast.AugAssign):
             self.expression(node.value, scope)
             self.assignment(node, scope)
@@ -147,6 +152,14 @@ class Trace:
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.expr):
                     self.expression(child, scope)
+
+    def match(self, node: ast.Match, scope: Scope) -> None:
+        """Every case excludes the others."""
+        subject = ast.unparse(node.subject)
+        names = [f"{subject} is case {number}" for number in range(len(node.cases))]
+        for case, own in zip(node.cases, names, strict=True):
+            known = {(name, name == own) for name in names}
+            self.block(case.body, scope.inside(conditions=scope.conditions | known))
 
     def opened(self, context: ast.expr, scope: Scope) -> Scope:
         region = region_of(context, self.script)
@@ -246,6 +259,9 @@ class Trace:
         """The function of this module or class that a call runs, when that is certain."""
         func = node.func
         if isinstance(func, ast.Name) and func.id not in scope.local:
+            for function in reversed(self.active):
+                if (nested := self.script.nested_in(function).get(func.id)) is not None:
+                    return nested
             return self.script.functions.get(func.id)
         if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self":
             return self.methods.get(func.attr)

@@ -55,6 +55,12 @@ class Script:
         """Functions of the module level by name."""
         return {node.name: node for node in self.tree.body if isinstance(node, Function)}
 
+    def nested_in(self, function: ast.AST) -> dict[str, Function]:
+        """Functions defined directly inside another one's body, by name."""
+        body = function.body if isinstance(function, Function) else []
+        inner = (node for statement in body for node in ast.walk(statement) if isinstance(node, Function))
+        return {node.name: node for node in inner}
+
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
         return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
