@@ -66,9 +66,7 @@ def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
 def assemble(config: RunConfig, workload: Workload, plan: Plan, *, on_reading: Callable[[Reading], None]) -> Assembly:
     """Put a run together from its decided parts."""
     device = torch.device(plan.device)
-    model = plan.apply(workload.model.to(device))
-    if _wants_channels_last(config, device):
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = placed(config, workload.model, plan)
     train_loader, val_loader = _loaders(config, workload)
     total_steps = _total_steps(config, len(train_loader))
     step = _step(config, model, plan, device, total_steps, len(train_loader))
@@ -103,6 +101,15 @@ def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Wo
 
     seed_everything(config.train.seed)
     return build(config, store)
+
+
+def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
+    """The model on its device, with the storage, compute and memory layout it trains and predicts in."""
+    device = torch.device(plan.device)
+    model = plan.apply(model.to(device))
+    if _wants_channels_last(config, device):
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
 
 
 def _wants_channels_last(config: RunConfig, device: torch.device) -> bool:

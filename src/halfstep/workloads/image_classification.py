@@ -55,6 +55,7 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
         fragile=FRAGILE,
         store=store,
         notes=data.notes,
+        val_names=data.val_names,
     )
 
 

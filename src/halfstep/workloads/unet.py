@@ -79,6 +79,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         fragile=FRAGILE,
         store=store,
         notes=tuple(f"left out: {error.what} ({error.why})" for error in bad_files.skipped),
+        val_names=tuple(pair.image.name for pair in val_pairs),
     )
 
 

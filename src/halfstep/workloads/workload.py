@@ -63,3 +63,5 @@ class Workload:
     """What a checkpoint must know to use the model later: classes, mask values, image format."""
     notes: tuple[str, ...] = ()
     """What the user should read before training starts, such as the files that were left out."""
+    val_names: tuple[str, ...] = ()
+    """Files of the validation samples, for reports; empty where the samples are no files."""
