@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 ATTEMPTS = 10
-"""Boxes tried before the fallback to a centred one, as torchvision does."""
+"""Boxes tried before the largest one of an allowed ratio, which panoramas get; as torchvision does."""
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -33,21 +34,22 @@ class CropRange:
 def random_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices: Array) -> Array:
     """Boxes (N, 4) as left, top, right, bottom in whole pixels, inside images of sizes (N, 2) as width, height."""
     draws = uniform(seed, epoch, indices, count=2 * ATTEMPTS + 2)
-    width, height = sizes[:, :1].astype(np.float64), sizes[:, 1:].astype(np.float64)
-    area = width * height * _between(draws[:, :ATTEMPTS], *spec.area)
-    low, high = (math.log(bound) for bound in spec.ratio)
-    ratio = np.exp(_between(draws[:, ATTEMPTS : 2 * ATTEMPTS], low, high))
-    wide, tall = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-    fits = (wide >= 1) & (wide <= width) & (tall >= 1) & (tall <= height)
+    width, height = sizes[:, 0].astype(np.float64), sizes[:, 1].astype(np.float64)
+    side = np.sqrt(_between(draws[:, :ATTEMPTS], *spec.area) * (width * height)[:, None])
+    low, high = (math.log(bound) / 2 for bound in spec.ratio)
+    stretch = np.exp(_between(draws[:, ATTEMPTS:-2], low, high))
+    wide, tall = np.maximum(np.rint(side * stretch), 1), np.maximum(np.rint(side / stretch), 1)
+    fits = (wide <= width[:, None]) & (tall <= height[:, None])
     rows, first = np.arange(len(sizes)), fits.argmax(axis=1)
-    any_fits = fits.any(axis=1)
-    spare_wide, spare_tall = _largest_of_ratio(sizes, spec.ratio)
-    wide = np.where(any_fits, wide[rows, first], spare_wide)
-    tall = np.where(any_fits, tall[rows, first], spare_tall)
-    free_x, free_y = width[:, 0] - wide, height[:, 0] - tall
-    left = np.where(any_fits, np.floor(draws[:, -2] * (free_x + 1)), free_x // 2)
-    top = np.where(any_fits, np.floor(draws[:, -1] * (free_y + 1)), free_y // 2)
-    return np.stack([left, top, left + wide, top + tall], axis=1).astype(np.float32)
+    wide, tall, has_fit = wide[rows, first], tall[rows, first], fits[rows, first]
+    if not has_fit.all():
+        wide = np.where(has_fit, wide, np.minimum(width, np.rint(height * spec.ratio[1])))
+        tall = np.where(has_fit, tall, np.minimum(height, np.rint(width / spec.ratio[0])))
+    boxes = np.empty((len(sizes), 4), dtype=np.float32)
+    boxes[:, 0] = np.floor(draws[:, -2] * (width - wide + 1))
+    boxes[:, 1] = np.floor(draws[:, -1] * (height - tall + 1))
+    boxes[:, 2], boxes[:, 3] = boxes[:, 0] + wide, boxes[:, 1] + tall
+    return boxes
 
 
 def centre_boxes(sizes: Array, share: float) -> Array:
@@ -59,27 +61,27 @@ def centre_boxes(sizes: Array, share: float) -> Array:
 
 def uniform(seed: int, epoch: int, indices: Array, *, count: int) -> Array:
     """Numbers (N, count) in [0, 1), each row a function of (seed, epoch, index) alone."""
-    with np.errstate(over="ignore"):
-        key = _mix(_mix(np.uint64(seed % 2**64) + np.uint64(GOLDEN)) ^ np.uint64(epoch))
-        rows = _mix(key ^ np.asarray(indices).astype(np.uint64))
-        steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-        bits: Array = _mix(rows[:, None] + steps) >> np.uint64(11)  # 53 bits, a float64's whole mantissa
+    rows = _mix(_key(seed, epoch) ^ np.asarray(indices).astype(np.uint64))
+    bits: Array = _mix(rows[:, None] + _steps(count)) >> np.uint64(11)  # 53 bits, a float64's whole mantissa
     return bits * 2.0**-53
 
 
-def _mix(bits: Any) -> Any:
+@lru_cache(maxsize=16)
+def _key(seed: int, epoch: int) -> Array:
+    # An array of one: numpy's scalars would warn where arrays wrap around, as meant here.
+    return _mix(_mix(np.array([seed], dtype=np.uint64) + np.uint64(GOLDEN)) ^ np.uint64(epoch))
+
+
+@lru_cache(maxsize=16)
+def _steps(count: int) -> Array:
+    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+
+
+def _mix(bits: Array) -> Array:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    return bits ^ (bits >> np.uint64(31))  # type: ignore[no-any-return]
 
 
 def _between(draws: Array, low: float, high: float) -> Array:
     return low + draws * (high - low)
-
-
-def _largest_of_ratio(sizes: Array, ratio: tuple[float, float]) -> tuple[Array, Array]:
-    """For panoramas, in which no random box fits: the largest box of an allowed ratio."""
-    width, height = sizes[:, 0].astype(np.float64), sizes[:, 1].astype(np.float64)
-    wide = np.minimum(width, np.rint(height * ratio[1]))
-    tall = np.minimum(height, np.rint(width / ratio[0]))
-    return np.maximum(wide, 1), np.maximum(tall, 1)

@@ -1,11 +1,13 @@
 """Samples straight from picture files: decoded and cropped in the loader's workers, as bytes.
 
 A training crop that is at most 1.5 times as large as the model's images travels as it is, in the corner of a fixed
-canvas, and the device resizes it: Pillow's resize costs as much as decoding. A larger one is shrunk here, where
-antialiasing is cheap to do right, after a reduced decode where the file allows one.
+canvas, and the device resizes it: Pillow's resize costs as much as decoding. A longer side is shrunk here, with
+antialiasing, after a reduced decode where the file allows one.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ class TrainingFiles:
 
     def __init__(self, listing: Listing, *, size: int, crops: CropRange | None = None) -> None:
         self.listing, self.size, self.crops = listing, size, crops or CropRange()
+        self._labels = torch.tensor(listing.labels, dtype=torch.int64)
         self.canvas = int(size * PIXELS_A_READING)
 
     def __len__(self) -> int:
@@ -38,22 +41,20 @@ class TrainingFiles:
             sizes = np.array([picture.size])
             (box,) = random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array([index]))
             canvas, box = self._crop(picture, box)
-        label = torch.tensor(self.listing.labels[index])
-        return {"image": torch.from_numpy(canvas), "box": torch.from_numpy(box), "label": label}
+        return {"image": torch.from_numpy(canvas), "box": torch.from_numpy(box), "label": self._labels[index]}
 
     def _crop(self, picture: Picture, box: Array) -> tuple[Array, Array]:
-        image, box = decoded_for(picture, box, self.size)
-        left, top = np.floor(box[:2]).astype(int)
-        right, bottom = np.minimum(np.ceil(box[2:]).astype(int), image.size)
-        if max(right - left, bottom - top) > self.canvas:
-            pixels = np.asarray(shrunk(image, box, self.size))
-            box = np.array([0, 0, self.size, self.size], dtype=np.float32)
-        else:
-            pixels = np.asarray(image.crop((left, top, right, bottom)))
-            box = box - np.array([left, top, left, top], dtype=np.float32)
+        image, (left, top, right, bottom) = decoded_for(picture, box, self.size)
+        x, y = math.floor(left), math.floor(top)
+        part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
+        wide, tall = (self.size if side > self.canvas else side for side in part.size)
+        scale_x, scale_y = wide / part.width, tall / part.height
+        # Only the sides that are too long: Pillow skips the pass over the other one.
+        fitting = part.resize((wide, tall), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
         canvas = np.zeros((self.canvas, self.canvas, 3), dtype=np.uint8)
-        canvas[: pixels.shape[0], : pixels.shape[1]] = pixels
-        return canvas, box
+        canvas[:tall, :wide] = np.asarray(fitting)
+        edges = [(left - x) * scale_x, (top - y) * scale_y, (right - x) * scale_x, (bottom - y) * scale_y]
+        return canvas, np.array(edges, dtype=np.float32)
 
 
 class EvaluationFiles:
@@ -83,8 +84,10 @@ def decoded_for(picture: Picture, box: Array, size: int) -> tuple[Image.Image, A
     """The picture at the smallest scale at which the box still has `size` pixels a side, and the box at that scale."""
     sides = box[2:] - box[:2]
     image = picture.rgb(reduction=float(sides.min()) / size)
-    scale = np.array(image.size, dtype=np.float32) / np.array(picture.size, dtype=np.float32)
-    return image, box * np.tile(scale, 2)
+    if image.size == picture.size:
+        return image, box
+    scale = np.array(image.size * 2, dtype=np.float32) / np.array(picture.size * 2, dtype=np.float32)
+    return image, box * scale
 
 
 def shrunk(image: Image.Image, box: Array, size: int) -> Image.Image:
