@@ -117,8 +117,14 @@ def conflicts(sources: Sequence[Source]) -> list[Finding]:
         # What a script does by hand comes on top of what a framework does; it is no setting that could lose.
         claims = [claim for claim in ranked(sources, topic) if claim[0].dialect != "script"]
         if claims:
-            found += [conflict(claims[0], loser) for loser in claims[1:] if loser[1].value != claims[0][1].value]
+            found += [conflict(claims[0], loser) for loser in claims[1:] if disagree(claims[0], loser)]
     return found
+
+
+def disagree(winner: Claim, loser: Claim) -> bool:
+    """Two calls of one kind in one script are two uses, training and tuning say, not two statements of one run."""
+    same_kind = (winner[0].name, winner[0].dialect) == (loser[0].name, loser[0].dialect)
+    return winner[1].value != loser[1].value and not same_kind
 
 
 def conflict(winner: Claim, loser: Claim) -> Finding:

@@ -53,8 +53,11 @@ class Amp:
         return found
 
     @cached_property
-    def mentions_scaler(self) -> bool:
-        """Whether anything here could scale a loss: a name, an attribute or an import with `scaler` in it."""
+    def may_scale(self) -> bool:
+        """Whether anything could scale a loss: a scaler that is used or comes from elsewhere, or a scale by hand."""
+        if self.scalers and not any(getattr(call.func, "attr", "") == "scale" for call in self.script.calls):
+            # Made here, and never asked to scale: it scales only if somebody else gets hold of it.
+            return any(same_object(made.key, name) for made in self.scalers for name in self.escaped)
         names = {
             getattr(n, "id", "") or getattr(n, "attr", "") or getattr(n, "arg", "") or "" for n in self.script.nodes
         }
@@ -135,9 +138,8 @@ def is_scaled_backward(event: Event) -> bool:
 
 def is_clip(event: Event) -> bool:
     """torch.nn.utils' clipping functions; a framework's own clipping unscales first."""
-    return event.method in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm") and (
-        "utils" in event.name or event.name == event.method or event.name.startswith("torch.")
-    )
+    path, _, name = event.name.rpartition(".")
+    return name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm") and (not path or "utils" in path)
 
 
 def is_scaler_step(event: Event, scaler: str) -> bool:

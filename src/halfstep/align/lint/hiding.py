@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_clip
+from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Trace
 from halfstep.align.lint.script import calls_in, dotted_name
 
+OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")
 
 
@@ -39,15 +41,16 @@ def hidden_nans(amp: Amp) -> Iterator[Finding]:
 
 
 def replaces_result(amp: Amp, call: ast.Call) -> bool:
-    """Whether nan_to_num works on a loss or a gradient; cleaning input data is fine."""
+    """Whether nan_to_num works on a loss, a gradient, or what the model just put out; cleaning input data is fine."""
     method = isinstance(call.func, ast.Attribute) and not amp.script.name_of(call.func).startswith("torch.")
-    target = (
-        call.func.value
-        if method and isinstance(call.func, ast.Attribute)
-        else (call.args[0] if call.args else call.func)
-    )
+    first = call.args[0] if call.args else call.func
+    target = call.func.value if method and isinstance(call.func, ast.Attribute) else first
     text = ast.unparse(target).lower()
-    return is_loss_name(text) or text.endswith((".grad", ".grad.data")) or text in ("grad", "g")
+    if is_loss_name(text) or text.endswith((".grad", ".grad.data")) or text in ("grad", "g"):
+        return True
+    put_out = text in OUTPUT_NAMES or isinstance(target, ast.Call) and is_model_call(target, amp.script)
+    owner = amp.script.owners.get(id(call), amp.script.tree)
+    return put_out and any(getattr(inner.func, "attr", "") == "backward" for inner in calls_in(owner))
 
 
 def is_loss_name(text: str) -> bool:
@@ -69,7 +72,13 @@ def replaces_loss(node: ast.stmt) -> bool:
     if not isinstance(node, ast.Assign) or not is_loss_name(dotted_name(node.targets[0]).lower()):
         return False
     text = ast.unparse(node.value)
-    return any(word in text for word in ("zeros", "tensor(0", "nan_to_num", "* 0", "torch.where"))
+    products = (n for n in ast.walk(node.value) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult))
+    by_zero = any(is_zero(product.left) or is_zero(product.right) for product in products)
+    return by_zero or any(word in text for word in ("zeros", "tensor(0", "nan_to_num", "torch.where"))
+
+
+def is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0
 
 
 def zeroes_gradient(node: ast.stmt) -> bool:

@@ -12,7 +12,7 @@ from halfstep.align.lint.flow import Event, Trace
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces if amp.steps else ():
         yield from backward_in_autocast(amp, trace)
-        if not amp.mentions_scaler:
+        if not amp.may_scale:
             yield from fp16_without_scaler(amp, trace)
     yield from scaler_with_bf16(amp)
 

@@ -32,6 +32,7 @@ class Script:
     path: str
     imports: dict[str, str] = field(default_factory=dict)
     stored: dict[int, frozenset[str]] = field(default_factory=dict)
+    nested: dict[int, dict[str, Function]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for node in self.nodes:
@@ -57,9 +58,11 @@ class Script:
 
     def nested_in(self, function: ast.AST) -> dict[str, Function]:
         """Functions defined directly inside another one's body, by name."""
-        body = function.body if isinstance(function, Function) else []
-        inner = (node for statement in body for node in ast.walk(statement) if isinstance(node, Function))
-        return {node.name: node for node in inner}
+        if id(function) not in self.nested:
+            body = function.body if isinstance(function, Function) else []
+            inner = (node for statement in body for node in ast.walk(statement) if isinstance(node, Function))
+            self.nested[id(function)] = {node.name: node for node in inner}
+        return self.nested[id(function)]
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
