@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,13 @@ def test_check_works_without_torch_and_never_imports_it(guide_4: Path) -> None:
     (guide_4 / "train.py").write_text("loss.backward()\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=guide_4, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_two_files_take_less_than_half_a_second_of_work(guide_4: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [sys.executable, "-m", "halfstep", "check", "radio.yaml", "acc.yaml"], capture_output=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # CPU time, so that a busy machine does not matter; 0.42 s on a Neoverse-N1 core, doubled for slower ones.
+    assert after.ru_utime - before.ru_utime < 0.9

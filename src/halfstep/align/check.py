@@ -67,7 +67,7 @@ def check(
     """Check the files named, what a project folder holds, environment variables and command lines, together."""
     reading = Reading()
     texts = {path: text for path in named_files(paths) if (text := readable(path, reading)) is not None}
-    below = [path for folder in paths if folder.is_dir() for path in files.scripts_below(folder)]
+    below = [path for folder in paths if files.is_folder(folder) for path in files.scripts_below(folder)]
     below += list(files.project_files(project)) if project else []
     found = {path: text for path in below if path not in texts and (text := readable(path, reading, named=False))}
     version = pinned_lightning({**found, **texts})
@@ -83,7 +83,7 @@ def check(
 
 
 def named_files(paths: Sequence[Path]) -> list[Path]:
-    return [path for path in dict.fromkeys(paths) if not path.is_dir()]
+    return [path for path in dict.fromkeys(paths) if not files.is_folder(path)]
 
 
 def readable(path: Path, reading: Reading, *, named: bool = True) -> str | None:
