@@ -13,6 +13,7 @@ from tiny_training import batch, loss_of, make_step, poisoned
 def reading(step: int, **fields) -> Reading:
     values = {
         "attempted": step, "loss": 1.0, "grad_norm": 1.0, "is_bad": False, "is_spike": False, "is_empty": False,
+        "is_ruined": False,
         "scale": 1.0, "committed": step, "lr": 0.1, "sample_ids": (7, 8),
     }  # fmt: skip
     return Reading(**{**values, **fields})

@@ -96,6 +96,26 @@ def test_a_buffer_that_the_module_replaces_is_put_back_too() -> None:
     assert model.seen.tolist() == [3, 3]
 
 
+def test_a_statistic_that_overflows_behind_a_finite_loss_is_a_bad_step_too() -> None:
+    step = make_step()
+    loss_fn = loss_of(step.model)
+    step(loss_fn, [batch(0)])
+    before = everything(step)
+    huge = batch(1)
+    huge["image"] = huge["image"] * 1e30  # the variance passes 3e38, the normalised activations are zero
+    reading = step(loss_fn, [huge]).read()
+    assert torch.isfinite(torch.tensor([reading.loss, reading.grad_norm])).all()
+    assert reading.reason == "a buffer (BatchNorm statistics) is not finite"
+    assert_same_bits(before, everything(step))
+
+
+def test_a_mask_buffer_of_minus_infinity_is_no_fault() -> None:
+    step = make_step()
+    step.model.register_buffer("mask", torch.full((2, 2), float("-inf")))
+    step = type(step)(step.model, step.optimizers, step.plan)
+    assert not step(loss_of(step.model), [batch(0)]).read().is_bad
+
+
 def test_several_optimizers_share_one_verdict() -> None:
     step = make_step()
     model = copy.deepcopy(step.model)

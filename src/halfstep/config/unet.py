@@ -125,7 +125,7 @@ class UNetConfig(RunConfig):
         "model.depth": 3,
         "optimizer.lr": 5e-3,
         "schedule.name": "onecycle",
-        "train.epochs": 25,
+        "train.epochs": 16,
     }
 
     data: UNetDataConfig = UNetDataConfig()

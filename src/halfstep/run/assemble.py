@@ -25,7 +25,6 @@ from halfstep.run.snapshots import Snapshots
 from halfstep.run.stopping import EarlyStopping
 from halfstep.train.clip import Clip
 from halfstep.train.ema import Ema
-from halfstep.train.facts import Reading
 from halfstep.train.guard import Guard, GuardOptions
 from halfstep.train.optimizers import build_optimizer, parameter_groups
 from halfstep.train.scaler import ScalerOptions
@@ -63,7 +62,7 @@ def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
     return decide(config.precision, hardware, workload.model, fragile=workload.fragile)
 
 
-def assemble(config: RunConfig, workload: Workload, plan: Plan, *, on_reading: Callable[[Reading], None]) -> Assembly:
+def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     """Put a run together from its decided parts."""
     device = torch.device(plan.device)
     model = placed(config, workload.model, plan)
@@ -74,7 +73,6 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, *, on_reading: C
         GuardOptions(**_taken(config.guard, GuardOptions)),
         scaling=plan.needs_loss_scaling,
         min_scale=config.scaler.min_scale,
-        on_reading=on_reading,
     )
     rolls_back = config.guard.on_fault == "rollback"
     return Assembly(

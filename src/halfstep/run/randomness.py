@@ -39,21 +39,16 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def algorithms(*, deterministic: bool, tune: bool) -> Iterator[None]:
-    """Which kernels torch may pick: repeatable ones, or the fastest found by trying. Restored on exit."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.benchmark,
-    )
+def algorithms(*, deterministic: bool) -> Iterator[None]:
+    """Which kernels torch may pick: repeatable ones only, or any. Restored on exit."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
     if deterministic:
         # cuBLAS reads it when its handle is made; without it torch refuses deterministic matmuls.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = deterministic
-    torch.backends.cudnn.benchmark = tune and not deterministic
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[1:]
+        torch.backends.cudnn.deterministic = before[1]

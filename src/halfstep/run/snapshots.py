@@ -25,13 +25,15 @@ class Snapshots:
         return attempted % self.every == 0
 
     def take(self, model: nn.Module, step: Step) -> None:
-        """Copy everything a rollback puts back; waits for the device."""
+        """Copy everything a rollback puts back; waits for the device. Steps that were all skipped are not copied."""
+        if self.states and self.states[-1]["step"]["committed"] == int(step.committed):
+            return
         state = {"model": model.state_dict(), "step": step.state_dict()}
         self.states = [*self.states, _on_host(state)][-self.size :]
 
     def before(self, committed: int) -> dict[str, Any] | None:
-        """The newest state at least `margin` committed steps before `committed`."""
-        usable = [s for s in self.states if s["step"]["committed"] <= committed - self.margin]
+        """The newest state at least `margin` committed steps before `committed`; the very start is far enough."""
+        usable = [s for s in self.states if s["step"]["committed"] <= max(committed - self.margin, 0)]
         return usable[-1] if usable else None
 
     def forget_after(self, state: Mapping[str, Any]) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from pathlib import Path
-
-import torch
 
 from halfstep.config.dump import to_yaml
 from halfstep.config.load import Loaded, load
@@ -31,7 +30,6 @@ from halfstep.run.loop import Loop
 from halfstep.run.randomness import algorithms
 from halfstep.run.resume import refuse_changes
 from halfstep.workloads import write_demo
-from halfstep.workloads.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on images generated into {}; yours go in with --data-dir DIR"
 
@@ -44,21 +42,24 @@ def train(loaded: Loaded, *, out: Path | None = None, resume: Path | None = None
 
 
 def _start(loaded: Loaded, out: str | None) -> Path:
+    """Everything that can be wrong is found before the run's folder is made; only the demo needs it earlier."""
     hardware = probe(loaded.config.device)
-    decide(loaded.config.precision, hardware)  # a wish that cannot be granted is told before any file is made
-    is_demo = loaded.config.data.dir is None
-    if is_demo:
-        folder = RunFolder.create(out, _run_name(loaded.config))
-        loaded = _with_demo_data(loaded, folder)
-    # Real data are looked at first: a wrong folder must not leave an empty run behind.
-    workload = build_workload(loaded.config)
-    plan = plan_for(loaded.config, workload, hardware)
-    if not is_demo:
-        folder = RunFolder.create(out, _run_name(loaded.config))
+    decide(loaded.config.precision, hardware)
+    demo = RunFolder.create(out, _run_name(loaded.config)) if loaded.config.data.dir is None else None
+    try:
+        loaded = _with_demo_data(loaded, demo) if demo is not None else loaded
+        workload = build_workload(loaded.config)
+        plan = plan_for(loaded.config, workload, hardware)
+        parts = assemble(loaded.config, workload, plan)
+    except HalfstepError:
+        if demo is not None:
+            shutil.rmtree(demo.path)
+        raise
+    folder = demo or RunFolder.create(out, _run_name(loaded.config))
     folder.config.write_text(to_yaml(loaded.config))
     folder.plan.write_text(plan.to_json())
-    notes = [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
-    _run(loaded, folder, workload, plan, checkpoint=None, notes=notes)
+    notes = [DEMO_NOTE.format(folder.path / "data")] if demo is not None else []
+    _run(loaded, folder, parts, checkpoint=None, notes=notes)
     return folder.path
 
 
@@ -80,30 +81,27 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
     plan = Plan.from_json(_text(folder.plan))
     cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
     notes = [*damaged, *changes, f"resuming from {path.name}"]
-    _run(loaded, folder, workload, plan, checkpoint=checkpoint, notes=notes)
+    _run(loaded, folder, assemble(loaded.config, workload, plan), checkpoint=checkpoint, notes=notes)
     return folder.path
 
 
 def _run(
-    loaded: Loaded,
-    folder: RunFolder,
-    workload: Workload,
-    plan: Plan,
-    *,
-    checkpoint: Checkpoint | None,
-    notes: list[str] | None = None,
+    loaded: Loaded, folder: RunFolder, parts: Assembly, *, checkpoint: Checkpoint | None, notes: list[str]
 ) -> None:
     config = loaded.config
     report = RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
     journal = Journal(
-        report, plan, epochs=config.train.epochs, report_every=config.train.report_every, metric=workload.metric
+        report,
+        parts.plan,
+        epochs=config.train.epochs,
+        report_every=config.train.report_every,
+        metric=parts.workload.metric,
     )
-    tune = torch.device(plan.device).type == "cuda"
-    with algorithms(deterministic=config.train.deterministic, tune=tune), interrupts() as asked_to_stop:
-        parts = assemble(config, workload, plan, on_reading=journal.on_reading)
+    parts.guard.on_reading = journal.on_reading
+    with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
         _show_header(report, loaded, folder, parts)
-        for note in notes or []:
+        for note in notes:
             report.notice(note, "warning" if "damaged" in note or "DEMO" in note else "info")
         if checkpoint is not None:
             loop.restore(checkpoint)

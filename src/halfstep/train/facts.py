@@ -20,6 +20,8 @@ class Reading:
     is_bad: bool
     is_spike: bool
     is_empty: bool
+    is_ruined: bool
+    """A buffer, such as a BatchNorm statistic, was no longer finite."""
     scale: float
     """The loss scale this step ran with; 1 without scaling."""
     committed: int
@@ -38,21 +40,23 @@ class Reading:
             return f"loss is {self.loss}"
         if self.grad_norm != self.grad_norm or abs(self.grad_norm) == float("inf"):
             return f"gradient norm is {self.grad_norm}"
-        return "loss spike"
+        return "a buffer (BatchNorm statistics) is not finite" if self.is_ruined else "loss spike"
 
 
-FIELDS = ("loss", "grad_norm", "bad", "spike", "empty", "scale", "committed", "lr")
+FIELDS = ("loss", "grad_norm", "bad", "spike", "empty", "ruined", "scale", "committed", "lr")
 
 
 class Facts:
     """One step's findings as device tensors, with the sample ids and RNG state that identify the step."""
 
-    __slots__ = ("_event", "_host", "attempted", "bad", "empty", "grad_norm", "ids", "loss", "rng", "scale", "spike")
+    __slots__ = (
+        "_event", "_host", "attempted", "bad", "empty", "grad_norm", "ids", "loss", "rng", "ruined", "scale", "spike",
+    )  # fmt: skip
 
     def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
         self.attempted = attempted
         self.loss, self.grad_norm, self.scale = loss, grad_norm, scale
-        self.bad = self.spike = self.empty = torch.zeros((), dtype=torch.bool, device=loss.device)
+        self.bad = self.spike = self.empty = self.ruined = torch.zeros((), dtype=torch.bool, device=loss.device)
         self.ids: tuple[Tensor, ...] = ()
         self.rng: dict[str, Tensor] = {}
         self._host: Tensor | None = None
@@ -61,7 +65,7 @@ class Facts:
     def send(self, committed: Tensor, lr: Tensor) -> None:
         """Start the copy to the host, behind the step's work. float64 holds every field exactly."""
         values: Sequence[Tensor] = (
-            self.loss, self.grad_norm, self.bad, self.spike, self.empty, self.scale, committed, lr,
+            self.loss, self.grad_norm, self.bad, self.spike, self.empty, self.ruined, self.scale, committed, lr,
         )  # fmt: skip
         packed = torch.stack([value.detach().double() for value in values])
         if packed.is_cuda:
@@ -85,6 +89,7 @@ class Facts:
             is_bad=bool(v["bad"]),
             is_spike=bool(v["spike"]),
             is_empty=bool(v["empty"]),
+            is_ruined=bool(v["ruined"]),
             scale=v["scale"],
             committed=int(v["committed"]),
             lr=v["lr"],

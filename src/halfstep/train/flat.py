@@ -67,6 +67,15 @@ class Snapshot:
         self.saved = [gather(group) for group in self.groups]
 
     @torch.no_grad()
+    def became_non_finite(self, device: torch.device) -> Tensor:
+        """Whether any number that was finite when saved is not now. Masks that hold -inf on purpose do not count."""
+        found = torch.zeros((), dtype=torch.bool, device=device)
+        for group, saved in zip(self.groups, self.saved, strict=True):
+            if saved.is_floating_point():
+                found = found | (torch.isfinite(saved) & ~torch.isfinite(gather(group))).any().to(device)
+        return found
+
+    @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
         """Where `flag` is true every tensor gets its saved bits back; otherwise it keeps what it has now."""
         for group, saved in zip(self.groups, self.saved, strict=True):

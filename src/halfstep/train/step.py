@@ -3,9 +3,10 @@
     facts = step.compute(loss_fn, window)   forward, backward, unscale, norm: nothing committed, nothing read
     step.commit(facts)                      the device decides: a bad step is dropped by a flag, not by an `if`
 
-A step is bad when its loss or gradient norm is not finite (or, on request, when its loss is a spike). On a bad step
-weights, buffers, optimizer state, average, schedule and committed counter keep their bits. BatchNorm statistics are
-written during forward, so they are copied when the window starts and put back.
+A step is bad when its loss, its gradient norm or a buffer it wrote is not finite (or, on request, when its loss is a
+spike). On a bad step weights, buffers, optimizer state, average, schedule and committed counter keep their bits.
+BatchNorm statistics are written during forward, so they are copied when the window starts and put back. They belong
+to the verdict, too: a variance can overflow while loss and gradients stay finite, and only evaluation would show it.
 
 Order inside: backward on the scaled loss, divide by scale and window weight once, norm, verdict, clip, commit.
 The host waits for nothing here but the first commit of each optimizer (see commit.py).
@@ -161,7 +162,8 @@ class Step:
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
         facts.empty = weight == 0
         facts.spike = self.spikes.judge(loss)
-        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | facts.empty
+        facts.ruined = self._buffers.snapshot.became_non_finite(self.device)
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | facts.empty | facts.ruined
         facts.bad = self.agree(bad | facts.spike if self.spikes.skips else bad)
         facts.spike = facts.spike & ~bad
         self.clip.apply_(gradients, norm)
