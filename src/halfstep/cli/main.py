@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from halfstep.cli import check, detect, formats, pack, train
+from halfstep.cli import check, detect, evaluate, formats, guide, pack, train
 from halfstep.errors import HalfstepError, Interrupted
 
 app = typer.Typer(
@@ -21,7 +21,9 @@ app = typer.Typer(
 )
 app.command("check")(check.command)
 app.command("detect")(detect.command)
+app.command("evaluate")(evaluate.command)
 app.command("formats", context_settings={"ignore_unknown_options": True})(formats.command)  # `formats -3.5`
+app.command("guide")(guide.command)
 app.command("pack")(pack.command)
 app.command("train")(train.command)
 

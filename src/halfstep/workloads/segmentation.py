@@ -69,6 +69,14 @@ def predicted_classes(logits: Tensor) -> Tensor:
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
 
 
+def pixel_counts(logits: Tensor, mask: Tensor, num_classes: int) -> Tensor:
+    """Integers (3, N, C): the pixels of each class in each image that were hit, predicted and true."""
+    truth = one_hot(mask, num_classes)
+    predicted = one_hot(predicted_classes(logits), num_classes) & (mask != IGNORED).unsqueeze(1)
+    pixels = (2, 3)
+    return torch.stack([(truth & predicted).sum(pixels), predicted.sum(pixels), truth.sum(pixels)])
+
+
 class SegmentationMetrics:
     """IoU and Dice over a whole data set: pixels are counted as integers on the device, and divided once at the end.
 
@@ -83,11 +91,7 @@ class SegmentationMetrics:
 
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
         """Count one batch; no host wait."""
-        mask = batch["mask"]
-        truth = one_hot(mask, self.num_classes)
-        predicted = one_hot(predicted_classes(logits), self.num_classes) & (mask != IGNORED).unsqueeze(1)
-        pixels = (0, 2, 3)
-        counts = torch.stack([(truth & predicted).sum(pixels), predicted.sum(pixels), truth.sum(pixels)])
+        counts = pixel_counts(logits, batch["mask"], self.num_classes).sum(1)
         self._counts = counts if self._counts is None else self._counts.to(counts.device) + counts
 
     def compute(self) -> dict[str, float]:

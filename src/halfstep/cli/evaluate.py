@@ -1,0 +1,59 @@
+"""`halfstep evaluate`: how good is it?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Other data; default: the validation part of the run's own."),
+    ] = None,
+    checkpoint: Annotated[str, typer.Option(metavar="best|last|NAME", help="Which checkpoint, or its step.")] = "best",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Default: the run's.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="New folder for pictures.", show_default="RUN/report/evaluation")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+) -> None:
+    """How good is it: scores of the whole and of every class, and pictures of what went wrong.
+
+    Without --data these are the numbers that training saw when it wrote the checkpoint. Of other data everything is
+    evaluated, or their own validation part where they have one. Nothing is overwritten.
+
+    Example:
+
+        halfstep evaluate runs/unet-20250101-120000
+
+        halfstep evaluate runs/resnet50 --data data/new_photos --checkpoint last --json
+    """
+    from rich.console import Console
+
+    from halfstep.report.evaluation_view import as_json as json_of
+    from halfstep.report.evaluation_view import show_evaluation
+    from halfstep.report.run_report import RunReport
+    from halfstep.run.evaluate import evaluate
+
+    # Progress and warnings go to stderr: what is printed can be piped.
+    report = RunReport(run, console=Console(stderr=True))
+    found = evaluate(
+        run,
+        report=report,
+        data=data,
+        checkpoint=checkpoint,
+        device=device,
+        precision=precision,
+        batch_size=batch_size,
+        out=out,
+    )
+    if as_json:
+        typer.echo(json_of(found))
+    else:
+        show_evaluation(found, Console())

@@ -1,0 +1,67 @@
+"""The confusion matrix as a picture: true classes down, predicted ones across, by their share of the true class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from halfstep.report.picture_file import INK, new_figure, save_figure, shortened
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NUMBERED_UP_TO = 24
+"""Classes; beyond it numbers in the squares can no longer be read."""
+NAMED_UP_TO = 64
+"""Classes; beyond it only some of them are named at the edges."""
+INCHES_A_CLASS, LEAST_INCHES, MOST_INCHES = 0.42, 4.2, 14.0
+NAME_LENGTH = 22
+
+
+def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> None:
+    """Write the picture of counts by true class (row) and predicted class (column)."""
+    matrix = np.asarray(counts, dtype=np.float64)
+    shares = matrix / matrix.sum(axis=1, keepdims=True).clip(min=1)
+    side = min(MOST_INCHES, max(LEAST_INCHES, INCHES_A_CLASS * len(names)))
+    figure = new_figure((side + 2.6, side + 1.8))
+    axes: Axes = figure.subplots()
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    _name_the_classes(axes, names)
+    if len(names) <= NUMBERED_UP_TO:
+        _write_numbers(axes, matrix, shares)
+    hits = matrix.trace() / max(matrix.sum(), 1)
+    axes.set_title(f"{hits:.1%} of {int(matrix.sum()):,} right", loc="left", fontsize=11, fontweight="bold", color=INK)
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, format=lambda value, _: f"{value:.0%}")
+    bar.set_label("share of the true class", fontsize=9, color=INK)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8)
+    save_figure(figure, path)
+
+
+def _name_the_classes(axes: Axes, names: Sequence[str]) -> None:
+    every = -(-len(names) // NAMED_UP_TO)
+    places = range(0, len(names), every)
+    labels = [shortened(names[place], NAME_LENGTH) for place in places]
+    size = 9 if len(names) <= NUMBERED_UP_TO else 7
+    upright: dict[str, Any] = {} if max(map(len, labels)) <= 3 else {"rotation": 45, "ha": "right"}
+    axes.set_xticks(places, labels, fontsize=size, rotation_mode="anchor", **upright)
+    axes.set_yticks(places, labels, fontsize=size)
+    axes.set_xlabel("predicted", fontsize=10, color=INK)
+    axes.set_ylabel("true", fontsize=10, color=INK)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if len(names) <= NAMED_UP_TO:
+        edges = np.arange(len(names) + 1) - 0.5
+        axes.set_xticks(edges, minor=True)
+        axes.set_yticks(edges, minor=True)
+        axes.grid(which="minor", color="white", linewidth=1)
+        axes.tick_params(which="minor", length=0)
+
+
+def _write_numbers(axes: Axes, matrix: Any, shares: Any) -> None:
+    for row, column in zip(*np.nonzero(matrix), strict=True):
+        colour = "white" if shares[row, column] > 0.55 else INK
+        axes.text(column, row, f"{int(matrix[row, column]):,}", ha="center", va="center", fontsize=8, color=colour)

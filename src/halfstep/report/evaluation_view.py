@@ -1,0 +1,99 @@
+"""How good a model is: the facts, the scores of the whole, and of every class; on the console and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from halfstep.report.tables import columns_table, pairs_table
+
+Cell = str | int | float | None
+SHOWN_CLASSES = 40
+"""More rows than this are no longer read; the worst ones are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The outcome of one evaluation: plain values only."""
+
+    run: str
+    workload: str
+    checkpoint: str
+    weights: str
+    data: str
+    samples: int
+    precision: str
+    simulated: bool
+    device: str
+    metrics: Mapping[str, float]
+    """As validation computes them in training."""
+    classes: tuple[Mapping[str, Cell], ...] = ()
+    """One row a class; every row has the same columns, the first of which names the class."""
+    ranking: str = ""
+    """The column by which classes are good or bad."""
+    files: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def as_json(value: Any) -> str:
+    """Valid JSON: a number that is not finite becomes null."""
+    return json.dumps(_plain(asdict(value)), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def show_evaluation(found: Evaluation, console: Console) -> None:
+    """Facts, scores, classes, files."""
+    simulated = " (simulated)" if found.simulated else ""
+    console.print(
+        pairs_table(
+            [
+                ("run", found.run),
+                ("checkpoint", f"{found.checkpoint}, weights {found.weights}"),
+                ("data", f"{found.data}, {found.samples:,} samples"),
+                ("precision", f"{found.precision}{simulated} on {found.device}"),
+            ]
+        ),
+        soft_wrap=True,
+    )
+    console.print()
+    whole = {name: value for name, value in found.metrics.items() if "/" not in name}
+    console.print(Text("   ".join(f"{name} {value:.4f}" for name, value in whole.items()), style="bold"))
+    if found.classes:
+        console.print()
+        _show_classes(found, console)
+    console.print()
+    for path in found.files:
+        console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+
+
+def _show_classes(found: Evaluation, console: Console) -> None:
+    rows = list(found.classes)
+    if len(rows) > SHOWN_CLASSES:
+        rows = sorted(rows, key=lambda row: _rank(row[found.ranking]))[:SHOWN_CLASSES]
+        console.print(Text(f"The {len(rows)} worst of {len(found.classes)} classes by {found.ranking}:"))
+    columns = {title: [_cell(row[title]) for row in rows] for title in rows[0]}
+    texts = [title for title in columns if any(isinstance(row[title], str) for row in rows)]
+    console.print(columns_table(columns, left=texts), soft_wrap=True)
+
+
+def _rank(value: Cell) -> float:
+    return float(value) if isinstance(value, int | float) else math.inf
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

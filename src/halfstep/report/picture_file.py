@@ -1,0 +1,40 @@
+"""Pictures on a `Figure` of their own, since pyplot keeps state and asks for a display; written or a clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK, FAINT, BAD, GOOD = "#1f2933", "#616e7c", "#d62f3a", "#12805c"
+DPI, MARGIN_INCHES = 150, 0.15
+
+
+def new_figure(inches: tuple[float, float]) -> Figure:
+    """A white page that makes room for its labels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=inches, dpi=DPI, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the picture."""
+    try:
+        figure.savefig(path, bbox_inches="tight", pad_inches=MARGIN_INCHES)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="make room, or --out DIR") from error
+
+
+def shortened(name: str, length: int) -> str:
+    """The name, or its two ends."""
+    half = (length - 1) // 2
+    text = name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}"
+    return text.replace("$", r"\$")  # matplotlib reads $…$ as a formula

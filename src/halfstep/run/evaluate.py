@@ -1,0 +1,169 @@
+"""`evaluate`: how good is a stored run, on its own validation data or on others'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.loader import Loader
+from halfstep.errors import CheckpointError, DataError, MemoryLimitError
+from halfstep.measure.clock import Stopwatch
+from halfstep.measure.memory import memory_picture
+from halfstep.precision.plan import Plan
+from halfstep.report.evaluation_view import Evaluation, as_json
+from halfstep.report.run_report import RunReport
+from halfstep.run.assemble import build_workload
+from halfstep.run.evaluate_classification import ClassificationEvaluation
+from halfstep.run.evaluate_segmentation import SegmentationEvaluation
+from halfstep.run.evaluated import Kind, Look, PlainEvaluation
+from halfstep.run.memory_limit import OutOfMemory
+from halfstep.run.open_run import OpenedRun, fresh_folder, open_run, plan_for_use, with_weights
+from halfstep.run.randomness import algorithms
+from halfstep.run.validate import evaluating, validate
+from halfstep.workloads import CLASSIFIERS
+from halfstep.workloads.workload import Batch, Workload
+
+KINDS: dict[str, type[Kind]] = {
+    "unet": SegmentationEvaluation,
+    **dict.fromkeys(CLASSIFIERS, ClassificationEvaluation),
+}
+
+
+def evaluate(
+    path: Path,
+    *,
+    report: RunReport,
+    data: Path | None = None,
+    checkpoint: str = "best",
+    device: str | None = None,
+    precision: str | None = None,
+    batch_size: int | None = None,
+    out: Path | None = None,
+) -> Evaluation:
+    """Metrics as in training, results of each class, and pictures in a folder of their own."""
+    clock = Stopwatch()
+    run = open_run(path, checkpoint=checkpoint)
+    kind = KINDS.get(run.config.workload, PlainEvaluation)
+    config, workload = _with_data(run, kind, data, report)
+    plan = plan_for_use(run, workload.model, device=device, precision=precision)
+    for note in (*run.notes, *plan.warnings, *workload.notes):
+        report.notice(note, "warning")
+    evaluation = kind(workload)
+    with (
+        fresh_folder(out, run.folder.report / "evaluation") as folder,
+        algorithms(deterministic=config.train.deterministic),
+    ):
+        model = with_weights(run, workload.model, plan)
+        counted = replace(workload, metrics=lambda: evaluation.metrics)
+        pieces = int(run.checkpoint.state["pieces"]) if batch_size is None else 1
+        size = batch_size or config.train.batch_size
+        metrics = _validated(config, counted, model, plan, report, batch_size=size, pieces=pieces)
+        pictures = evaluation.draw(folder, _look(workload, model, plan, config.train.seed))
+        summary = folder / "evaluation.json"
+        found = Evaluation(
+            run=str(path),
+            workload=config.workload,
+            checkpoint=run.path.name,
+            weights=run.weights,
+            data=str(config.data.dir),
+            samples=len(workload.val_samples),
+            precision=plan.granted,
+            simulated=plan.simulated,
+            device=f"{plan.device} ({plan.device_name})",
+            metrics=metrics,
+            classes=evaluation.classes(),
+            ranking=evaluation.ranking,
+            files=tuple(str(file) for file in (*pictures, summary)),
+            seconds=round(clock.elapsed_s, 2),
+        )
+        _write(summary, as_json(found))
+    return found
+
+
+def _with_data(run: OpenedRun, kind: type[Kind], data: Path | None, report: RunReport) -> tuple[RunConfig, Workload]:
+    """The run's own validation data; of another folder all there is."""
+    config = run.config
+    stored = Path(config.data.dir) if config.data.dir else None
+    if data is not None and not data.is_dir():
+        raise DataError(f"--data {data} {'is a file' if data.exists() else 'does not exist'}", fix="name a data folder")
+    if data is not None and not (stored and stored.is_dir() and data.samefile(stored)):
+        workload = kind.on_all(build_workload(kind.config_for(config, data), run.store))
+        return kind.config_for(config, data), workload
+    if stored is not None and not stored.is_dir() and kind is not PlainEvaluation:
+        config = _with_moved_demo(run, stored, report)
+    workload = build_workload(config, run.store)
+    if len(workload.val_samples) == 0:
+        raise DataError(
+            f"the run has no validation data in {stored}",
+            why="it was trained on all of them, and what was trained on proves nothing",
+            fix="--data DIR with data that it has not seen",
+        )
+    return config, workload
+
+
+def _with_moved_demo(run: OpenedRun, stored: Path, report: RunReport) -> RunConfig:
+    """Demo data lie in the run's folder, and move with it."""
+    demo = run.folder.path / "data"
+    if not demo.is_dir():
+        raise DataError(
+            f"the run's data folder {stored} is not there",
+            why="its config.yaml names that folder",
+            fix="--data DIR says where the data are now",
+        )
+    report.notice(f"{stored} is not there: using the demo data in {demo}", "warning")
+    return run.config.model_copy(update={"data": run.config.data.model_copy(update={"dir": str(demo)})})
+
+
+def _validated(
+    config: RunConfig,
+    workload: Workload,
+    model: nn.Module,
+    plan: Plan,
+    report: RunReport,
+    *,
+    batch_size: int,
+    pieces: int,
+) -> dict[str, float]:
+    loader = Loader(
+        workload.val_samples,
+        batch_size=batch_size,
+        seed=config.train.seed,
+        num_workers=config.data.num_workers,
+        shuffle=False,
+    )
+    try:
+        with report.phase("Evaluating", len(loader)) as bar:
+            return validate(workload, model, plan, loader, pieces=pieces, advance=bar.advance)
+    except OutOfMemory as error:
+        raise MemoryLimitError(
+            f"out of memory on {plan.device} with batch size {batch_size}",
+            why=memory_picture(torch.device(plan.device)),
+            fix=f"--batch-size {max(1, batch_size // (2 * pieces))}, or --precision bf16",
+        ) from error
+    finally:
+        loader.close()
+
+
+def _look(workload: Workload, model: nn.Module, plan: Plan, seed: int) -> Look:
+    device = torch.device(plan.device)
+
+    def look(index: int) -> tuple[Batch, Any]:
+        sample = workload.val_samples.sample(index, key=(seed, 0, index))
+        raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
+        batch = workload.prepare(raw, key=(), training=False)
+        with evaluating(model), plan.forward():
+            return batch, workload.forward(model, batch)
+
+    return look
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="make room, or --out DIR") from error

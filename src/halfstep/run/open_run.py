@@ -1,0 +1,175 @@
+"""A finished run, opened to be used: its settings, one whole checkpoint, and the precision to compute in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.config.aliases import precision_name
+from halfstep.config.load import load as load_config
+from halfstep.config.schema import RunConfig
+from halfstep.errors import CheckpointError, ConfigError, HardwareError, nearest
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import placed
+from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
+from halfstep.run.folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedRun:
+    """What a stored run holds."""
+
+    folder: RunFolder
+    config: RunConfig
+    path: Path
+    """The checkpoint's folder."""
+    checkpoint: Checkpoint
+    notes: tuple[str, ...] = ()
+    """What the user must know, such as a damaged checkpoint that was passed over."""
+
+    @property
+    def store(self) -> dict[str, Any]:
+        """What the run knew of its data: classes, mask values, image format."""
+        return dict(self.checkpoint.state["store"])
+
+    @property
+    def weights(self) -> str:
+        """Which weights are used: those that validation used."""
+        return "averaged (EMA)" if self.checkpoint.ema else "as trained"
+
+
+def open_run(path: Path, *, checkpoint: str = "best") -> OpenedRun:
+    """Read settings and weights; a damaged checkpoint is passed over for a whole one, and that is said."""
+    folder = RunFolder.open(str(path))
+    config = load_config(str(folder.config)).config
+    notes: list[str] = []
+    chosen, content = _first_whole(_candidates(folder.checkpoints(), checkpoint, notes), notes)
+    return OpenedRun(folder=folder, config=_without_start(config), path=chosen, checkpoint=content, notes=tuple(notes))
+
+
+def plan_for_use(run: OpenedRun, model: nn.Module, *, device: str | None, precision: str | None) -> Plan:
+    """The stored plan; another one where another device or precision is asked for, or the run's device is not here."""
+    stored = _stored_plan(run.folder)
+    hardware = probe(device or _here(stored.device))
+    if precision is None and hardware.device == stored.device:
+        return stored
+    request = run.config.precision
+    if precision is not None:
+        # Parts with a precision of their own belong to the request that is replaced.
+        request = request.model_copy(update={"default": precision_name(precision, "--precision"), "modules": {}})
+    islands = [f"{row.module}: {row.reason}" for row in stored.rows if row.kind == "island"]
+    plan = decide(request, hardware, model, fragile=islands)
+    if device is None and plan.device != stored.device:
+        moved = f"the run's device {stored.device} ({stored.device_name}) is not here: using {plan.device}"
+        return replace(plan, warnings=(*plan.warnings, f"{moved} in {plan.granted}"))
+    return plan
+
+
+def with_weights(run: OpenedRun, model: nn.Module, plan: Plan) -> nn.Module:
+    """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
+    model = placed(run.config, model, plan)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    try:
+        model.load_state_dict(run.checkpoint.model)
+        with torch.no_grad():
+            for name, average in run.checkpoint.ema.items():
+                tensors[name].copy_(average)
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"{run.path.name} does not hold the weights of this run's {run.config.workload}",
+            why=" ".join(str(error).split())[:300],
+            fix=f"was {run.folder.config} or your own model's code changed after training?",
+        ) from error
+    return model.eval()
+
+
+@contextmanager
+def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
+    """A folder of our own: `out`, new or empty, or `default` with a number where it is taken; gone if left empty."""
+    folder = out or _numbered(default)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(
+            f"--out {folder} exists already", why="nothing is overwritten", fix="name a new or an empty folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder}: {error.strerror}", fix="name a writable place with --out") from error
+    try:
+        yield folder
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _without_start(config: RunConfig) -> RunConfig:
+    # The file a run once started from may be gone; its checkpoint replaces every weight anyway.
+    return config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
+
+
+def _candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
+    """Where to look, in order; only `best` and `last` have a next one to go to."""
+    newest_first = checkpoints.all()[::-1]
+    if not newest_first:
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints.folder}", fix="train it first, or give another run's folder"
+        )
+    if asked == "last":
+        return newest_first
+    if asked == "best":
+        best = checkpoints.best()
+        if best is None:
+            notes.append("no checkpoint is marked as the best one (no validation yet?): using the newest")
+            return newest_first
+        return [best, *(path for path in newest_first if path != best)]
+    named = {path.name: path for path in newest_first}
+    by_step = {str(int(path.name.split("-")[1])): path for path in newest_first[::-1]}
+    if found := named.get(asked) or by_step.get(asked):
+        return [found]
+    raise CheckpointError(
+        f"no checkpoint {asked!r} in {checkpoints.folder}", fix=nearest(asked, ["best", "last", *sorted(named)])
+    )
+
+
+def _first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Checkpoint]:
+    failures: list[CheckpointError] = []
+    for path in candidates:
+        try:
+            content = load(path)
+        except CheckpointError as error:
+            failures.append(error)
+            continue
+        notes += [f"{error.what}; using {path.name} instead" for error in failures]
+        return path, content
+    raise CheckpointError(
+        failures[0].what, why="no other checkpoint could be used", fix="--checkpoint last, or train it again"
+    )
+
+
+def _stored_plan(folder: RunFolder) -> Plan:
+    try:
+        return Plan.from_json(folder.plan.read_text())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder.plan}: {error.strerror}") from error
+
+
+def _here(device: str) -> str:
+    """The run's own device where this machine has it, else the best one."""
+    try:
+        return probe(device).device
+    except HardwareError:
+        return "auto"
+
+
+def _numbered(default: Path) -> Path:
+    names = itertools.chain([default], (default.with_name(f"{default.name}-{k}") for k in itertools.count(2)))
+    return next(path for path in names if not path.exists())

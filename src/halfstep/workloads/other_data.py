@@ -1,0 +1,56 @@
+"""A stored run's settings for another data folder, of which everything is evaluated, not only a held-out part.
+
+Where the folder has a validation part of its own, that part is taken: the rest may well have been trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.cifar import cifar_folder
+from halfstep.data.image_folder import KAGGLE_TRAIN, TRAIN_NAMES, VALIDATION_NAMES
+from halfstep.data.segmentation import SegmentationData
+from halfstep.workloads.workload import Workload
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def any_folder(config: Config, folder: Path) -> Config:
+    """The same settings with another folder."""
+    return _with_data(config, dir=str(folder))
+
+
+def pairs_folder(config: Config, folder: Path) -> Config:
+    """No split: `with_all_pairs` evaluates what would be trained on."""
+    return _with_data(config, dir=str(folder), val_fraction=0.0, val_list=None, train_list=None)
+
+
+def with_all_pairs(workload: Workload) -> Workload:
+    """Where the folder has no validation part, all its pairs."""
+    pairs = workload.train_samples
+    if len(workload.val_samples) or not isinstance(pairs, SegmentationData):
+        return workload
+    return replace(workload, val_samples=pairs, val_names=tuple(pair.image.name for pair in pairs.pairs))
+
+
+def classes_folder(config: Config, folder: Path) -> Config:
+    """All pictures below the class folders; read as files, since a packed cache would be written into the folder."""
+    values: dict[str, Any] = {"dir": str(folder), "cache": False, "train_folder": "", "val_folder": ""}
+    has_own_split = cifar_folder(folder) is not None or any(folder.glob(KAGGLE_TRAIN))
+    train, val = (_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
+    if not has_own_split and not (train and val):
+        # The same folder twice: a list of classes is needed, and nothing is trained.
+        whole = train or val or "."
+        values |= {"train_folder": whole, "val_folder": whole}
+    return _with_data(config, **values)
+
+
+def _first(folder: Path, names: tuple[str, ...]) -> str:
+    return next((name for name in names if (folder / name).is_dir()), "")
+
+
+def _with_data(config: Config, **values: Any) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update=values)})
