@@ -1,0 +1,86 @@
+"""`halfstep guide`: I don't know the flags: ask me, suggest, start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from halfstep.run.guide import Machine, Outcome
+    from halfstep.run.guide_ask import Asker
+
+
+def command(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take every default, and print it.")] = False,
+    answers: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Answers in YAML or JSON; what it leaves out takes its default."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.")] = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Only look at the device.")] = False,
+) -> None:
+    """I don't know the flags: ask me, suggest, start.
+
+    Looks at this machine and at your data, suggests two or three configs with their reasons, writes the one you
+    pick, and starts it if you like. Answers may come from a terminal, a pipe or a file.
+
+    Example:
+
+        halfstep guide
+
+        halfstep guide --yes
+
+        halfstep guide --answers answers.yaml
+
+    where answers.yaml holds any of: task, model, workload, data, goal, pick, file, start.
+    """
+    outcome = conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
+    if outcome.start:
+        from halfstep.config.load import load
+        from halfstep.run.train import train
+
+        train(load(str(outcome.file)))
+
+
+def conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> Outcome:
+    """Everything up to the written file; Ctrl-C inside leaves nothing behind."""
+    import tempfile
+
+    from rich.console import Console
+
+    from halfstep.errors import Interrupted
+    from halfstep.run.guide import guide
+
+    console = Console()
+    try:
+        asker = chosen_asker(console, yes=yes, answers=answers)
+        machine = machine_here(device, no_measure=no_measure)
+        with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
+            return guide(asker, console, machine, Path(scratch))
+    except KeyboardInterrupt:
+        raise Interrupted("Ctrl-C: nothing was written") from None
+
+
+def chosen_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
+    from halfstep.run.guide import QUESTIONS
+    from halfstep.run.guide_ask import Prompt, Scripted, read_answers
+
+    if answers is not None:
+        return Scripted(console, read_answers(answers, QUESTIONS))
+    return Scripted(console, {}) if yes else Prompt(console, echo=not sys.stdin.isatty())
+
+
+def machine_here(device: str | None, *, no_measure: bool) -> Machine:
+    from halfstep.cli.detect import devices_here
+    from halfstep.run.guide import Machine
+
+    (hardware,) = devices_here(device or "auto", look_only=no_measure, fresh=False)
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return Machine(hardware=hardware, num_cores=cores, device=device)
