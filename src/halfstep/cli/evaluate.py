@@ -36,8 +36,7 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.evaluation_view import as_json as json_of
-    from halfstep.report.evaluation_view import show_evaluation
+    from halfstep.report.evaluation_view import result_console, show_evaluation
     from halfstep.report.run_report import RunReport
     from halfstep.run.evaluate import evaluate
 
@@ -54,6 +53,6 @@ def command(
         out=out,
     )
     if as_json:
-        typer.echo(json_of(found))
+        typer.echo(found.to_json())
     else:
-        show_evaluation(found, Console())
+        show_evaluation(found, result_console())

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from halfstep.report.tables import columns_table, pairs_table
 
+PIPE_WIDTH = 1000
 Cell = str | int | float | None
 SHOWN_CLASSES = 40
 """More rows than this are no longer read; the worst ones are."""
@@ -40,10 +41,20 @@ class Evaluation:
     files: tuple[str, ...] = ()
     seconds: float = 0.0
 
+    def to_json(self) -> str:
+        """Everything."""
+        return json_text(asdict(self))
 
-def as_json(value: Any) -> str:
+
+def result_console() -> Console:
+    """Standard output; a file or a pipe has no width, so nothing is cut or folded for it."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def json_text(value: Any) -> str:
     """Valid JSON: a number that is not finite becomes null."""
-    return json.dumps(_plain(asdict(value)), indent=2, ensure_ascii=False, allow_nan=False)
+    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def show_evaluation(found: Evaluation, console: Console) -> None:
@@ -76,7 +87,7 @@ def _show_classes(found: Evaluation, console: Console) -> None:
     if len(rows) > SHOWN_CLASSES:
         rows = sorted(rows, key=lambda row: _rank(row[found.ranking]))[:SHOWN_CLASSES]
         console.print(Text(f"The {len(rows)} worst of {len(found.classes)} classes by {found.ranking}:"))
-    columns = {title: [_cell(row[title]) for row in rows] for title in rows[0]}
+    columns = {title: [shown(row[title]) for row in rows] for title in rows[0]}
     texts = [title for title in columns if any(isinstance(row[title], str) for row in rows)]
     console.print(columns_table(columns, left=texts), soft_wrap=True)
 
@@ -85,7 +96,8 @@ def _rank(value: Cell) -> float:
     return float(value) if isinstance(value, int | float) else math.inf
 
 
-def _cell(value: Cell) -> str:
+def shown(value: Cell) -> str:
+    """A cell as text: four digits, thousands apart, a dash for what there is not."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value

@@ -11,18 +11,18 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import CheckpointError, DataError, MemoryLimitError
+from halfstep.errors import DataError, MemoryLimitError
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import memory_picture
 from halfstep.precision.plan import Plan
-from halfstep.report.evaluation_view import Evaluation, as_json
+from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
 from halfstep.run.evaluate_classification import ClassificationEvaluation
 from halfstep.run.evaluate_segmentation import SegmentationEvaluation
 from halfstep.run.evaluated import Kind, Look, PlainEvaluation
 from halfstep.run.memory_limit import OutOfMemory
-from halfstep.run.open_run import OpenedRun, fresh_folder, open_run, plan_for_use, with_weights
+from halfstep.run.open_run import OpenedRun, fresh_folder, open_run, plan_for_use, with_weights, write_text
 from halfstep.run.randomness import algorithms
 from halfstep.run.validate import evaluating, validate
 from halfstep.workloads import CLASSIFIERS
@@ -81,7 +81,7 @@ def evaluate(
             files=tuple(str(file) for file in (*pictures, summary)),
             seconds=round(clock.elapsed_s, 2),
         )
-        _write(summary, as_json(found))
+        write_text(summary, found.to_json())
     return found
 
 
@@ -160,10 +160,3 @@ def _look(workload: Workload, model: nn.Module, plan: Plan, seed: int) -> Look:
             return batch, workload.forward(model, batch)
 
     return look
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="make room, or --out DIR") from error

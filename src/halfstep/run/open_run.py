@@ -111,6 +111,14 @@ def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
+def write_text(path: Path, text: str) -> None:
+    """A summary beside the pictures."""
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="make room, or --out DIR") from error
+
+
 def _without_start(config: RunConfig) -> RunConfig:
     # The file a run once started from may be gone; its checkpoint replaces every weight anyway.
     return config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})

@@ -1,0 +1,62 @@
+"""`halfstep predict`: use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")],
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="Files, or folders of them.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="New folder for masks and overlays.", show_default="RUN/predictions"),
+    ] = None,
+    checkpoint: Annotated[str, typer.Option(metavar="best|last|NAME", help="Which checkpoint, or its step.")] = "best",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
+    tile: Annotated[
+        int | None, typer.Option(min=1, help="U-Net: largest side computed at once, in pixels.", show_default="1024")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Classifiers: how many classes a file.", show_default="5")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a new file as well.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+) -> None:
+    """Use a trained model on files of any size, or on folders of them.
+
+    U-Net writes masks with the values and size of the originals, and overlays; classifiers give the most probable
+    classes. Files that cannot be read are named and left out (exit code 1). Nothing is overwritten.
+
+    Example:
+
+        halfstep predict runs/unet-20250101-120000 photos/ --out masks
+
+        halfstep predict runs/resnet50 cat.jpg photos/ --top-k 3 --csv answers.csv
+    """
+    from rich.console import Console
+
+    from halfstep.report.evaluation_view import result_console
+    from halfstep.report.prediction_view import refuse_existing, show_predictions, write_csv
+    from halfstep.report.run_report import RunReport
+    from halfstep.run.predict import predict
+    from halfstep.run.predictor import Wishes
+
+    if csv:
+        refuse_existing(csv)
+    # Progress and warnings go to stderr: what is printed can be piped.
+    report = RunReport(run, console=Console(stderr=True))
+    wishes = Wishes(out=out, tile=tile, top_k=top_k)
+    made = predict(run, inputs, report=report, wishes=wishes, checkpoint=checkpoint, device=device, precision=precision)
+    if csv:
+        write_csv(made, csv)
+    if as_json:
+        typer.echo(made.to_json())
+    else:
+        show_predictions(made, result_console())
+    if made.failed:
+        raise typer.Exit(1)
