@@ -4,7 +4,8 @@
 
 DIR is an image folder (train/<class>/*). Its pictures are measured as they are and, since ImageNet's average is about
 500x375, enlarged to that. Epochs of all loops are interleaved, each after one to warm up; medians and the spread over
-rounds are reported, ratios are medians of ratios within a round. Goals on two cores: files 1.5x, packed 8x.
+rounds are reported, ratios are medians of ratios within a round; on a machine with other work, the ones of processor
+time (this process and its workers) are those to trust. Goals on two cores: files 1.5x, packed 8x.
 The "ready" rows add what the model needs on top (crop, flip, normalise on the device); on a CPU these share its cores.
 Prints a table and stores benchmarks/results/input_pipeline_DEVICE.json.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import platform
 import random
 import statistics
@@ -138,20 +141,36 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
     return summary | {"packing": {"images_per_s": round(total / pack_s, 1), "images": total}}
 
 
-def interleaved(loops: dict[str, Epoch], rounds: int) -> dict[str, list[float]]:
-    rates: dict[str, list[float]] = {name: [] for name in loops}
+Rates = list[tuple[float, float]]
+"""Of each round: images a second, and images a second of processor time."""
+
+
+def interleaved(loops: dict[str, Epoch], rounds: int) -> dict[str, Rates]:
+    rates: dict[str, Rates] = {name: [] for name in loops}
     for number in range(rounds + 1):
         for name, epoch in loops.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), cpu_seconds()
             count = epoch(number)
             if number > 0:  # the first one starts workers and fills the page cache
-                rates[name].append(count / (time.perf_counter() - start))
+                rates[name].append((count / (time.perf_counter() - start), count / (cpu_seconds() - cpu_start)))
     return rates
 
 
-def summarised(rates: list[float], usual: list[float]) -> dict[str, float]:
+def cpu_seconds() -> float:
+    """Processor time of this process and its workers."""
+    workers = [Path(f"/proc/{child.pid}/stat") for child in multiprocessing.active_children()]
+    ticks = [path.read_text().rpartition(")")[2].split()[11:13] for path in workers]
+    return time.process_time() + sum(int(tick) for pair in ticks for tick in pair) / os.sysconf("SC_CLK_TCK")
+
+
+def summarised(measured: Rates, usual_loop: Rates) -> dict[str, float]:
+    rates, cpu_rates = zip(*measured, strict=True)
+    usual, usual_cpu = zip(*usual_loop, strict=True)
     ratios = [rate / reference for rate, reference in zip(rates, usual, strict=True)]
+    cpu_ratios = [rate / reference for rate, reference in zip(cpu_rates, usual_cpu, strict=True)]
     return {
+        "images_per_cpu_s": round(statistics.median(cpu_rates), 1),
+        "cpu_times_usual": round(statistics.median(cpu_ratios), 2),
         "images_per_s": round(statistics.median(rates), 1),
         "slowest": round(min(rates), 1),
         "fastest": round(max(rates), 1),

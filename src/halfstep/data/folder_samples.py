@@ -49,10 +49,11 @@ class TrainingFiles:
         part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
         wide, tall = (self.size if side > self.canvas else side for side in part.size)
         scale_x, scale_y = wide / part.width, tall / part.height
-        # Only the sides that are too long: Pillow skips the pass over the other one.
-        fitting = part.resize((wide, tall), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
+        if part.size != (wide, tall):
+            # Only the sides that are too long: Pillow skips the pass over the other one.
+            part = part.resize((wide, tall), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
         canvas = np.zeros((self.canvas, self.canvas, 3), dtype=np.uint8)
-        canvas[:tall, :wide] = np.asarray(fitting)
+        canvas[:tall, :wide] = np.asarray(part)
         edges = [(left - x) * scale_x, (top - y) * scale_y, (right - x) * scale_x, (bottom - y) * scale_y]
         return canvas, np.array(edges, dtype=np.float32)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from halfstep.data.read_ahead import WholeBatches, pinned, read_ahead
 from halfstep.data.seeds import generator_for
@@ -146,7 +146,7 @@ class _Fetch(Dataset[Batch | HalfstepError]):
             rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for epoch, index in keys]
         except HalfstepError as error:
             return error
-        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        batch: Batch = default_collate(rows)  # in a worker, straight into shared memory
         return batch | {"index": torch.tensor([index for _, index in keys])}
 
     def whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
