@@ -48,11 +48,6 @@ def test_nothing_waits_from_bytes_to_counts() -> None:
     assert sum(seen for seen, _ in metrics.per_class()) == 2 * 8 * 8
 
 
-def test_prepared_images_are_channels_last() -> None:
-    seen = prepared_by("data.augment.cutmix=1")(bytes_on_gpu(), key=(0, 0), training=True)
-    assert seen["image"].is_contiguous(memory_format=torch.channels_last)
-
-
 def test_the_gpu_mixes_as_the_cpu_does() -> None:
     image = torch.randn(6, 3, 16, 16)
     batch = {"image": image, "label": torch.arange(6)}

@@ -92,7 +92,7 @@ FP32: dict[str, Sample] = {
     "softplus": lambda t: F.softplus(t(3)),
     "layer_norm": lambda t: F.layer_norm(t(2, 3), (3,), t(3), t(3)),
     "native_layer_norm": lambda t: torch.native_layer_norm(t(2, 3), (3,), t(3), t(3), 1e-5),
-    "rms_norm": lambda t: F.rms_norm(t(2, 3), (3,), t(3)),
+    **({"rms_norm": lambda t: F.rms_norm(t(2, 3), (3,), t(3))} if torch.__version__ >= "2.12" else {}),
     "group_norm": lambda t: F.group_norm(t(2, 4, 3), 2, t(4), t(4)),
     "frobenius_norm.dim": lambda t: torch.frobenius_norm(t(2, 3), (0, 1)),
     "nuclear_norm": lambda t: torch.nuclear_norm(t(2, 3)),

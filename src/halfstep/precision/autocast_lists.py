@@ -6,6 +6,8 @@ Names are ATen overloads. Left out: `_thnn_fused_lstm_cell`, `_thnn_fused_gru_ce
 
 from __future__ import annotations
 
+import torch
+
 LOWER = (
     *("_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "convolution"),
     *("conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
@@ -18,7 +20,8 @@ LOWER = (
 FP32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),
-    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm"),
+    *("layer_norm", "native_layer_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm"),
+    *(("rms_norm",) if torch.__version__ >= "2.12" else ()),  # on the list since torch 2.12
     *("nuclear_norm.dim", "norm.Scalar", "norm.ScalarOpt_dim", "cosine_similarity", "poisson_nll_loss"),
     *("cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss"),
     *("smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss"),

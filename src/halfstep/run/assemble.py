@@ -20,6 +20,7 @@ from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.run.layout import wants_channels_last
 from halfstep.run.randomness import seed_everything
 from halfstep.run.snapshots import Snapshots
 from halfstep.run.stopping import EarlyStopping
@@ -103,17 +104,10 @@ def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Wo
 
 def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
     """The model on its device, with the storage, compute and memory layout it trains and predicts in."""
-    device = torch.device(plan.device)
-    model = plan.apply(model.to(device))
-    if _wants_channels_last(config, device):
+    model = plan.apply(model.to(torch.device(plan.device)))
+    if wants_channels_last(config, plan):
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
-
-
-def _wants_channels_last(config: RunConfig, device: torch.device) -> bool:
-    wish = config.train.channels_last
-    # On an H200 it is half of the U-Net's speed, on an Arm CPU a third; elsewhere nobody has measured it here.
-    return device.type in ("cuda", "cpu") if wish == "auto" else bool(wish)
 
 
 def _region(config: RunConfig, workload: Workload, model: nn.Module, plan: Plan) -> Region:

@@ -16,6 +16,7 @@ from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
+from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import OutOfMemory, announce, memory_error, split_window
 from halfstep.run.randomness import generator_states, restore_generators
 from halfstep.run.validate import validate
@@ -79,7 +80,7 @@ class Loop:
     def _one_step(self, window: list[dict[str, Tensor]]) -> None:
         parts, seed = self.parts, self.parts.config.train.seed
         prepared = [
-            parts.workload.prepare(batch, key=(seed, parts.step.attempted, k), training=True)
+            in_layout_of(parts.model, parts.workload.prepare(batch, key=(seed, parts.step.attempted, k), training=True))
             for k, batch in enumerate(window)
         ]
         facts = self._compute(prepared)

@@ -11,6 +11,7 @@ from torch import nn
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.precision.plan import Plan
+from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import split_window
 from halfstep.workloads.workload import Workload
 
@@ -44,7 +45,8 @@ def validate(
     weight_sum = torch.zeros((), dtype=torch.float64, device=device)
     with evaluating(model), plan.forward():
         for batch in prefetch(loader.epoch(0), device):
-            for part in split_window([workload.prepare(batch, key=(), training=False)], pieces):
+            prepared = in_layout_of(model, workload.prepare(batch, key=(), training=False))
+            for part in split_window([prepared], pieces):
                 outputs = workload.forward(model, part)
                 loss, weight = workload.loss(outputs, part)
                 loss_sum += loss.double() * weight

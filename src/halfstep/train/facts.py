@@ -67,14 +67,11 @@ class Facts:
         values: Sequence[Tensor] = (
             self.loss, self.grad_norm, self.bad, self.spike, self.empty, self.ruined, self.scale, committed, lr,
         )  # fmt: skip
-        packed = torch.stack([value.detach().double() for value in values])
-        if packed.is_cuda:
-            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
+        self._host = _to_host(torch.stack([value.detach().double() for value in values]))
+        self.ids = tuple(_to_host(ids.flatten()) for ids in self.ids)
+        if self.loss.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._host = packed
 
     def read(self) -> Reading:
         """Wait for this step, and for this step only."""
@@ -93,8 +90,16 @@ class Facts:
             scale=v["scale"],
             committed=int(v["committed"]),
             lr=v["lr"],
-            sample_ids=tuple(int(i) for ids in self.ids for i in ids.flatten().tolist()),
+            sample_ids=tuple(int(i) for ids in self.ids for i in ids.tolist()),
         )
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """Start a copy that nobody waits for; whoever reads it waits for the event behind it."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,65 @@
+"""The composition root: order, layouts, and what the parts get from the config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfstep.config.load import from_dict
+from halfstep.data.demo_segmentation import write_demo
+from halfstep.hardware.probe import probe
+from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.layout import in_layout_of
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "demo"
+    write_demo(folder, num_images=6, side=16)
+    return folder
+
+
+def assembled(demo: Path, **values: object) -> Assembly:
+    small = {"data.dir": str(demo), "data.image_size": 16, "data.num_workers": 0, "model.base_channels": 2,
+             "model.depth": 1, "train.batch_size": 2, "device": "cpu"}  # fmt: skip
+    config = from_dict("unet", {**small, **{k.replace("__", "."): v for k, v in values.items()}}).config
+    workload = build_workload(config)
+    return assemble(config, workload, plan_for(config, workload, probe("cpu")))
+
+
+@pytest.mark.parametrize("wish", [True, False])
+def test_images_come_in_the_layout_of_the_weights(demo: Path, wish: bool) -> None:
+    parts = assembled(demo, train__channels_last=wish)
+    layout = torch.channels_last if wish else torch.contiguous_format
+    batch = next(parts.train_loader.epoch(0))
+    for training in (True, False):
+        prepared = in_layout_of(parts.model, parts.workload.prepare(batch, key=(0, 0, 0), training=training))
+        assert prepared["image"].is_contiguous(memory_format=layout)
+    assert all(p.is_contiguous(memory_format=layout) for p in parts.model.parameters() if p.ndim == 4)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(demo: Path) -> None:
+    weights = [next(assembled(demo, train__seed=seed).model.parameters()) for seed in (1, 1, 2)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_the_plan_names_the_islands_of_the_workload(demo: Path) -> None:
+    islands = [row for row in assembled(demo).plan.rows if row.kind == "island"]
+    assert any("dice" in row.module for row in islands)
+    assert all(row.compute == "fp32" for row in islands)
+
+
+def test_steps_count_windows_not_batches(demo: Path) -> None:
+    parts = assembled(demo, train__epochs=3, train__accumulate=2, data__val_fraction=0.17)
+    assert len(parts.workload.train_samples) == 5
+    assert parts.total_steps == 3 * 2  # five samples are three batches, which are two windows
+
+
+def test_a_simulated_precision_cannot_be_compiled(demo: Path) -> None:
+    from halfstep.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="compiled"):
+        assembled(demo, precision__default="bf16", precision__simulate=True, train__fast="compile")
