@@ -10,7 +10,7 @@ import typer
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")],
-    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="Files, or folders of them.")],
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT", help="Files, or folders of them.")],
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="New folder for masks and overlays.", show_default="RUN/predictions"),

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ACROSS = 6
-INCHES_WIDE, INCHES_HIGH = 2.0, 2.5
+PICTURE, INCHES_WIDE, INCHES_HIGH = 1.8, 2.0, 2.45
+"""A picture's side, and what it takes with its lines of text and the space around."""
+TITLE_WIDE, TITLE_HIGH = 4.0, 0.32
 LINE_LENGTH = 26
 
 
@@ -35,19 +37,21 @@ def draw_mistakes(mistakes: Sequence[ShownMistake], path: Path, *, total: int) -
     """Write the page, at least one picture, in the order given; `total` mistakes were made in all."""
     across = min(ACROSS, len(mistakes))
     down = -(-len(mistakes) // across)
-    figure = new_figure((max(across, 2) * INCHES_WIDE, down * INCHES_HIGH + 0.3))
+    wide, high = max(across * INCHES_WIDE, TITLE_WIDE), down * INCHES_HIGH + TITLE_HIGH
+    figure = new_figure((wide, high), makes_room=False)
+    for place, mistake in enumerate(mistakes):
+        row, column = divmod(place, across)
+        top = high - TITLE_HIGH - row * INCHES_HIGH
+        corner = column * INCHES_WIDE / wide, (top - PICTURE) / high
+        _draw(figure.add_axes((*corner, PICTURE / wide, PICTURE / high)), mistake)
     title = f"The most confident mistakes, {len(mistakes):,} of {total:,}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
-    grid = figure.subplots(down, across, squeeze=False)
-    for axes in grid.flat:
-        axes.axis("off")
-    for axes, mistake in zip(grid.flat, mistakes, strict=False):
-        _draw(axes, mistake)
+    figure.text(0, 1, title, va="top", fontsize=11, fontweight="bold", color=INK)
     save_figure(figure, path)
 
 
 def _draw(axes: Axes, mistake: ShownMistake) -> None:
-    axes.imshow(mistake.image, interpolation="nearest")
+    axes.imshow(mistake.image, interpolation="nearest", aspect="auto")
+    axes.axis("off")
     lines = (
         (f"{shortened(mistake.answer, LINE_LENGTH - 6)}  {mistake.confidence:.0%}", 8.5, BAD, "bold"),
         (f"is {shortened(mistake.truth, LINE_LENGTH - 3)}", 8.5, GOOD, "normal"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,14 @@ INK, FAINT, BAD, GOOD = "#1f2933", "#616e7c", "#d62f3a", "#12805c"
 DPI, MARGIN_INCHES = 150, 0.15
 
 
-def new_figure(inches: tuple[float, float]) -> Figure:
-    """A white page that makes room for its labels."""
+def new_figure(inches: tuple[float, float], *, makes_room: bool = True) -> Figure:
+    """A white page; one that makes room for its labels, or one whose every place is given."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=inches, dpi=DPI, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1) if makes_room else None
+    figure = Figure(figsize=inches, dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
 
@@ -28,7 +30,10 @@ def new_figure(inches: tuple[float, float]) -> Figure:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write the picture."""
     try:
-        figure.savefig(path, bbox_inches="tight", pad_inches=MARGIN_INCHES)
+        with warnings.catch_warnings():
+            # Names in scripts that the font lacks are drawn as boxes; the numbers beside them are still right.
+            warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
+            figure.savefig(path, bbox_inches="tight", pad_inches=MARGIN_INCHES)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="make room, or --out DIR") from error
 

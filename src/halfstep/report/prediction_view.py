@@ -73,14 +73,9 @@ def show_predictions(made: Predictions, console: Console) -> None:
     console.print(table)
     if len(answers) < len(made.answers):
         console.print(Text(f"and {len(made.answers) - len(answers):,} more", style="dim"))
-    simulated = " (simulated)" if made.simulated else ""
+    how = f"{made.precision}{' (simulated)' if made.simulated else ''} on {made.device}"
     where = f", written to {made.out}" if made.out else ""
-    console.print(
-        Text(
-            f"\n{len(made.answers):,} files with {made.checkpoint} in {made.precision}{simulated} on {made.device}{where}"
-        ),
-        soft_wrap=True,
-    )
+    console.print(Text(f"\n{len(made.answers):,} files with {made.checkpoint} in {how}{where}"), soft_wrap=True)
     if made.failed:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
 

@@ -1,0 +1,58 @@
+"""Trained runs of a second each, on demo data, for what reads runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from halfstep.config.load import load
+from halfstep.report.run_report import RunReport
+from halfstep.run.train import train
+
+UNET: dict[str, object] = {
+    "data.image_size": 32,
+    "model.base_channels": 4,
+    "model.depth": 2,
+    "train.max_steps": 6,
+    "train.checkpoint_every": 2,
+    "ema.enabled": True,
+}
+RESNET: dict[str, object] = {"train.max_steps": 4, "data.image_size": 32}
+ALWAYS: dict[str, object] = {"device": "cpu", "log.quiet": True}
+
+
+def unet_run(out: Path, more: Mapping[str, object] | None = None) -> Path:
+    """Checkpoints of steps 2, 4 and 6, with averaged weights."""
+    return _run("unet", out, {**UNET, **(more or {})})
+
+
+def resnet_run(out: Path, more: Mapping[str, object] | None = None) -> Path:
+    """One checkpoint, ten classes."""
+    return _run("resnet18", out, {**RESNET, **(more or {})})
+
+
+def _run(workload: str, out: Path, values: Mapping[str, object]) -> Path:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**ALWAYS, **values}.items()]
+    return train(load(workload, overrides=overrides), out=out)
+
+
+def copied(run: Path, to: Path) -> Path:
+    """A run that a test may damage; its config still names the data folder of the original."""
+    return Path(shutil.copytree(run, to, ignore=shutil.ignore_patterns("data", "report")))
+
+
+class Told:
+    """A report whose words can be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = io.StringIO()
+        self.report = RunReport(folder, console=Console(file=self._file, width=500))
+
+    @property
+    def text(self) -> str:
+        return self._file.getvalue()
