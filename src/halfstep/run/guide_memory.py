@@ -55,15 +55,16 @@ def step_cost(config: RunConfig, store: Mapping[str, Any], precision: str) -> St
     """What a step of one of our models costs; `store` says what the data are, as a run would store it."""
     with torch.device("meta"):
         model = _model(config, store)
-    images = torch.empty(BATCH, int(store.get("channels", 3)), *2 * [config.data.image_size], device="meta")
+    side = config.data.image_size
+    image = (int(store.get("channels", 3)), side, side)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     is_half = precision not in ("fp32", "tf32")
     a_parameter = FIXED_BYTES.get(config.optimizer.name, ADAM_FIXED_BYTES) + HALF_COPY_BYTES * is_half
     return StepCost(
         num_parameters=num_parameters,
         fixed_bytes=num_parameters * a_parameter,
-        sample_bytes=_peak_bytes(model, images) // BATCH // (2 if is_half else 1),
-        sample_flops=_flops(model, images[:1]),
+        sample_bytes=_peak_bytes(model, image) // BATCH // (2 if is_half else 1),
+        sample_flops=_flops(model, image),
     )
 
 
@@ -74,19 +75,19 @@ def _model(config: RunConfig, store: Mapping[str, Any]) -> nn.Module:
     return image_classification.model_from_store(config, store)
 
 
-def _peak_bytes(model: nn.Module, images: Tensor) -> int:
+def _peak_bytes(model: nn.Module, image: tuple[int, int, int]) -> int:
     """Bytes alive at the worst moment of forward and backward, besides weights and gradients."""
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)  # made here, so not counted as activations
     with LiveBytes() as live:
-        model(images).float().square().mean().backward()
+        model(torch.empty(BATCH, *image, device="meta")).float().square().mean().backward()
     peak: int = live.peak
     return peak
 
 
-def _flops(model: nn.Module, image: Tensor) -> int:
+def _flops(model: nn.Module, image: tuple[int, int, int]) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(image)
+        model.eval()(torch.empty(1, *image, device="meta"))  # BatchNorm refuses to train on one value a channel
     return 3 * int(counter.get_total_flops())  # backward: one product for the input's gradient, one for the weight's
 
 
