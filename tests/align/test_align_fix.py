@@ -104,6 +104,12 @@ def test_an_import_whose_use_is_not_certain_is_left_alone() -> None:
     assert fixed(source) == source
 
 
+def test_a_call_through_an_alias_is_reported_and_left_alone() -> None:
+    source = "from torch.cuda import amp\nscaler = amp.GradScaler()\n"
+    assert [f.rule for f in lint_tree(ast.parse(source), source, "train.py")] == ["deprecated-amp"]
+    assert fixed(source) == source
+
+
 def test_the_bf16_check_is_made_strict() -> None:
     assert fixed("import torch\nok = torch.cuda.is_bf16_supported()\n").endswith(
         "torch.cuda.is_bf16_supported(including_emulation=False)\n"

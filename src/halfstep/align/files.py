@@ -8,7 +8,7 @@ from pathlib import Path
 
 from halfstep.errors import ConfigError
 
-MAX_BYTES = 4_000_000
+MAX_BYTES = 600_000
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist", "build", "venv", "env", "wandb", "outputs"}
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfstep.align.findings import Finding
+from halfstep.align.findings import Finding, Place
 from halfstep.align.resolve import ranked
 from halfstep.align.statements import AUTO, Source, Topic
 
@@ -21,7 +21,8 @@ CLIPPING = ("deepspeed", "lightning", "lightning call", "lightning flags", "tran
 
 
 def traps(sources: Sequence[Source]) -> list[Finding]:
-    return [*batch_arithmetic(sources), *unfilled_auto(sources), *tf32_off(sources), *clipped_by_two(sources)]
+    alone = [*batch_arithmetic(sources), *unfilled_auto(sources), *tf32_off(sources)]
+    return [*alone, *clipped_by_two(sources), *autocast_around_deepspeed(sources)]
 
 
 def one_number(sources: Sequence[Source], topic: Topic) -> int | None:
@@ -100,4 +101,24 @@ def clipped_by_two(sources: Sequence[Source]) -> list[Finding]:
             fix="leave clipping to one of them",
         )
         for script in own
+    ]
+
+
+def autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
+    """torch.autocast in the script, while DeepSpeed's engine is told to cast the weights or nothing."""
+    engine = next((source for source in sources if source.dialect == "deepspeed"), None)
+    if engine is None or (engine.value("weights") == "fp32" and engine.value("precision") != "fp32"):
+        return []
+    said = engine.says("precision")
+    return [
+        Finding(
+            rule="autocast-around-deepspeed",
+            message="the script opens autocast around a DeepSpeed engine whose config does not: "
+            "some versions stop with an AssertionError, later ones ignore the block",
+            place=Place(path=source.name, line=int(source.facts["autocast_line"])),
+            related=(said.place,) if said else (),
+            fix='drop the block, or say "torch_autocast": {"enabled": true} in the JSON instead of fp16/bf16',
+        )
+        for source in sources
+        if "autocast_line" in source.facts
     ]

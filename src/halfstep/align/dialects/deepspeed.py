@@ -80,7 +80,7 @@ def say_cast_weights(draft: Draft, precision: str, switches: dict[str, str]) -> 
     draft.find("deepspeed-bf16-weights", message, key, fix="for fp32 weights use torch_autocast instead")
     for name in SCALER_KEYS:
         if draft.root.has(f"{block}.{name}"):
-            message = f"{block}.{name}: bf16 has fp32's range, DeepSpeed scales no loss there"
+            message = f"{block}.{name}: bf16 needs no loss scaling; DeepSpeed 0.17 refuses the key, older ones drop it"
             draft.find("scaling-with-bf16", message, f"{block}.{name}", fix=f"delete {block}.{name}")
 
 

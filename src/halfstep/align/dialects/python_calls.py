@@ -17,8 +17,9 @@ from halfstep.align.statements import Draft, Source, Statement, as_number
 from halfstep.align.textlines import lines_of
 
 RELEVANT = re.compile(
-    r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp"
+    r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp|autocast"
 )
+AUTOCAST_LINE = "autocast_line"
 HF_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig")
 
 
@@ -86,8 +87,18 @@ def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str
             found.append(from_call(node, literals, lightning_version))
         elif isinstance(node, ast.Dict) and "use_amp" in keys_of(node):
             found.append(from_dict(literals.dictionary(node)))
-    found += [script_clipping(tree, literals), overwritten_amp(tree, literals)]
-    return [source for source in found if source is not None and (source.statements or source.findings)]
+    found += [script_clipping(tree, literals), overwritten_amp(tree, literals), script_autocast(tree, literals)]
+    said = (source for source in found if source is not None)
+    return [source for source in said if source.statements or source.findings or AUTOCAST_LINE in source.facts]
+
+
+def script_autocast(tree: ast.Module, literals: Literals) -> Source | None:
+    """Where the script opens autocast itself: DeepSpeed's engine minds."""
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.With)):
+        contexts = [item.context_expr for item in node.items]
+        if any(isinstance(c, ast.Call) and ast.unparse(c.func).endswith("autocast") for c in contexts):
+            return Source(name=literals.path, dialect="script", facts={AUTOCAST_LINE: str(node.lineno)})
+    return None
 
 
 def script_clipping(tree: ast.Module, literals: Literals) -> Source | None:

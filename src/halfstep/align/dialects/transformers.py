@@ -44,8 +44,8 @@ def read_arguments(draft: Draft, prefix: str) -> None:
     if root.has(prefix + "tf32"):
         draft.say("tf32", "on" if is_on(root.scalar_at(prefix + "tf32")) else "off", prefix + "tf32")
     if root.scalar_at(prefix + "half_precision_backend") == "apex":
-        message = "half_precision_backend apex: apex.amp is gone from apex"
-        draft.find("unknown-value", message, prefix + "half_precision_backend", fix="delete it, or set it to auto")
+        message = "half_precision_backend apex: apex.amp is gone from apex, and the argument from transformers 5"
+        draft.find("unknown-value", message, prefix + "half_precision_backend", fix="delete it")
     for key in ("fp16_full_eval", "bf16_full_eval"):
         if is_on(root.scalar_at(prefix + key)) and fp16 | bf16 and key[:4] != ("fp16" if fp16 else "bf16"):
             message = f"{key} casts the weights for evaluation to another format than training computes in"

@@ -30,7 +30,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         for window in windows(trace):
             chain = loss_chain(trace, window.backward)
             divided = any(divides(event.node) for event in chain) or divides(window.backward.node)
-            if chain and not divided and not uses_length(trace, window) and not divided_elsewhere(amp, window):
+            if chain and not divided and not uses_length(trace, window) and last(window.length) not in amp.divisors:
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
                 yield amp.script.finding("accumulation-not-divided", window.backward.node, message, fix=fix)
@@ -89,13 +89,6 @@ def uses_length(trace: Trace, window: Window) -> bool:
         return False
     inside = [e for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
     return any(name in ast.unparse(event.node) for event in inside)
-
-
-def divided_elsewhere(amp: Amp, window: Window) -> bool:
-    """Whether any function of the module divides by N, say the one that returns the loss; counting steps is no case."""
-    divisions = (n for n in amp.script.nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div))
-    by_length = (n for n in divisions if ast.unparse(n.right).rsplit(".", 1)[-1] == last(window.length))
-    return any("len(" not in ast.unparse(node.left) for node in by_length)
 
 
 def masked_means(amp: Amp, chain: list[Event], divided: bool) -> Iterator[Finding]:

@@ -75,6 +75,21 @@ class Amp:
         return bool(self.regions)
 
     @cached_property
+    def goes_backward(self) -> bool:
+        return any(getattr(call.func, "attr", "") == "backward" for call in self.script.calls)
+
+    @cached_property
+    def called_under_no_grad(self) -> set[str]:
+        """Names of functions that somebody in this module calls inside no_grad."""
+        return {event.method for trace in self.traces for event in trace.events if event.grad_off}
+
+    @cached_property
+    def divisors(self) -> set[str]:
+        """Last names of what anything here is divided by; counting steps, `len(loader) / n`, is no case."""
+        divisions = (n for n in self.script.nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div))
+        return {last(ast.unparse(n.right)) for n in divisions if "len(" not in ast.unparse(n.left)}
+
+    @cached_property
     def steps(self) -> bool:
         """Whether anything is stepped here: a lone backward() only looks at gradients."""
         return any(getattr(call.func, "attr", "") == "step" for call in self.script.calls)

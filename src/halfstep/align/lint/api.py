@@ -19,16 +19,28 @@ def find(amp: Amp) -> Iterator[Finding]:
 
 
 def deprecated(script: Script) -> Iterator[Finding]:
-    for node in script.nodes:
-        if isinstance(node, ast.ImportFrom) and node.module in OLD_MODULES:
-            names = [alias.name for alias in node.names if alias.name in MOVED]
-            if names:
-                message, fix = described(node.module, names[0])
-                yield script.finding("deprecated-amp", node, message, fix=fix, edits=import_edits(script, node))
-        elif isinstance(node, ast.Call) and (found := old_attribute(node.func, script)):
+    imports = [n for n in script.nodes if isinstance(n, ast.ImportFrom) and n.module in OLD_MODULES]
+    for node in imports:
+        names = [alias.name for alias in node.names if alias.name in MOVED]
+        if names:
+            message, fix = described(node.module or "", names[0])
+            # Uses can be told apart only when a single import brings the names in.
+            edits = import_edits(script, node) if len(imports) == 1 else ()
+            yield script.finding("deprecated-amp", node, message, fix=fix, edits=edits)
+    for call in script.calls:
+        if found := old_attribute(call.func, script):
             message, fix = described(*found)
-            edits = (module_edit(script, node.func.lineno, found[0]), *call_edits(script, node, *found))
-            yield script.finding("deprecated-amp", node, message, fix=fix, edits=edits if edits[1:] else ())
+            yield script.finding("deprecated-amp", call, message, fix=fix, edits=attribute_edits(script, call, *found))
+
+
+def attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
+    """Only where the module is written out; through an alias such as `amp.autocast` the import would have to change."""
+    line, column = script.position(call.func.lineno, call.func.col_offset)
+    if not script.lines[line - 1].startswith(module, column):
+        return ()
+    arguments = call_edits(script, call, module, name)
+    start, end = (line, column), (line, column + len(module))
+    return (Edit(path=script.path, start=start, end=end, replacement="torch.amp"), *arguments) if arguments else ()
 
 
 def described(module: str, name: str) -> tuple[str, str]:
@@ -44,18 +56,14 @@ def old_attribute(node: ast.expr, script: Script) -> tuple[str, str] | None:
     return (module, node.attr) if module in OLD_MODULES else None
 
 
-def module_edit(script: Script, line: int, module: str) -> Edit:
-    """`torch.cuda.amp` becomes `torch.amp` on this line."""
-    column = script.lines[line - 1].find(module)
-    return Edit(path=script.path, start=(line, column), end=(line, column + len(module)), replacement="torch.amp")
-
-
 def import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
     """The import and every use of what it imports, or nothing when one of them cannot be rewritten for certain."""
     module = node.module or ""
     if module not in script.lines[node.lineno - 1] or any(a.name not in MOVED or a.asname for a in node.names):
         return ()
-    edits = [module_edit(script, node.lineno, module)]
+    column = script.lines[node.lineno - 1].index(module)
+    start, end = (node.lineno, column), (node.lineno, column + len(module))
+    edits = [Edit(path=script.path, start=start, end=end, replacement="torch.amp")]
     names = {alias.name for alias in node.names}
     calls = {id(call.func): call for call in script.calls}
     for use in script.nodes:

@@ -13,8 +13,7 @@ from halfstep.align.lint.script import Function, calls_in
 
 def find(amp: Amp) -> Iterator[Finding]:
     certain = any(region.enabled for region in amp.regions)
-    trains = any(getattr(call.func, "attr", "") == "backward" for call in amp.script.calls)
-    if not trains:
+    if not amp.goes_backward:
         return
     for trace in amp.traces:
         yield from without_no_grad(amp, trace)
@@ -47,19 +46,12 @@ def without_no_grad(amp: Amp, trace: Trace) -> Iterator[Finding]:
     whole = trace.root if isinstance(trace.root, Function) else None
     if any("no_grad" in ast.unparse(c.func) or "set_grad_enabled" in ast.unparse(c.func) for c in calls_in(trace.root)):
         return
-    if whole is not None and called_under_no_grad(amp, whole.name):
+    if whole is not None and whole.name in amp.called_under_no_grad:
         return
     for event in evaluated(trace)[:1]:
-        if not event.grad_off and any(
-            isinstance(e.node, ast.Call) and e.method == "backward" for t in amp.traces for e in t.events
-        ):
+        if not event.grad_off:
             message = "evaluation records gradients: model.eval() alone does not stop that"
             yield amp.script.finding("eval-without-no-grad", event.node, message, fix="wrap it in torch.no_grad()")
-
-
-def called_under_no_grad(amp: Amp, name: str) -> bool:
-    """Whether somebody in this module calls the function inside no_grad."""
-    return any(e.grad_off and e.method == name for t in amp.traces for e in t.events)
 
 
 def outside_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from halfstep.align.lint.regions import Region, is_no_grad, region_of
 from halfstep.align.lint.script import Function, Script, calls_in, methods_of
 
-MAX_EVENTS = 20_000
+MAX_EVENTS = 5_000
+"""More calls than any real function has; what follows is not looked at, so that time stays bounded."""
 MAX_INLINED = 4
 """Calls inside calls: enough for train() -> epoch() -> step() -> backward()."""
 

@@ -16,7 +16,7 @@ CHECKS = ("isnan", "isinf", "isfinite")
 
 
 def find(amp: Amp) -> Iterator[Finding]:
-    if not any(getattr(call.func, "attr", "") == "backward" for call in amp.script.calls):
+    if not amp.goes_backward:
         return
     yield from hidden_nans(amp)
     for trace in amp.traces:

@@ -17,10 +17,9 @@ def find(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     optimized = [(name, call) for call in script.calls if is_plain_optimizer(amp, call) for name in models_of(call)]
     restored = {last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
-    trains = any(getattr(call.func, "attr", "") == "backward" for call in script.calls)
     for call in script.calls:
         dtype = explicit_cast(call, script)
-        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or not trains:
+        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or not amp.goes_backward:
             continue
         model = dotted_name(call.func.value) or assigned_model(amp, call)
         if last(model) in restored:

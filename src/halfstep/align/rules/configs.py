@@ -87,10 +87,11 @@ CONFIG_RULES = (
         name="scaling-with-bf16",
         severity=Severity.WARNING,
         title="loss scaling is configured for bf16",
-        why="bf16 has the range of fp32, so nothing underflows that scaling could save. The keys have no effect, and "
-        "who reads them expects overflow handling that is not there.",
+        why="bf16 has the range of fp32, so nothing underflows that scaling could save. Older DeepSpeed "
+        "drops the keys, 0.17 refuses the config; who reads them expects overflow handling that is not there.",
         bad='{"bf16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16}}',
         good='{"bf16": {"enabled": true}}',
+        threads=("h2oai/h2o-llmstudio#1063", "microsoft/superbenchmark#796"),
     ),
     Rule(
         name="ignored-key",
@@ -108,6 +109,7 @@ CONFIG_RULES = (
         why="`bf16-mixed` is Lightning 2's word and an error under 1.x; `apex` names a backend that no longer exists.",
         bad="pytorch-lightning==1.9.5\ntrainer: {precision: bf16-mixed}",
         good="pytorch-lightning==1.9.5\ntrainer: {precision: bf16}",
+        threads=("huggingface/transformers#41134", "huggingface/transformers#41404"),
     ),
     Rule(
         name="deepspeed-bf16-weights",
@@ -119,6 +121,16 @@ CONFIG_RULES = (
         bad='{"bf16": {"enabled": true}}',
         good='{"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}   # fp32 weights',
         threads=("deepspeedai/DeepSpeed#4904", "Lightning-AI/pytorch-lightning#18016"),
+    ),
+    Rule(
+        name="autocast-around-deepspeed",
+        severity=Severity.WARNING,
+        title="the script opens autocast around a DeepSpeed engine",
+        why="DeepSpeed casts weights or uses its own torch_autocast. From 0.17.2 an autocast block from outside stops "
+        "the run, later versions ignore it with a message; either way it does not do what the script says.",
+        bad="with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = engine(batch)   # ds.json: bf16 enabled",
+        good='{"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}   # and no block in the script',
+        threads=("deepspeedai/DeepSpeed#7529", "deepspeedai/DeepSpeed#7543", "wenet-e2e/wenet#2788"),
     ),
     Rule(
         name="low-precision-reduce",
