@@ -101,6 +101,17 @@ def test_each_config_of_a_project_is_held_against_the_one_launcher_file(tmp_path
     assert "b.yaml" in str(report.findings[0].related)
 
 
+def test_several_scripts_of_a_project_do_not_make_several_runs(tmp_path: Path) -> None:
+    (tmp_path / "lit.yaml").write_text("trainer: {precision: bf16-mixed, gradient_clip_val: 1.0}\n")
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("import torch\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n")
+    report = check([], project=tmp_path)
+    assert report.findings == ()
+    assert {row.topic: row.value for row in report.effective}["precision"] == "bf16"
+    (tmp_path / "b.py").unlink()
+    assert [finding.rule for finding in check([], project=tmp_path).findings] == ["clip-two-layers"]
+
+
 def test_sarif_points_at_line_and_column_and_describes_its_rules(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(BUG.format(comment=""))

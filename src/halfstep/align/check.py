@@ -173,10 +173,14 @@ def report(reading: Reading, device: Device | None) -> Report:
 
 def runs_of(named: Sequence[Source], found: Sequence[Source]) -> Iterable[list[Source]]:
     """Which sources belong to one run: all that were named; of those found, many of one dialect are many runs."""
-    counts = [source.dialect for source in [*named, *found]]
-    single = [source for source in found if counts.count(source.dialect) == 1]
-    repeated = [source for source in found if counts.count(source.dialect) > 1]
-    common = [*named, *single]
+    scripts = {source.name for source in found if source.dialect == "script"}
+    # Which of several scripts a config belongs to is not known; then what they do by hand says nothing about it.
+    by_hand = [source for source in found if source.dialect == "script" and len(scripts) == 1]
+    settings = [source for source in found if source.dialect != "script"]
+    dialects = [source.dialect for source in [*named, *settings]]
+    single = [source for source in settings if dialects.count(source.dialect) == 1]
+    repeated = [source for source in settings if dialects.count(source.dialect) > 1]
+    common = [*named, *single, *by_hand]
     return [[*common, source] for source in repeated] or [common]
 
 
