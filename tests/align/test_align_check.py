@@ -185,6 +185,14 @@ def test_two_hundred_library_files_are_linted_in_ten_seconds() -> None:
     assert time.process_time() - started < 2.5
 
 
+def test_a_file_of_another_kind_says_which_kinds_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "notes.md"
+    path.write_text("# notes: [unfinished")
+    report = check([path])
+    assert report.exit_code == 2
+    assert "YAML" in report.unreadable[0].why
+
+
 def test_a_name_too_long_for_a_file_is_a_message(tmp_path: Path) -> None:
     report = check([tmp_path / ("x" * 5000)])
     assert report.exit_code == 2

@@ -77,6 +77,15 @@ def test_toml_and_quoted_yaml_values_are_rewritten_in_their_quotes(tmp_path: Pat
     assert accelerate.read_text() == "distributed_type: 'NO'\nmixed_precision: 'no'\n"
 
 
+def test_no_is_written_in_quotes_because_yaml_reads_the_bare_word_as_false(tmp_path: Path) -> None:
+    accelerate, script = tmp_path / "a.yaml", tmp_path / "train.py"
+    accelerate.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    script.write_text("Accelerator(mixed_precision='no')\n")
+    write(check([accelerate, script]).findings, [str(accelerate)])
+    assert accelerate.read_text().endswith("mixed_precision: 'no'\n")
+    assert check([accelerate, script]).exit_code == 0
+
+
 def fixed(source: str) -> str:
     findings = lint_tree(ast.parse(source), source, "train.py")
     return apply_edits(source, edits_by_file(findings).get("train.py", []))

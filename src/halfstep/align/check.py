@@ -127,6 +127,11 @@ def read_sources(path: Path, text: str, version: str, reading: Reading) -> list[
         return command_line.sources_of(text, name, lightning_version=version)
     if path.suffix in (".txt", ".lock"):
         return []
+    if path.suffix not in ("", *files.CONFIG_SUFFIXES):
+        kinds = "YAML, JSON, TOML, Python and shell files"
+        raise ConfigError(
+            f"{name}: not a kind of file that check reads", why=f"it reads {kinds}", fix="name one of those"
+        )
     source = source_of(read_document(text, name), lightning_version=version)
     return [source] if source is not None else []
 

@@ -49,7 +49,9 @@ def read_precision(draft: Draft) -> None:
         message = f"accelerate does not know mixed_precision {node.scalar!r}"
         draft.find("unknown-value", message, key, fix=f"one of {', '.join(ACCELERATE_WORDS)}")
         return
-    words = {precision: (node.rewritten(word),) for word, precision in ACCELERATE_WORDS.items()}
+    # A bare `no` is a bool to YAML, and accelerate wants the word.
+    spelled = {**ACCELERATE_WORDS, "'no'" if not node.quote else "no": "fp32"}
+    words = {precision: (node.rewritten(word),) for word, precision in spelled.items()}
     draft.say("precision", precision, key, words if key == "mixed_precision" else None)
     cast = draft.facts["strategy"] == "deepspeed" and precision in ("bf16", "fp16")
     draft.say("weights", f"{precision} + fp32 master" if cast else "fp32", key)
