@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_clip
 from halfstep.align.lint.dtypes import is_model_call
-from halfstep.align.lint.flow import Trace
+from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import calls_in, dotted_name
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
@@ -91,20 +91,15 @@ def zeroes_gradient(node: ast.stmt) -> bool:
 def masks_gradient(node: ast.Assign) -> bool:
     """`p.grad[torch.isnan(p.grad)] = 0` and `p.grad = torch.where(isnan(p.grad), 0, p.grad)`."""
     target, value = ast.unparse(node.targets[0]), ast.unparse(node.value)
-    checked = any(f"{check}(" in target for check in CHECKS)
-    return (
-        ".grad[" in target
-        and checked
-        or target.endswith(".grad")
-        and "where(" in value
-        and any(c in value for c in CHECKS)
-    )
+    if ".grad[" in target:
+        return any(f"{check}(" in target for check in CHECKS)
+    return target.endswith(".grad") and "where(" in value and any(check in value for check in CHECKS)
 
 
 def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    clips = [event for event in trace.events if is_clip(event) and isinstance(event.node, ast.Call) and event.node.args]
+    clips = [event for event in trace.events if is_clip(event)]
     for first, second in zip(clips, clips[1:], strict=False):
-        same = first.method == second.method and ast.unparse(first.node.args[0]) == ast.unparse(second.node.args[0])  # type: ignore[union-attr]
+        same = first.name == second.name and clipped(first) == clipped(second) != ""
         between = trace.events[first.index + 1 : second.index]
         restarted = any(e.method in ("step", "backward", "zero_grad") for e in between)
         if same and first.loops == second.loops and first.implied_by(second) and not restarted:
@@ -112,12 +107,18 @@ def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
             yield amp.script.finding("clip-twice", second.node, message, fix="keep one of them", related=first.node)
 
 
+def clipped(event: Event) -> str:
+    """What a clip works on, as it is written."""
+    return ast.unparse(event.node.args[0]) if isinstance(event.node, ast.Call) and event.node.args else ""
+
+
 def rescaled_after_clip(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """`p.grad.mul_(max_norm / grad_norm)` after clip_grad_norm_: that norm is from before the clip."""
     clips = [event for event in trace.events if is_clip(event) and "inf" not in ast.unparse(event.node)]
     norms: set[str] = set()
     for event in trace.events[clips[0].index + 1 :] if clips else ():
-        if event.targets and (event.node.value is clips[0].node or norms & event.uses):  # type: ignore[union-attr]
+        value = None if isinstance(event.node, ast.Call) else event.node.value
+        if value is clips[0].node or norms & event.uses:
             norms |= set(event.targets)
         names = {dotted_name(n) for n in ast.walk(event.node) if isinstance(n, ast.Name | ast.Attribute)}
         scales = event.method in ("mul_", "div_") or isinstance(event.node, ast.AugAssign)
