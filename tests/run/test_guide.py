@@ -22,7 +22,7 @@ from halfstep.run.guide import QUESTIONS, new_yaml_file, write_new
 from halfstep.run.guide_ask import Question, read_answers
 from halfstep.run.guide_data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.run.guide_memory import LiveBytes, StepCost, step_cost
-from halfstep.run.guide_rules import Situation, batch, learning_rate, workers
+from halfstep.run.guide_rules import Situation, batch, learning_rate, least_time, workers
 from halfstep.run.guide_suggest import ORDER, suggestions
 from halfstep.workloads import image_classification
 
@@ -123,6 +123,8 @@ def test_a_few_bad_files_are_left_out_and_named(tmp_path: Path) -> None:
 def test_a_wrong_folder_says_why(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         look_at("unet", tmp_path / "gone")
+    with pytest.raises(DataError, match="cannot look into"):
+        look_at("unet", tmp_path / ("x" * 300))
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="no class folders"):
         look_at("resnet18", tmp_path)
@@ -182,6 +184,11 @@ def test_fast_takes_a_larger_batch_where_memory_allows() -> None:
     assert batch(huge, "fast", config(), CHEAP)[0]["train.batch_size"] == 256, "four times the recipe, not more"
 
 
+def test_a_cpu_keeps_the_recipes_batch() -> None:
+    roomy = dataclasses.replace(CPU, memory_total_bytes=1000 * 2**30)
+    assert batch(situation(hardware=roomy), "fast", config(), CHEAP)[0]["train.batch_size"] == 64
+
+
 def test_too_little_memory_is_made_up_by_accumulation() -> None:
     tight = situation(hardware=measured({"fp32": 1.0}, free_gib=1))
     assert batch(tight, "fast", config(), CHEAP)[0] == {"train.batch_size": 8, "train.accumulate": 8}
@@ -236,6 +243,13 @@ def test_workers_follow_the_measured_rates() -> None:
     assert "halfstep pack" not in shown
     unmeasured = situation(hardware=known_gpu("a100"))
     assert workers(unmeasured, config(), CHEAP, "bf16")[0] == {"data.num_workers": 8}
+
+
+def test_the_least_time_is_told_in_units_a_person_reads() -> None:
+    # 10,000 samples/s at best, 100,000 samples, 100 epochs.
+    (_, shown), *_ = least_time(situation(), config(), CHEAP, "bf16")
+    assert shown.startswith("100 epochs take at least 16.7 minutes")
+    assert least_time(situation(hardware=CPU), config(), CHEAP, "fp32") == [], "nothing was measured"
 
 
 # Suggestions.
@@ -333,7 +347,9 @@ def test_wrong_answers_are_told_at_once(tmp_path: Path, text: str, message: str)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a=b.yaml", "--a.yaml", "gone/a.yaml", "", "there.yaml"])
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a=b.yaml", "--a.yaml", "gone/a.yaml", "", "there.yaml", "x" * 300 + ".yaml"]
+)
 def test_a_name_that_train_would_not_take_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -22,7 +22,7 @@ from halfstep.hardware.describe import identity
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.report.tables import pairs_table
-from halfstep.run.guide_ask import Asker, Question
+from halfstep.run.guide_ask import Asker, Question, path_in
 from halfstep.run.guide_data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.run.guide_rules import Situation
 from halfstep.run.guide_suggest import Suggestion, suggestions
@@ -32,8 +32,8 @@ TASK = Question(
     key="task",
     text="What do you want to train?",
     choices={
-        "classification": "one label a picture: class folders, train/<class>/*.jpg, or CIFAR-10's binary files",
-        "segmentation": "a class for every pixel: imgs/<id>.png with masks/<id>_mask.png",
+        "classification": "one label a picture: train/<class>/*.jpg",
+        "segmentation": "a class a pixel: imgs/<id>.png, masks/<id>_mask.png",
         "own": "a workload of your own, by import path pkg.module:build",
     },
     default="classification",
@@ -151,7 +151,7 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
         with console.status("looking at the data"):
             if not answer:
                 return look_at_demo(workload, scratch / "demo")
-            return look_at(workload, Path(answer).expanduser().absolute())
+            return look_at(workload, path_in(answer).absolute())
 
     if is_import_path(workload):
         return asker.ask(dataclasses.replace(DATA, empty_means=""), existing_folder), None
@@ -165,7 +165,7 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
 
 def existing_folder(answer: str) -> str:
     """A folder that is there; what it holds is for the user's own workload to say."""
-    folder = Path(answer).expanduser().absolute()
+    folder = path_in(answer).absolute()
     if not answer or not folder.is_dir():
         raise DataError(f"data: no folder {answer!r}", why="your own workload has no demo data", fix="name its folder")
     return str(folder)
@@ -191,12 +191,16 @@ def _in_short(one: Suggestion) -> str:
 
 def new_yaml_file(answer: str) -> Path:
     """A file that is not there yet, by a name that `halfstep train` takes for a file."""
-    path = Path(answer).expanduser()
+    path = path_in(answer)
     if path.suffix.lower() not in (".yaml", ".yml") or "=" in answer or answer.startswith("-"):
         raise ConfigError(f"file: {answer!r} is no name for a config", fix="NAME.yaml, without = and no - in front")
-    if path.exists():
+    try:
+        is_taken, has_folder = path.exists(), path.parent.is_dir()
+    except OSError as error:
+        raise ConfigError(f"file: {answer}: {error.strerror}", fix="another name") from error
+    if is_taken:
         raise ConfigError(f"file: {answer} exists already", why="nothing is overwritten", fix="another name")
-    if not path.parent.is_dir():
+    if not has_folder:
         raise ConfigError(f"file: no folder {path.parent}", fix="make it first, or name another")
     return path
 

@@ -66,9 +66,10 @@ class Prompt:
     def ask(self, question: Question, check: Callable[[str], Value]) -> Value:
         show_question(self.console, question)
         while True:
-            answer = self._line(question) or question.default
             try:
-                return check(question.chosen(answer))
+                return check(question.chosen(self._line(question) or question.default))
+            except Interrupted:
+                raise
             except HalfstepError as error:
                 show_refusal(self.console, error)
 
@@ -85,6 +86,8 @@ class Prompt:
                 why="nothing was written",
                 fix="--yes takes the defaults, --answers FILE gives answers",
             ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{question.key}: the answer is not {error.encoding} text") from error
         if self.echo:
             self.console.print(line or question.default, markup=False, highlight=False)
         return line
@@ -114,6 +117,14 @@ class Scripted:
                 why="other answers made the question needless",
                 fix="remove it, or correct the other answers",
             )
+
+
+def path_in(answer: str) -> Path:
+    """The path that an answer names, with ~ as the shell has it."""
+    try:
+        return Path(answer).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{answer}: {error}", fix="write the whole path") from error
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:

@@ -62,6 +62,8 @@ def look_at(workload: str, folder: Path) -> DataLook:
             return _look(workload, folder, "folder", "skip")
         except DataError:
             raise first from None
+    except OSError as error:
+        raise DataError(f"cannot look into {folder}: {error.strerror}", fix="check its name and permissions") from error
 
 
 def look_at_demo(workload: str, folder: Path) -> DataLook:

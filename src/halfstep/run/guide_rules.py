@@ -20,6 +20,7 @@ STEPS_AN_EPOCH = 10
 """Fewer optimizer steps than this in an epoch, and a small set learns too slowly for its epochs."""
 LARGEST_GROWTH = 4
 """How far `fast` enlarges its preset's batch: much larger ones need more epochs (McCandlish et al. 2018)."""
+TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,9 @@ def batch(
     num_train, memory = situation.look.num_train, situation.memory_bytes
     recipe = start.train.batch_size * start.train.accumulate
     fits = _power_of_two(cost.largest_batch(memory)) if memory else recipe
-    grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if preset == "fast" and not situation.is_demo else recipe
+    # A CPU is no faster with a larger batch.
+    grows = preset == "fast" and not situation.is_demo and situation.hardware.kind != "cpu"
+    grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
     by_data = max(1, _power_of_two(num_train // STEPS_AN_EPOCH))
     a_step = min(grown, by_data)
     micro = max(1, min(start.train.batch_size if preset == "lowmem" else a_step, a_step, fits))
@@ -109,10 +112,9 @@ def workers(
     reading = f"one process reads {look.decoded_per_s:,.0f} samples/s (measured)"
     if situation.is_demo:
         return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
-    fastest = max((m.tflops for m in situation.hardware.measurements if m.format == precision), default=0.0)
-    if not fastest:
+    trained = trained_per_s(situation.hardware, cost, precision)
+    if trained is None:
         return {"data.num_workers": cores}, ("workers", f"{cores}: one a core; {reading}")
-    trained = fastest * 1e12 / cost.sample_flops
     workers = max(1, min(cores, math.ceil(trained / look.decoded_per_s)))
     limit = f"at its measured rate the device trains at most {trained:,.0f} samples/s"
     fact = f"{workers} of {cores} cores: {reading}, {limit}"
@@ -120,3 +122,19 @@ def workers(
         # A training step reaches a quarter to a half of a matmul's rate.
         fact += f"; reading may be the limit: data.cache=true, or `halfstep pack {situation.data_dir}`"
     return {"data.num_workers": workers}, ("workers", fact)
+
+
+def trained_per_s(hardware: Hardware, cost: StepCost, precision: str) -> float | None:
+    """Samples a second if training ran at the best rate that was measured, which it never does; None: not measured."""
+    rates = [m.tflops for m in hardware.measurements if m.format == precision]
+    return max(rates) * 1e12 / cost.sample_flops if rates else None
+
+
+def least_time(situation: Situation, config: RunConfig, cost: StepCost, precision: str) -> list[tuple[str, str]]:
+    """The training time that no run can beat on this device."""
+    trained = trained_per_s(situation.hardware, cost, precision)
+    if trained is None or situation.look is None:
+        return []
+    seconds = config.train.epochs * situation.look.num_train / trained
+    shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
+    return [("time", f"{config.train.epochs} epochs take at least {shown}, most likely a few times as long")]

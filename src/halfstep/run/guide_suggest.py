@@ -16,7 +16,7 @@ from halfstep.hardware.facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
 from halfstep.run.guide_memory import step_cost
-from halfstep.run.guide_rules import Situation, batch, learning_rate, workers
+from halfstep.run.guide_rules import Situation, batch, learning_rate, least_time, workers
 
 ORDER = {
     "fast": ("fast", "lowmem", "stable"),
@@ -93,7 +93,7 @@ def _suggestion(situation: Situation, preset: str) -> Suggestion:
         rate, rate_fact = learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
         readers, readers_fact = workers(situation, start, cost, precision)
         paths |= {**readers, **rate, **size}
-        facts += [*size_facts, rate_fact, readers_fact]
+        facts += [*size_facts, rate_fact, readers_fact, *least_time(situation, start, cost, precision)]
     facts += _remarks(situation)
     return Suggestion(
         name=preset,
