@@ -134,6 +134,29 @@ def test_a_yaml_bomb_stays_within_a_few_megabytes(tmp_path: Path) -> None:
     assert peak_bytes < 64 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("requirements.txt", "lightning" + " " * 190_000 + "x"),
+        ("long.toml", 'x = """\n[a' + " " * 190_000 + '\n"""\n'),
+        ("run.sh", "python train.py --bf16 " + "\\\n" * 60_000),
+        ("quotes.sh", "python train.py --a='" * 10_000),
+        ("deep.py", "x = " + "(" * 3000 + ")" * 3000),
+        ("chain.py", "loss" + ".backward()" * 3000),
+        (
+            "conditions.py",
+            "if a and not b:\n" + "".join(" " * i + "if a:\n" for i in range(1, 90)) + " " * 90 + "loss.backward()\n",
+        ),
+    ],
+)
+def test_inputs_made_to_take_long_do_not(name: str, content: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    started = time.process_time()
+    check([path])
+    assert time.process_time() - started < SECONDS_EACH
+
+
 def test_nothing_in_a_script_or_config_is_executed(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     (tmp_path / "train.py").write_text(f"open({str(marker)!r}, 'w').close()\nloss.backward()\n")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import yaml
 
 from halfstep.align.findings import Edit, Place
+from halfstep.align.textlines import lines_of
 from halfstep.config.scalars import Plain, typed
 from halfstep.config.yaml_source import MAX_DEPTH, MAX_NODES, compose
 from halfstep.errors import ConfigError
@@ -178,6 +179,8 @@ def read_toml(text: str, path: str) -> Node:
     return toml_node(tree, path, toml_positions(text), prefix="")
 
 
+MAX_TOML_LINE = 500
+"""Longer lines hold no setting of ours, and patterns over them could take long."""
 SECTION = re.compile(r"\s*\[+\s*([^\[\]]+?)\s*\]+\s*(#.*)?$")
 ENTRY = re.compile(r"""(\s*)([\w."'-]+)\s*=\s*("[^"]*"|'[^']*'|[^#\s]+)""")
 
@@ -186,7 +189,9 @@ def toml_positions(text: str) -> dict[str, tuple[int, int, int, int]]:
     """Dotted key to (line, key column, first and last column of the value)."""
     found: dict[str, tuple[int, int, int, int]] = {}
     section = ""
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines_of(text), start=1):
+        if len(line) > MAX_TOML_LINE:
+            continue
         if header := SECTION.match(line):
             section = header.group(1) + "."
         elif entry := ENTRY.match(line):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+GAP = r"[ \t]{0,4}"
+# Every repeat is bounded: these files come from anywhere, and open repeats side by side take quadratic time.
 PIN = re.compile(
-    r"""["']?(?:pytorch[-_]lightning|lightning)["']?(?:\[[\w,-]*\])?\s*(?:[=:]\s*)?["']?\s*(?:[=~^><!]=?\s*)*v?(\d+(?:\.\d+)*)""",
+    rf"""(?:pytorch[-_])?lightning["']?(?:\[[\w,-]{{0,40}}\])?{GAP}(?:[=:]{GAP})?["']?{GAP}"""
+    rf"""(?:[=~^><!]=?{GAP}){{0,3}}v?(\d+(?:\.\d+){{0,3}})""",
     re.IGNORECASE,
 )
 LOCKED = re.compile(r'name\s*=\s*"(?:pytorch-)?lightning"\s*\nversion\s*=\s*"(\d+(?:\.\d+)*)"')
