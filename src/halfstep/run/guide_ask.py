@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,20 +78,23 @@ class Prompt:
         """A person answers what is asked."""
 
     def _line(self, question: Question) -> str:
+        # Not input(): a Ctrl-C between its prompt and its read would wait for the next key.
+        print("> ", end="", flush=True)
         try:
-            line = input("> ").strip()
-        except EOFError:
-            self.console.print()
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{question.key}: the answer is not {error.encoding} text") from error
+        if not line:
+            print()
             raise Interrupted(
                 f"the input ended at the question {question.key!r}",
                 why="nothing was written",
                 fix="--yes takes the defaults, --answers FILE gives answers",
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{question.key}: the answer is not {error.encoding} text") from error
+            )
+        answer = line.strip()
         if self.echo:
-            self.console.print(line or question.default, markup=False, highlight=False)
-        return line
+            print(answer or question.default)
+        return answer
 
 
 class Scripted:

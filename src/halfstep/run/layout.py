@@ -1,4 +1,4 @@
-"""Memory layout: which one a model gets, and images in the layout of its weights, so that no kernel turns them round."""
+"""Memory layout: which one a model gets, and images in the layout of its weights, so that no kernel turns them."""
 
 from __future__ import annotations
 

@@ -168,16 +168,17 @@ class Loop:
 
     def _end_epoch(self) -> None:
         parts, train = self.parts, self.parts.config.train
-        is_whole = self.position.batch >= len(parts.train_loader)
-        epoch = self.position.epoch
-        if is_whole:
+        epoch, is_last = self.position.epoch, self.is_done or self.position.epoch + 1 == train.epochs
+        if self.position.batch >= len(parts.train_loader):
             self.position = Position(epoch=epoch + 1)
-        is_due = (epoch + 1) % train.validate_every == 0 or epoch + 1 == train.epochs or self.is_done
+        is_due = is_last or (epoch + 1) % train.validate_every == 0
         is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch)
         self.train_metrics = parts.workload.metrics()
-        path = self.save()
-        if is_best:
-            self.checkpoints.mark_best(path, parts.workload.metric, parts.stopping.best)
+        # With checkpoints by steps an epoch's end is nothing special, but for what validation found.
+        if is_due or not train.checkpoint_every:
+            path = self.save()
+            if is_best:
+                self.checkpoints.mark_best(path, parts.workload.metric, parts.stopping.best)
         if self.interrupts:
             self._leave()
 
