@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.config.load import from_dict, load
 from halfstep.config.unet import UNetConfig
 from halfstep.data.demo_segmentation import write_demo
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
 from halfstep.precision.advice import UNET_SAMPLE_BYTES
 from halfstep.run.guide import QUESTIONS, new_yaml_file, write_new
-from halfstep.run.guide_ask import Question, read_answers
+from halfstep.run.guide_ask import Prompt, Question, path_in, read_answers
 from halfstep.run.guide_data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.run.guide_memory import LiveBytes, StepCost, step_cost
 from halfstep.run.guide_rules import Situation, batch, learning_rate, least_time, workers
@@ -308,6 +310,20 @@ def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:
 
 
 # Answers and files.
+
+
+def test_a_line_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"\xff\nfast\n"), encoding="utf-8")
+    question = Question(key="goal", text="?", choices={"fast": "", "quality": ""})
+    with pytest.raises(Interrupted, match="the input ended"):  # the bad line spoils the rest of a pipe's block
+        Prompt(Console(), lines).ask(question, str)
+    assert "is not utf-8 text" in capsys.readouterr().out
+
+
+def test_a_path_that_is_no_text_is_refused() -> None:
+    for name in ("\udcff", "~no_such_user_here/data"):
+        with pytest.raises(ConfigError, match="is no usable path"):
+            path_in(name)
 
 
 def test_a_choice_is_understood_by_name_number_and_beginning() -> None:

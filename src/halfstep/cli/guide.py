@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -73,7 +74,8 @@ def chosen_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
 
     if answers is not None:
         return Scripted(console, read_answers(answers, QUESTIONS))
-    return Scripted(console, {}) if yes else Prompt(console, echo=not sys.stdin.isatty())
+    # Python has no stdin where the caller closed it; that is an input that has ended.
+    return Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
 
 
 def machine_here(device: str | None, *, no_measure: bool) -> Machine:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TextIO, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -60,9 +59,8 @@ class Asker(Protocol):
 class Prompt:
     """Asks on the console and reads lines, from a terminal or a pipe; a bad answer is explained and asked again."""
 
-    def __init__(self, console: Console, *, echo: bool) -> None:
-        self.console, self.echo = console, echo
-        """echo: a pipe does not show what was typed, so the console does."""
+    def __init__(self, console: Console, lines: TextIO) -> None:
+        self.console, self.lines = console, lines
 
     def ask(self, question: Question, check: Callable[[str], Value]) -> Value:
         show_question(self.console, question)
@@ -81,7 +79,7 @@ class Prompt:
         # Not input(): a Ctrl-C between its prompt and its read would wait for the next key.
         print("> ", end="", flush=True)
         try:
-            line = sys.stdin.readline()
+            line = self.lines.readline()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{question.key}: the answer is not {error.encoding} text") from error
         if not line:
@@ -92,7 +90,7 @@ class Prompt:
                 fix="--yes takes the defaults, --answers FILE gives answers",
             )
         answer = line.strip()
-        if self.echo:
+        if not self.lines.isatty():  # a pipe does not show what was typed
             print(answer or question.default)
         return answer
 
@@ -126,9 +124,10 @@ class Scripted:
 def path_in(answer: str) -> Path:
     """The path that an answer names, with ~ as the shell has it."""
     try:
+        answer.encode()  # a name that is no text cannot stand in a config
         return Path(answer).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{answer}: {error}", fix="write the whole path") from error
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{answer!r} is no usable path", why=str(error)) from error
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
