@@ -296,7 +296,7 @@ def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:
         assert one.config.precision.default == "fp32"
         assert one.config.data.image_size == 128
         assert one.config.train.fast != "compile"
-        assert "no GPU here" in dict(one.facts)
+        assert "on a CPU" in dict(one.facts)
 
 
 def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ REASONS = {
 }
 HOW_IT_RUNS = ("train.fast", "train.memory", "train.activation_checkpointing", "guard.on_fault")
 """What a preset changes for demo data, which have a recipe of their own."""
-SMALL_ON_CPU = {
+SMALL_ON_CPU: dict[str, dict[str, Any]] = {
     "unet": {"data.image_size": 256, "model.base_channels": 16},
     "classifier": {"data.image_size": 128, "data.eval_size": 0},
 }
@@ -113,11 +113,16 @@ def _base(situation: Situation, preset: str) -> dict[str, Any]:
         paths["data.dir"] = situation.data_dir
     if situation.look is not None and situation.look.on_bad_file == "skip":
         paths["data.on_bad_file"] = "skip"
-    if situation.hardware.kind == "cpu" and situation.look is not None and not situation.is_demo:
-        paths |= SMALL_ON_CPU["unet" if situation.workload == "unet" else "classifier"]
+    paths |= _smaller(situation)
     if said.get("train.fast") == "compile" and not _may_compile(situation.hardware):
         paths["train.fast"] = "auto"
     return paths
+
+
+def _smaller(situation: Situation) -> dict[str, Any]:
+    if situation.hardware.kind != "cpu" or situation.look is None or situation.is_demo:
+        return {}
+    return SMALL_ON_CPU["unet" if situation.workload == "unet" else "classifier"]
 
 
 def _may_compile(hardware: Hardware) -> bool:
@@ -132,7 +137,7 @@ def _precision_reason(situation: Situation, precision: str) -> str:
     advice = advise(situation.hardware)
     if precision == advice.precision:
         return advice.headline.removeprefix("use ")
-    return f"{precision}: exact and the same on every machine ({advice.precision} would be faster here)"
+    return f"{precision}: nothing is rounded to fewer digits ({advice.precision} would be faster here)"
 
 
 def _speed(hardware: Hardware, precision: str) -> str:
@@ -152,10 +157,9 @@ def _speed(hardware: Hardware, precision: str) -> str:
 def _remarks(situation: Situation) -> Iterator[tuple[str, str]]:
     if situation.is_demo:
         yield "demo", "a small model and few epochs of its own; the choice changes only how it runs"
-    if situation.hardware.kind == "cpu" and situation.look is not None and not situation.is_demo:
-        smaller = SMALL_ON_CPU["unet" if situation.workload == "unet" else "classifier"]
+    if smaller := _smaller(situation):
         settings = ", ".join(f"{key}={value}" for key, value in smaller.items())
-        yield "no GPU here", f"so smaller than usual: {settings}"
+        yield "on a CPU", f"so smaller than usual: {settings}"
 
 
 def _nested(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict[str, Any]:
