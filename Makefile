@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 .PHONY: demo test check format clean
 
 demo: $(STAMP)
-	$(BIN)/halfstep detect
+	$(BIN)/halfstep train unet
 
 test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal -q

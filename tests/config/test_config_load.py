@@ -109,7 +109,7 @@ def test_a_preset_flag_replaces_the_files_preset(tmp_path: Path) -> None:
     [
         ("fast", {"batch_size": 16, "epochs": 50, "fast": "compile", "precision": "bf16"}),
         ("quality", {"batch_size": 8, "epochs": 100, "early_stopping_patience": 20, "precision": "bf16"}),
-        ("lowmem", {"batch_size": 4, "accumulate": 2, "memory": "low", "precision": "bf16"}),
+        ("lowmem", {"batch_size": 4, "accumulate": 2, "activation_checkpointing": True, "precision": "bf16"}),
         ("stable", {"batch_size": 8, "fast": "off", "precision": "fp32"}),
         ("debug", {"batch_size": 2, "epochs": 5, "precision": "fp32"}),
     ],

@@ -112,7 +112,10 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 def test_kills_at_any_moment_change_nothing(tmp_path: Path) -> None:
     """SIGKILL again and again, also inside checkpoint writes (they come after every step here), two workers."""
     overrides = config(workers=2, more={"train.checkpoint_every": 1, "train.epochs": 12})
-    whole = run(tmp_path / "whole", overrides)
+    whole = tmp_path / "whole"
+    # In a process of its own, too: a native bf16 matmul in another test turns oneDNN off for this one.
+    with start("tiny_workload:build", *overrides, "--out", str(whole)) as process:
+        assert process.wait(timeout=120) == 0, process.stdout.read() if process.stdout else ""
     broken, chance = tmp_path / "broken", random.Random(0)
     arguments: tuple[str, ...] = ("tiny_workload:build", *overrides, "--out", str(broken))
     for _ in range(5):
@@ -150,6 +153,23 @@ def test_signals_end_a_real_process_with_a_saved_run_and_the_words_to_resume(
     assert f"halfstep train --resume {out}" in said.replace("\n", " ")
     assert "Traceback" not in said
     Checkpoints(out / "checkpoints").load_newest(on_damaged=pytest.fail)
+
+
+def test_another_number_of_threads_is_set_back_to_the_runs_own(tmp_path: Path) -> None:
+    """Sums over a batch are split by threads, so their last bit depends on how many there are."""
+    flag, threads = tmp_path / "signal", torch.get_num_threads()
+    options = {"signal_file": str(flag), "signal_step": 6}
+    whole = run(tmp_path / "whole", config(**options))
+    flag.touch()
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts", config(**options))
+    torch.set_num_threads(threads + 1)
+    try:
+        resume(tmp_path / "parts")
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(threads)
+    assert_same_run(whole, tmp_path / "parts")
 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:

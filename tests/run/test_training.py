@@ -187,3 +187,15 @@ def test_out_of_memory_names_three_ways_out() -> None:
     assert "train.batch_size=4 train.accumulate=2" in error.fix
     assert "bf16" in error.fix
     assert "activation_checkpointing" in error.fix
+
+
+def test_what_cannot_be_compiled_runs_eager_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    torch._dynamo.reset()
+    folder = run(tmp_path / "run", **{"train.fast": "compile", "train.epochs": 1})
+    assert "not compiled, running eager" in capsys.readouterr().out
+    assert validations(folder)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from halfstep.cli import check, detect, evaluate, formats, guide, pack, predict, train
+from halfstep.cli import check, detect, evaluate, formats, guide, pack, plan, predict, train
 from halfstep.errors import HalfstepError, Interrupted
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("evaluate")(evaluate.command)
 app.command("formats", context_settings={"ignore_unknown_options": True})(formats.command)  # `formats -3.5`
 app.command("guide")(guide.command)
 app.command("pack")(pack.command)
+app.command("plan")(plan.command)
 app.command("predict")(predict.command)
 app.command("train")(train.command)
 

@@ -15,7 +15,6 @@ PURPOSES: dict[str, Preset] = {
         "precision.default": "bf16",
         "train.batch_size": 32,
         "train.accumulate": 2,
-        "train.memory": "low",
         "train.activation_checkpointing": True,
     },
     "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},

@@ -107,7 +107,7 @@ class RunConfig(Section):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "fast": {"precision.default": "bf16", "train.fast": "compile"},
         "quality": {"precision.default": "bf16", "ema.enabled": True},
-        "lowmem": {"precision.default": "bf16", "train.memory": "low", "train.activation_checkpointing": True},
+        "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True},
         "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
         "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
     }

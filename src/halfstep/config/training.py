@@ -142,10 +142,10 @@ class TrainConfig(Section):
     report_every: PositiveCount = Field(default=10, description="Attempted steps between two lines of metrics")
     fast: Literal["auto", "off", "compile", "graph"] = Field(
         default="auto",
-        description="Compilation and graph capture: auto measures and decides, off is plain eager PyTorch",
+        description="compile: torch.compile over model and loss; off: eager; auto: eager, until measurement chooses",
     )
     memory: Literal["normal", "low"] = Field(
-        default="normal", description="low trades speed for memory wherever that is possible"
+        default="normal", description="low is reserved for memory traded by measurement, which is not built yet"
     )
     channels_last: Literal["auto"] | bool = Field(
         default="auto", description="NHWC memory layout of images and convolutions"

@@ -98,7 +98,6 @@ class UNetConfig(RunConfig):
             "precision.default": "bf16",
             "train.batch_size": 4,
             "train.accumulate": 2,
-            "train.memory": "low",
             "train.activation_checkpointing": True,
         },
         "stable": {

@@ -48,6 +48,8 @@ class Assembly:
     model: nn.Module
     device: torch.device
     region: Region
+    eager: Region
+    """The same without compilation, for where that fails."""
     step: Step
     guard: Guard
     snapshots: Snapshots | None
@@ -65,8 +67,10 @@ def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
 
 def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     """Put a run together from its decided parts."""
+    _refuse_unbuilt(config)
     device = torch.device(plan.device)
     model = placed(config, workload.model, plan)
+    eager = _eager_region(workload, model)
     train_loader, val_loader = _loaders(config, workload)
     total_steps = _total_steps(config, len(train_loader))
     step = _step(config, model, plan, device, total_steps, len(train_loader))
@@ -82,7 +86,8 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         workload=workload,
         model=model,
         device=device,
-        region=_region(config, workload, model, plan),
+        region=_fast_region(config, eager, plan),
+        eager=eager,
         step=step,
         guard=guard,
         snapshots=Snapshots(every=config.guard.snapshot_every, margin=config.guard.margin) if rolls_back else None,
@@ -110,23 +115,37 @@ def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def _region(config: RunConfig, workload: Workload, model: nn.Module, plan: Plan) -> Region:
+def _eager_region(workload: Workload, model: nn.Module) -> Region:
     def forward_and_loss(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float, Any]:
         outputs = workload.forward(model, batch)
         loss, weight = workload.loss(outputs, batch)
         return loss, weight, outputs
 
-    if config.train.fast == "graph":
-        raise ConfigError(
-            "train.fast=graph is not built yet", why="graph capture comes with the speed work", fix="train.fast=compile"
-        )
+    return forward_and_loss
+
+
+def _fast_region(config: RunConfig, eager: Region, plan: Plan) -> Region:
     if config.train.fast != "compile":
-        return forward_and_loss
+        return eager
     if plan.simulated:
         raise ConfigError(
             "a simulated precision cannot be compiled", why="simulation is eager only", fix="train.fast=off"
         )
-    return torch.compile(forward_and_loss)
+    return torch.compile(eager)
+
+
+def _refuse_unbuilt(config: RunConfig) -> None:
+    """Settings that exist for the speed work and do nothing yet must not pretend to."""
+    if config.train.fast == "graph":
+        raise ConfigError(
+            "train.fast=graph is not built yet", why="it comes with the speed work", fix="train.fast=compile"
+        )
+    if config.train.memory == "low":
+        raise ConfigError(
+            "train.memory=low is not built yet",
+            why="choosing what to trade by measurement is speed work to come",
+            fix="train.activation_checkpointing=true, a smaller train.batch_size with train.accumulate",
+        )
 
 
 def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:

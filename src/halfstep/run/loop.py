@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 from halfstep.data.prefetch import Prefetcher, prefetch
 from halfstep.errors import Interrupted, TrainingStopped
@@ -17,7 +18,7 @@ from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.layout import in_layout_of
-from halfstep.run.memory_limit import OutOfMemory, announce, memory_error, split_window
+from halfstep.run.memory_limit import OutOfMemory, announce, first_line, memory_error, split_window
 from halfstep.run.randomness import generator_states, restore_generators
 from halfstep.run.validate import validate
 from halfstep.train.guard import Action, Verdict
@@ -94,6 +95,14 @@ class Loop:
                 return self.parts.step.compute(self._loss, split_window(prepared, self.pieces))
             except OutOfMemory as error:
                 self._shrink(error)
+            except TorchDynamoException as error:
+                self._go_eager(error)
+
+    def _go_eager(self, error: TorchDynamoException) -> None:
+        """What cannot be compiled runs uncompiled, and says why."""
+        self.parts.step.abandon()
+        self.parts.region = self.parts.eager
+        self.journal.notice(f"not compiled, running eager: {first_line(error)}", "warning")
 
     def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
         loss, weight, outputs = self.parts.region(batch)
@@ -237,6 +246,7 @@ class Loop:
             "generators": generator_states(),
             "workload": parts.workload.name,
             "store": dict(parts.workload.store),
+            "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         }
         whole = Checkpoint(model=dict(parts.model.state_dict()), ema=average, state=state)
@@ -259,3 +269,13 @@ class Loop:
         self.journal.load_state_dict(state["journal"])
         self.journal.attempted = parts.step.attempted
         restore_generators(state["generators"])
+        self._use_threads(int(state["threads"]))
+
+    def _use_threads(self, stored: int) -> None:
+        """On a CPU the last bit of a sum depends on the number of threads it is split over."""
+        now = torch.get_num_threads()
+        if self.parts.device.type == "cpu" and now != stored:
+            torch.set_num_threads(stored)
+            self.journal.notice(
+                f"using {stored} CPU threads as the run did, not {now}: results stay the same to the bit"
+            )

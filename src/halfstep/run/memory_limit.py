@@ -41,12 +41,13 @@ def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: tor
     ways.append("train.activation_checkpointing=true (about 30 % slower)")
     return MemoryLimitError(
         f"out of memory on {device} with batch size {size} at {config.data.image_size} pixels",
-        why="\n       ".join([_first_line(error), *memory_picture(device).splitlines()]),
+        why="\n       ".join([first_line(error), *memory_picture(device).splitlines()]),
         fix="one of:\n       " + "\n       ".join(ways),
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What torch said, without the pages below it."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

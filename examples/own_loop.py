@@ -1,0 +1,55 @@
+"""A training loop of your own with halfstep's guarded step: about five changed lines.
+
+    python examples/own_loop.py [bf16|fp16|fp32|auto] [--simulate]
+
+The task is small on purpose: tell which of two noisy waves a signal holds. Step 30 brings a NaN, as real data do.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+
+STEPS, BATCH, LENGTH = 120, 64, 256
+
+
+def batch(step: int, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    label = torch.randint(0, 2, (BATCH,), generator=generator)
+    time = torch.linspace(0, 1, LENGTH)
+    frequency = torch.where(label == 0, 5.0, 6.0).unsqueeze(1)
+    signal = torch.sin(6.283 * frequency * time) + 0.8 * torch.randn(BATCH, LENGTH, generator=generator)
+    if step == 30:
+        signal[0, 0] = float("nan")
+    return {"signal": signal.to(device), "label": label.to(device), "index": torch.arange(BATCH) + step * BATCH}
+
+
+def main() -> None:
+    precision = next((word for word in sys.argv[1:] if not word.startswith("-")), "auto")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(LENGTH, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+    # This replaces autocast, GradScaler, unscale_, clip_grad_norm_, step, update and scheduler.step.
+    step = hs.Step(
+        model, optimizer, precision, clip_norm=1.0, accumulate=2, schedule=scheduler, simulate="--simulate" in sys.argv
+    )
+    print(step.plan)
+
+    def loss_fn(b: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(b["signal"]), b["label"])
+
+    for k, window in enumerate(step.windows(batch(i, device) for i in range(2 * STEPS))):
+        outcome = step(loss_fn, window)
+        if k % 20 == 0 or k == 15:
+            print(outcome)  # reading an outcome waits for the device, so not every step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""`halfstep plan`: which precision goes where, before any work is done."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What would be trained, then settings."
+        ),
+    ],
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16, fp16, fp8, bf16-true.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data set; default: demo data.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU by name that need not be here: v100, 'RTX 4090'.")] = None,
+    strict: Annotated[bool | None, typer.Option("--strict", help="An error instead of a fallback.")] = None,
+    simulate: Annotated[bool | None, typer.Option("--simulate", help="Numerics this hardware lacks.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as a run would store it.")] = False,
+) -> None:
+    """Which precision goes where, and why: the plan that `halfstep train` would run, one row a module.
+
+    Example:
+
+        halfstep plan unet --precision bf16 --gpu "RTX 2080 Ti"
+
+        halfstep plan resnet50 'precision.modules={fc: fp32}'
+    """
+    from halfstep.config.load import load
+    from halfstep.run.plan import plan
+
+    flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
+    decided = plan(load(words[0], flags=flags, overrides=words[1:]).config, gpu=gpu)
+    if as_json:
+        typer.echo(decided.to_json())
+        return
+    typer.echo(str(decided))
+    for warning in decided.warnings:
+        typer.secho(f"warning: {warning}", fg="yellow", err=True)

@@ -1,0 +1,25 @@
+"""The plan of a config without running it, on hardware that is here or only named."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from halfstep.config.schema import RunConfig
+from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.probe import probe
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import build_workload, plan_for
+from halfstep.workloads import write_demo
+
+
+def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
+    """Build the model as training would, on demo data where none are given, and decide for the hardware."""
+    hardware = known_gpu(gpu) if gpu else probe(config.device)
+    if config.data.dir is not None:
+        return plan_for(config, build_workload(config), hardware)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "demo"
+        write_demo(config.workload, data, seed=config.train.seed)
+        with_data = config.model_copy(update={"data": config.data.model_copy(update={"dir": str(data)})})
+        return plan_for(with_data, build_workload(with_data), hardware)

@@ -1,0 +1,44 @@
+"""`halfstep plan` prints what training would run, also for hardware that is not here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from halfstep.cli.main import app, main
+
+SMALL = ("data.image_size=32", "model.base_channels=2", "model.depth=1")
+
+
+def printed(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_turing_card_gets_fp16_and_says_why_not_bf16() -> None:
+    said = printed("unet", *SMALL, "--precision", "bf16", "--gpu", "RTX 2080 Ti")
+    assert "granted fp16" in said
+    assert "emulates bf16" in said
+
+
+def test_json_is_the_plan_a_run_stores() -> None:
+    plan = json.loads(printed("unet", *SMALL, "--precision", "bf16", "--gpu", "h200", "--json"))
+    assert plan["granted"] == "bf16"
+    assert {"loss.dice", "loss.cross_entropy"} <= {row["module"] for row in plan["rows"]}
+
+
+def test_a_part_of_the_model_can_have_its_own_precision() -> None:
+    said = printed("unet", *SMALL, "precision.modules.outc=fp32", "--precision", "bf16", "--gpu", "a100")
+    row = next(line for line in said.splitlines() if "outc" in line)
+    assert row.split()[-5:-3] == ["fp32", "fp32"]
+
+
+@pytest.mark.parametrize("arguments", [["unet", "--gpu", "warp9"], ["unett"], ["unet", "--precision", "fp7"]])
+def test_mistakes_are_clear_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    assert stopped.value.code == 2
+    assert "error:" in capsys.readouterr().err
