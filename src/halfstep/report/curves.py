@@ -60,6 +60,8 @@ class Quarter:
     """Steps to mark on the floor."""
     log_base: int = 0
     """0: linear. Otherwise logarithmic where the values span enough."""
+    note: str = ""
+    """Stands beside the name of the lower axis."""
 
 
 def draw_curves(metrics: Sequence[Record], path: Path) -> None:
@@ -74,7 +76,7 @@ def draw_curves(metrics: Sequence[Record], path: Path) -> None:
     last_step = max((float(record["step"]) for record in metrics if "step" in record), default=1.0)
     for axes, quarter in zip(figure.subplots(2, 2).flat, _quarters(metrics), strict=True):
         _draw(axes, quarter)
-        _dress(axes, max(last_step, 1.0))
+        _dress(axes, max(last_step, 1.0), quarter.note)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -95,7 +97,7 @@ def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
         health = Quarter(title="Gradient norm", curves=norms, skipped=skipped, log_base=10)
     return [
         Quarter(title="Loss", curves=losses, skipped=skipped, log_base=10),
-        Quarter(title="Metrics (faint: train)", curves=_metric_curves(validation)),
+        Quarter(title="Metrics", curves=_metric_curves(validation), note="   (faint: on training data)"),
         Quarter(title="Learning rate", curves=[_curve(train, "lr", "last", TRAIN)]),
         health,
     ]
@@ -179,11 +181,11 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
     )
 
 
-def _dress(axes: Axes, last_step: float) -> None:
+def _dress(axes: Axes, last_step: float, note: str) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlim(0, last_step * 1.03)
-    axes.set_xlabel("step", fontsize=9, color=FAINT)
+    axes.set_xlabel(f"step{note}", fontsize=9, color=FAINT)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:{',.0f' if value >= 1000 else 'g'}}"))
