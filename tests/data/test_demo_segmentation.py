@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
+from colour_threshold import best_threshold_iou
 from halfstep.data.demo_segmentation import write_demo
 from halfstep.data.files import BadFiles
 from halfstep.data.pairs import PairLayout, find_pairs
@@ -34,17 +33,4 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path) -> None:
 
 def test_no_single_colour_threshold_solves_the_demo(tmp_path: Path) -> None:
     write_demo(tmp_path / "demo")
-    images, masks = (
-        np.stack([np.asarray(Image.open(path)) for path in sorted((tmp_path / "demo" / part).iterdir())])
-        for part in ("imgs", "masks")
-    )
-    truth = masks > 0
-    gray = images.astype(float).mean(axis=-1).astype(np.uint8)
-    best = 0.0
-    for values in (*np.moveaxis(images, -1, 0), gray):
-        # Pixels at or below each threshold, by cumulated histograms: all 256 thresholds and both directions at once.
-        inside = np.cumsum(np.bincount(values[truth], minlength=256))
-        below = np.cumsum(np.bincount(values.ravel(), minlength=256))
-        for hit, predicted in ((inside, below), (inside[-1] - inside, below[-1] - below)):
-            best = max(best, float((hit / (predicted + inside[-1] - hit)).max()))
-    assert 0.1 < best < 0.6
+    assert 0.1 < best_threshold_iou(tmp_path / "demo") < 0.6

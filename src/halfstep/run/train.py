@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import time
 from pathlib import Path
 
 from halfstep.config.dump import to_yaml
@@ -14,10 +13,9 @@ from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.energy import EnergyMeter
-from halfstep.measure.memory import format_bytes, peak_memory_bytes, reset_peak
+from halfstep.measure.memory import reset_peak
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.report.config_view import header_lines
 from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
@@ -27,6 +25,7 @@ from halfstep.run.folder import RunFolder
 from halfstep.run.interrupts import interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
+from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
 from halfstep.run.resume import refuse_changes
 from halfstep.workloads import write_demo
@@ -100,7 +99,7 @@ def _run(
     parts.guard.on_reading = journal.on_reading
     with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
-        _show_header(report, loaded, folder, parts)
+        show_header(report, loaded, folder, parts)
         for note in notes:
             report.notice(note, "warning" if "damaged" in note or "DEMO" in note else "info")
         if checkpoint is not None:
@@ -114,7 +113,7 @@ def _run(
             raise
         else:
             _draw(folder, report)
-            _show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
+            show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
         finally:
             report.close()
             parts.train_loader.close()
@@ -129,58 +128,9 @@ def _draw(folder: RunFolder, report: RunReport) -> None:
         report.notice(str(error), "warning")
 
 
-def _show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
-    config, plan = loaded.config, parts.plan
-    num_parameters = sum(p.numel() for p in parts.model.parameters())
-    train = config.train
-    batch = f"{train.batch_size}" + (f" x {train.accumulate} accumulated" if train.accumulate > 1 else "")
-    commits = [
-        f"{name} ({way}{f', {format_bytes(extra)} extra' if extra else ''})"
-        for name, way, extra in parts.step.describe()
-    ]
-    rows = [
-        ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
-        ("device", f"{plan.device} ({plan.device_name})"),
-        ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
-        ("data", f"{len(parts.workload.train_samples)} training, {len(parts.workload.val_samples)} validation samples"),
-        ("batch", batch),
-        ("steps", f"{parts.total_steps} in {train.epochs} epochs"),
-        ("optimizer", ", ".join(commits)),
-        ("run", str(folder.path)),
-    ]
-    report.header(f"halfstep {config.workload}", rows, plan=str(plan), warnings=plan.warnings)
-    for line in (*header_lines(loaded), *parts.workload.notes):
-        report.notice(line)
-
-
-def _show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None) -> None:
-    parts, stopping = loop.parts, loop.parts.stopping
-    memory = peak_memory_bytes(parts.device)
-    best = loop.checkpoints.best()
-    waited = loop.waited_s / max(elapsed_s, 1e-9)
-    best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
-    rows = [
-        (f"best {parts.workload.metric}", best_metric),
-        ("time", _duration(elapsed_s)),
-        ("speed", f"{loop.num_samples / max(elapsed_s, 1e-9):.1f} samples/s, validation included"),
-        ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
-        ("skipped steps", str(loop.journal.num_skipped)),
-    ]
-    if joules is not None:
-        rows.append(("energy", f"{joules:.0f} J, {joules / max(loop.num_samples, 1):.2f} J a sample"))
-    if waited > 0.1:
-        rows.append(("waiting for data", f"{waited:.0%} of the time: raise data.num_workers"))
-    rows += [("best checkpoint", str(best) if best else "none"), ("curves", str(folder.report / "curves.png"))]
-    report.finish("done", rows)
-
-
 def _run_name(config: RunConfig) -> str:
     name = config.workload.replace(":", "-").replace("/", "-")
     return name if config.data.dir else f"{name}-demo"
-
-
-def _duration(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds >= 60 else f"{seconds:.1f} s"
 
 
 def _text(path: Path) -> str:

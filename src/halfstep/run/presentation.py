@@ -1,0 +1,73 @@
+"""What a run says of itself: the header before the first step, the summary after the last."""
+
+from __future__ import annotations
+
+import time
+
+from halfstep.config.load import Loaded
+from halfstep.measure.memory import format_bytes, peak_memory_bytes
+from halfstep.report.config_view import header_lines
+from halfstep.report.run_report import RunReport
+from halfstep.run.assemble import Assembly
+from halfstep.run.folder import RunFolder
+from halfstep.run.loop import Loop
+
+
+def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
+    """What runs, on what, in which precision and why."""
+    config, plan = loaded.config, parts.plan
+    num_parameters = sum(p.numel() for p in parts.model.parameters())
+    train = config.train
+    batch = f"{train.batch_size}" + (f" x {train.accumulate} accumulated" if train.accumulate > 1 else "")
+    commits = [
+        f"{name} ({way}{f', {format_bytes(extra)} extra' if extra else ''})"
+        for name, way, extra in parts.step.describe()
+    ]
+    apart = [f"{row.module} {row.compute}" for row in plan.rows if row.is_part]
+    islands = [row.module for row in plan.rows if row.kind == "island"]
+    rows = [
+        ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
+        *([("its own precision", _few(apart))] if apart else []),
+        *([("always fp32", _few(islands))] if islands else []),
+        ("device", f"{plan.device} ({plan.device_name})"),
+        ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
+        ("data", f"{len(parts.workload.train_samples)} training, {len(parts.workload.val_samples)} validation samples"),
+        ("batch", batch),
+        ("steps", f"{parts.total_steps} in {train.epochs} epochs"),
+        ("optimizer", ", ".join(commits)),
+        ("run", str(folder.path)),
+    ]
+    report.header(f"halfstep {config.workload}", rows, warnings=plan.warnings)
+    for line in (*header_lines(loaded), *parts.workload.notes):
+        report.notice(line)
+
+
+def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None) -> None:
+    """What came out, what it cost, and what to do with it."""
+    parts, stopping = loop.parts, loop.parts.stopping
+    memory = peak_memory_bytes(parts.device)
+    best = loop.checkpoints.best()
+    waited = loop.waited_s / max(elapsed_s, 1e-9)
+    best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
+    rows = [
+        (f"best {parts.workload.metric}", best_metric),
+        ("time", _duration(elapsed_s)),
+        ("speed", f"{loop.num_samples / max(elapsed_s, 1e-9):.1f} samples/s, validation included"),
+        ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
+        ("skipped steps", str(loop.journal.num_skipped)),
+    ]
+    if joules is not None:
+        rows.append(("energy", f"{joules:.0f} J, {joules / max(loop.num_samples, 1):.2f} J a sample"))
+    if waited > 0.1:
+        rows.append(("waiting for data", f"{waited:.0%} of the time: raise data.num_workers"))
+    rows += [("best checkpoint", str(best) if best else "none"), ("curves", str(folder.report / "curves.png"))]
+    rows.append(("look closer", f"halfstep evaluate {folder.path}"))
+    report.finish("done", rows)
+
+
+def _duration(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds >= 60 else f"{seconds:.1f} s"
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
