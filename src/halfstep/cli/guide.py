@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,8 +80,7 @@ def chosen_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
 def machine_here(device: str | None, *, no_measure: bool) -> Machine:
     from halfstep.cli.detect import devices_here
     from halfstep.run.guide import Machine
+    from halfstep.run.waiting import num_cores
 
     (hardware,) = devices_here(device or "auto", look_only=no_measure, fresh=False)
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return Machine(hardware=hardware, num_cores=cores, device=device)
+    return Machine(hardware=hardware, num_cores=num_cores(), device=device)

@@ -10,9 +10,7 @@ import typer
 def command(
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What would be trained, then settings."
-        ),
+        typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What would be trained, then settings."),
     ],
     precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16, fp16, fp8, bf16-true.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data set; default: demo data.")] = None,

@@ -16,6 +16,7 @@ from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
 from halfstep.run.stopping import EarlyStopping
+from halfstep.run.waiting import Waiting
 from halfstep.train.facts import Reading
 from halfstep.train.guard import Guard, Verdict
 
@@ -57,11 +58,11 @@ class Journal:
             text = f"step {reading.attempted} skipped: {reading.reason}; samples {_few(reading.sample_ids)}"
             self._event("skipped", reading, text, "warning")
 
-    def stepped(self, attempted: int, epoch: int, samples_per_s: float) -> None:
+    def stepped(self, attempted: int, epoch: int, samples_per_s: float, waiting: Waiting) -> None:
         """After each window; writes a record when one is due."""
         is_due = attempted % self.report_every == 0 and self.latest is not None
         if self._bar is not None:
-            self._bar.advance(self._fields() if is_due else None)
+            self._bar.advance(self._fields(waiting) if is_due else None)
         if is_due and self.latest is not None:
             r = self.latest
             self._log(
@@ -80,7 +81,7 @@ class Journal:
                 }  # fmt: skip
             )
 
-    def _fields(self) -> dict[str, str]:
+    def _fields(self, waiting: Waiting) -> dict[str, str]:
         r = self.latest
         assert r is not None
         if self._since_metric.elapsed_s > METRIC_EVERY_S or not self._shown_metric:
@@ -88,7 +89,11 @@ class Journal:
             self._shown_metric = f"{value:.3f}"
             self._since_metric.restart()
         fields = {"loss": f"{r.loss:.4f}", self.metric: self._shown_metric, "lr": f"{r.lr:.1e}"}
-        fields["precision"] = self.plan.granted + (" (simulated)" if self.plan.simulated else "")
+        if waiting.is_worth_saying:
+            fields["data"] = f"{waiting.share:.0%}"
+        is_mixed = self.plan.granted in ("bf16", "fp16", "fp8")
+        simulated = " (simulated)" if self.plan.simulated else ""
+        fields["precision"] = f"{'mp ' if is_mixed else ''}{self.plan.granted}{simulated}"
         memory = peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
-from halfstep.data.prefetch import Prefetcher, prefetch
+from halfstep.data.prefetch import prefetch
 from halfstep.errors import Interrupted, TrainingStopped
-from halfstep.measure.clock import Throughput
+from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.interrupts import Interrupts
@@ -21,6 +21,7 @@ from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import OutOfMemory, announce, first_line, memory_error, split_window
 from halfstep.run.randomness import generator_states, restore_generators
 from halfstep.run.validate import validate
+from halfstep.run.waiting import Waiting
 from halfstep.train.guard import Action, Verdict
 
 
@@ -43,7 +44,7 @@ class Loop:
         self.train_metrics = parts.workload.metrics()
         journal.train_metric = lambda: self.train_metrics.compute()
         self.throughput = Throughput()
-        self.waited_s = 0.0
+        self.waiting = Waiting()
         self.num_samples = 0
 
     @property
@@ -68,15 +69,16 @@ class Loop:
         batches = parts.train_loader.epoch(self.position.epoch, self.position.batch)
         feed = prefetch(batches, parts.device)
         self.throughput.restart()
+        clock = Stopwatch()
         left = -(-(len(parts.train_loader) - self.position.batch) // parts.step.accumulate)
         with self.journal.training(self.position.epoch, left):
             for window in parts.step.windows(feed):
                 self._one_step(window)
                 self.position.batch += len(window)
-                self._after_step(feed)
+                self._after_step(Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s))
                 if self.is_done:
                     break
-        self.waited_s += feed.waited_s
+        self.waiting.add(clock.elapsed_s, feed.waited_s)
 
     def _one_step(self, window: list[dict[str, Tensor]]) -> None:
         parts, seed = self.parts, self.parts.config.train.seed
@@ -121,13 +123,13 @@ class Loop:
         self.pieces *= 2
         self.journal.notice(announce(self.pieces, config, parts.model), "warning")
 
-    def _after_step(self, feed: Prefetcher) -> None:
+    def _after_step(self, waiting: Waiting) -> None:
         parts, train = self.parts, self.parts.config.train
         attempted = parts.step.attempted
         samples = train.batch_size * train.accumulate
         self.num_samples += samples
         self.throughput.add(samples)
-        self.journal.stepped(attempted, self.position.epoch, self.throughput.per_s())
+        self.journal.stepped(attempted, self.position.epoch, self.throughput.per_s(), waiting)
         if parts.snapshots is not None and parts.snapshots.due(attempted):
             parts.snapshots.take(parts.model, parts.step)
         if train.checkpoint_every and attempted % train.checkpoint_every == 0:

@@ -11,6 +11,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
+from halfstep.run.waiting import num_cores, way_out
 
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
@@ -47,7 +48,6 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
     parts, stopping = loop.parts, loop.parts.stopping
     memory = peak_memory_bytes(parts.device)
     best = loop.checkpoints.best()
-    waited = loop.waited_s / max(elapsed_s, 1e-9)
     best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
         (f"best {parts.workload.metric}", best_metric),
@@ -58,8 +58,9 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
     ]
     if joules is not None:
         rows.append(("energy", f"{joules:.0f} J, {joules / max(loop.num_samples, 1):.2f} J a sample"))
-    if waited > 0.1:
-        rows.append(("waiting for data", f"{waited:.0%} of the time: raise data.num_workers"))
+    if loop.waiting.is_worth_saying:
+        faster = way_out(parts.config, parts.workload.train_samples, num_cores())
+        rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
     rows += [("best checkpoint", str(best) if best else "none"), ("curves", str(folder.report / "curves.png"))]
     rows.append(("look closer", f"halfstep evaluate {folder.path}"))
     report.finish("done", rows)

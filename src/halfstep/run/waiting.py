@@ -1,0 +1,49 @@
+"""How much of the training time passes in waiting for data, and which setting would change that."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.folder_samples import TrainingFiles
+from halfstep.data.loader import Samples
+
+WORTH_SAYING = 0.1
+"""Share of the time below which waiting is nobody's business."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Waiting:
+    """Host seconds of training, and those of them blocked in fetching batches."""
+
+    trained_s: float = 0.0
+    waited_s: float = 0.0
+
+    def add(self, trained_s: float, waited_s: float) -> None:
+        self.trained_s += trained_s
+        self.waited_s += waited_s
+
+    @property
+    def share(self) -> float:
+        return self.waited_s / self.trained_s if self.trained_s else 0.0
+
+    @property
+    def is_worth_saying(self) -> bool:
+        return self.share > WORTH_SAYING
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
+    """The setting that gets data faster here: more workers while cores are free, then no more decoding."""
+    workers = config.data.num_workers
+    if workers < cores:
+        return f"data.num_workers={cores} (now {workers}, and there are {cores} cores)"
+    if isinstance(samples, TrainingFiles):
+        return f"data.cache=true, or first halfstep pack {config.data.dir} (all {cores} cores decode pictures already)"
+    return f"a smaller data.image_size, or more cores (data.num_workers={workers} uses all {cores})"

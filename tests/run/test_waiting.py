@@ -1,0 +1,77 @@
+"""The share of time spent waiting for data: on the bar, in the summary, with the setting that helps."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_workload
+from data.picture_folders import write_split
+from halfstep.config.load import from_dict, load
+from halfstep.data.folder_samples import TrainingFiles
+from halfstep.data.image_folder import FolderLayout, find_images
+from halfstep.run.train import train
+from halfstep.run.waiting import Waiting, num_cores, way_out
+
+TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,
+        "train.report_every": 1, "precision": "fp32"}  # fmt: skip
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, seconds: float) -> None:
+    quick = getattr(owner, name)
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return quick(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, slow)
+
+
+def said_by_a_run(out: Path, capsys: pytest.CaptureFixture[str], **more: object) -> str:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, **more}.items()]
+    train(load("tiny_workload:build", overrides=overrides), out=out)
+    return capsys.readouterr().out
+
+
+def test_slow_data_show_on_the_bar_and_the_summary_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slowed(monkeypatch, tiny_workload.Samples, "sample", 0.05)
+    said = said_by_a_run(tmp_path / "run", capsys)
+    bar = next(line for line in said.splitlines() if line.startswith("Epoch 1/") and "4/6" in line)
+    share = int(bar.split(" data ")[1].split("%")[0])
+    assert 20 < share <= 100
+    (row,) = [line for line in said.splitlines() if "waiting for data" in line]
+    assert f"data.num_workers={num_cores()} (now 0" in row
+
+
+def test_data_in_time_are_not_talked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slowed(monkeypatch, tiny_workload.Net, "forward", 0.2)
+    said = said_by_a_run(tmp_path / "run", capsys)
+    assert "fp32" in said
+    assert " data " not in next(line for line in said.splitlines() if line.startswith("Epoch 1/") and "4/6" in line)
+    assert "waiting for data" not in said
+
+
+def test_the_bar_says_which_runs_are_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_by_a_run(tmp_path / "run", capsys, **{"precision": "bf16", "precision.simulate": True})
+    assert " mp bf16 (simulated)" in said
+
+
+def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path) -> None:
+    listing = find_images(write_split(tmp_path), FolderLayout()).train
+    config = from_dict("resnet18", {"data.dir": str(tmp_path), "data.num_workers": 4}).config
+    files, other = TrainingFiles(listing, size=32), tiny_workload.Samples(4)
+    assert way_out(config, files, 16).startswith("data.num_workers=16 (now 4")
+    assert way_out(config, files, 4).startswith(f"data.cache=true, or first halfstep pack {tmp_path}")
+    assert "data.cache" not in way_out(config, other, 4)
+
+
+def test_no_training_has_no_share() -> None:
+    assert Waiting().share == 0
