@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_optimizer_name, last
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import names_in
+from halfstep.align.lint.script import calls_in, dotted_name, names_in
 
 MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
+ACCUMULATION_WORDS = ("accum", "micro")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,21 +22,23 @@ class Window:
     backward: Event
     step: Event
     test: str
+    """The condition of the step; empty where an inner loop counts the micro-batches."""
     length: str
     """N, as the script writes it."""
 
 
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
-        for window in windows(trace):
+        for window in (*windows(trace), *inner_windows(amp, trace)):
             chain = loss_chain(trace, window.backward)
-            divided = any(divides(event.node) for event in chain) or divides(window.backward.node)
+            divided = any(divides(event.node) for event in chain) or divides(window.backward.node) or rescales(trace)
             if chain and not divided and not uses_length(trace, window) and last(window.length) not in amp.divisors:
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
                 yield amp.script.finding("accumulation-not-divided", window.backward.node, message, fix=fix)
             yield from masked_means(amp, chain, divided)
-            yield from dropped_tail(amp, trace, window)
+            if window.test:
+                yield from dropped_tail(amp, trace, window)
 
 
 def windows(trace: Trace) -> Iterator[Window]:
@@ -53,6 +56,37 @@ def windows(trace: Trace) -> Iterator[Window]:
             yield Window(backward=free[-1], step=step, test=tests[0], length=length)
 
 
+def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
+    """`for _ in range(accumulation_steps):` around backward, and the step after that loop."""
+    loops = {id(node): node for node in amp.script.nodes if isinstance(node, ast.For)}
+    seen: set[int] = set()
+    for backward in trace.calls("backward"):
+        loop = loops.get(backward.loops[-1]) if backward.loops else None
+        length = counted(loop)
+        if not length or not any(word in length.lower() for word in ACCUMULATION_WORDS) or id(loop) in seen:
+            continue
+        inside = [e for e in trace.events if e.loops[: len(backward.loops)] == backward.loops]
+        after = [e for e in trace.calls("step") if e.loops == backward.loops[:-1] and e.index > inside[-1].index]
+        steps = [e for e in after if is_optimizer_name(e.arguments[0] if e.arguments else e.receiver)]
+        if steps and not any(e.method in ("step", "zero_grad") for e in inside):
+            seen.add(id(loop))
+            yield Window(backward=backward, step=steps[0], test="", length=length)
+
+
+def counted(loop: ast.For | None) -> str:
+    """N of `for … in range(N)`."""
+    over = loop.iter if loop is not None else None
+    if isinstance(over, ast.Call) and getattr(over.func, "id", "") == "range" and len(over.args) == 1:
+        return ast.unparse(over.args[0])
+    return ""
+
+
+def rescales(trace: Trace) -> bool:
+    """Whether gradients themselves are divided or multiplied, `p.grad.div_(n)`: nothing is certain then."""
+    changes = (e for e in trace.events if e.method in ("div_", "mul_") or isinstance(e.node, ast.AugAssign))
+    return any(".grad" in ast.unparse(event.node) for event in changes)
+
+
 def modulus(test: str) -> str:
     """N of `(i + 1) % N == 0`, empty when there is not exactly one."""
     tree = ast.parse(test, mode="eval")
@@ -64,6 +98,8 @@ def loss_chain(trace: Trace, backward: Event) -> list[Event]:
     """Assignments in the loop that the loss of this backward is made from."""
     func = backward.node.func if isinstance(backward.node, ast.Call) else None
     inner = names_in(func.value) if isinstance(func, ast.Attribute) and not backward.receiver else set()
+    # In a function walked in place of its call, local names carry the function's name.
+    inner |= {f"{backward.function}:{name}" for name in inner}
     wanted, chain = ({backward.receiver} | inner) - {"", backward.scaled_by}, []
     for event in reversed(trace.events[: backward.index]):
         if event.targets and wanted.intersection(event.targets) and event.loops == backward.loops:
@@ -87,14 +123,17 @@ def uses_length(trace: Trace, window: Window) -> bool:
     name = last(window.length)
     if name.isdigit():
         return False
-    inside = [e for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
+    loops = window.backward.loops
+    inside = [e for e in trace.events if e.loops[: len(loops)] == loops]
     return any(name in ast.unparse(event.node) for event in inside)
 
 
 def masked_means(amp: Amp, chain: list[Event], divided: bool) -> Iterator[Finding]:
     for event in chain:
         value = event.node.value if isinstance(event.node, ast.Assign) else None
-        if value is not None and divided and is_masked_mean(value):
+        helpers = [h for c in calls_in(event.node) if (h := amp.script.functions.get(dotted_name(c.func))) is not None]
+        returns = [n.value for h in helpers for n in ast.walk(h) if isinstance(n, ast.Return) and n.value is not None]
+        if value is not None and divided and any(map(is_masked_mean, (value, *returns))):
             message = "each micro-batch is averaged over its own unmasked elements, then the averages are averaged"
             fix = "sum the losses, and divide by the count of the whole window"
             yield amp.script.finding("mean-of-means", event.node, message, fix=fix)

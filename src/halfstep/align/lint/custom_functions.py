@@ -15,14 +15,14 @@ MATMULS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "conv1d", "conv2
 def find(amp: Amp) -> Iterator[Finding]:
     if not amp.uses_autocast:
         return
-    applied = {
-        name.removesuffix(".apply") for c in amp.script.calls if (name := dotted_name(c.func)).endswith(".apply")
-    }
+    # Called on the spot, or kept: `group_points = GroupPoints.apply`.
+    uses = (n.value for n in amp.script.nodes if isinstance(n, ast.Attribute) and n.attr == "apply")
+    applied = {dotted_name(owner) for owner in uses}
     for node in amp.script.classes:
         if node.name not in applied or not is_function_class(node, amp.script):
             continue
         forward = methods_of(node).get("forward")
-        if forward is not None and needs_guard(forward) and not is_guarded(forward, amp.script):
+        if forward is not None and needs_guard(forward, amp.script) and not is_guarded(forward, amp.script):
             message = f"{node.name}.forward multiplies matrices or calls a kernel, and is not told about autocast"
             fix = 'decorate forward with torch.amp.custom_fwd(device_type="cuda"), backward with custom_bwd'
             yield amp.script.finding("custom-function-unguarded", forward, message, fix=fix)
@@ -34,11 +34,11 @@ def is_function_class(node: ast.ClassDef, script: Script) -> bool:
     )
 
 
-def needs_guard(forward: Function) -> bool:
+def needs_guard(forward: Function, script: Script) -> bool:
     """Matmuls, which autocast would cast, or a compiled extension, which takes one dtype."""
     if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult) for n in ast.walk(forward)):
         return True
-    names = [dotted_name(call.func) for call in calls_in(forward)]
+    names = [script.name_of(call.func) for call in calls_in(forward)]
     kernels = ("_cuda", "_ext", "_C")
     return any(
         n.rsplit(".", 1)[-1] in MATMULS or any(part.endswith(kernels) for part in n.split(".")[:-1]) for n in names

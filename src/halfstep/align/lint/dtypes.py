@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from halfstep.align.lint.regions import Region, format_of, region_of
-from halfstep.align.lint.script import Function, Script, dotted_name, keyword
+from halfstep.align.lint.script import Function, Script, dotted_name, keyword, paired
 
 UNKNOWN = ""
 NEUTRAL = "scalar"
@@ -96,7 +96,9 @@ class Inference:
                 self.look(child)
         if isinstance(node, ast.Assign):
             self.note_cast(node)
-            self.assign(node.targets, self.dtype(node.value))
+            dtypes = [(target, self.dtype(value)) for target, value in paired(node)]
+            for target, dtype in dtypes:
+                self.assign([target], dtype)
         elif isinstance(node, ast.AugAssign):
             self.assign([node.target], self.combined([self.dtype(node.target), self.dtype(node.value)]))
         for part in ("body", "orelse", "finalbody"):

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp
+from halfstep.align.lint.amp import Amp, last
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import Function, calls_in
 
@@ -32,26 +32,29 @@ def evaluated(trace: Trace) -> list[Event]:
             mode = ""
         elif event.method in ("backward", "grad") and mode:
             return []
-        elif mode and isinstance(event.node, ast.Call) and calls(event, mode) and event.loops:
+        elif mode and event.called == mode and event.loops:
             found.append(event)
     return found
 
 
-def calls(event: Event, model: str) -> bool:
-    called = f"{event.receiver}.{event.method}" if event.receiver else event.method
-    return called == model
-
-
 def without_no_grad(amp: Amp, trace: Trace) -> Iterator[Finding]:
     whole = trace.root if isinstance(trace.root, Function) else None
-    if any("no_grad" in ast.unparse(c.func) or "set_grad_enabled" in ast.unparse(c.func) for c in calls_in(trace.root)):
+    if "set_grad_enabled" in amp.script.text or any("no_grad" in ast.unparse(c.func) for c in calls_in(trace.root)):
         return
     if whole is not None and whole.name in amp.called_under_no_grad:
         return
     for event in evaluated(trace)[:1]:
-        if not event.grad_off:
+        if not event.grad_off and not is_frozen(amp, trace, event.called):
             message = "evaluation records gradients: model.eval() alone does not stop that"
             yield amp.script.finding("eval-without-no-grad", event.node, message, fix="wrap it in torch.no_grad()")
+
+
+def is_frozen(amp: Amp, trace: Trace, model: str) -> bool:
+    """Whether its weights, or some of them, want no gradient: then little or nothing is recorded."""
+    if any(event.receiver == model for event in trace.calls("requires_grad_")):
+        return True
+    loops = (node for node in amp.script.nodes if isinstance(node, ast.For) and "requires_grad" in ast.unparse(node))
+    return any(f"{last(model)}.parameters" in ast.unparse(loop.iter) for loop in loops)
 
 
 def outside_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ MAX_INLINED = 4
 """Calls inside calls: enough for train() -> epoch() -> step() -> backward()."""
 
 Condition = tuple[str, bool]
+Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,8 @@ class Event:
     receiver: str = ""
     """What the method is called on, with parameters renamed to the caller's arguments."""
     method: str = ""
+    called: str = ""
+    """What is called, with parameters renamed to the caller's arguments: `model` for `net(x)` in a helper."""
     arguments: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     uses: frozenset[str] = frozenset()
@@ -210,15 +213,26 @@ class Trace:
 
     def expression(self, node: ast.expr, scope: Scope) -> None:
         """Calls inside an expression, innermost first, as Python evaluates them."""
+        if isinstance(node, Comprehension):
+            self.comprehension(node, scope)
+            return
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.expression(child, scope)
             elif isinstance(child, ast.keyword):
                 self.expression(child.value, scope)
-            elif isinstance(child, ast.comprehension):
-                self.expression(child.iter, scope)
         if isinstance(node, ast.Call):
             self.call(node, scope)
+
+    def comprehension(self, node: Comprehension, scope: Scope) -> None:
+        """`[self.step(b) for b in loader]` is a loop like any other."""
+        self.expression(node.generators[0].iter, scope)
+        inner = scope.inside(loops=(*scope.loops, id(node)))
+        for number, generator in enumerate(node.generators):
+            for part in (*((generator.iter,) if number else ()), *generator.ifs):
+                self.expression(part, inner)
+        for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
+            self.expression(part, inner)
 
     def call(self, node: ast.Call, scope: Scope) -> None:
         callee = self.callee(node, scope)
@@ -239,6 +253,7 @@ class Trace:
                 name=self.script.name_of(node.func),
                 receiver=self.key(owner, scope),
                 method=node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""),
+                called=self.key(node.func, scope),
                 arguments=tuple(self.key(argument, scope) for argument in node.args),
                 scaled_by=self.scaler_of(owner, scope),
             )

@@ -9,7 +9,7 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_clip
 from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import calls_in, dotted_name
+from halfstep.align.lint.script import Script, calls_in, dotted_name
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")
@@ -31,7 +31,7 @@ def hidden_nans(amp: Amp) -> Iterator[Finding]:
         if name in ("nan_to_num", "nan_to_num_") and replaces_result(amp, call):
             yield amp.script.finding("nan-hidden", call, "nan_to_num on a loss or gradient trains on garbage", fix=fix)
     for node in amp.script.nodes:
-        if isinstance(node, ast.If) and tests_finite(node.test):
+        if isinstance(node, ast.If) and tests_finite(node.test, amp.script):
             for statement in node.body:
                 if replaces_loss(statement) or zeroes_gradient(statement):
                     message = "a loss or gradient that is not finite is replaced, and training goes on"
@@ -58,13 +58,31 @@ def is_loss_name(text: str) -> bool:
     return last == "loss" or last.startswith("loss_") or last.endswith("_loss")
 
 
-def tests_finite(test: ast.expr) -> bool:
+def tests_finite(test: ast.expr, script: Script) -> bool:
     """`isnan(…)` or `not isfinite(…)`, also beside other tests: the branch of the bad case."""
     if isinstance(test, ast.BoolOp):
-        return any(tests_finite(value) for value in test.values)
-    negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-    names = {getattr(call.func, "attr", "") or getattr(call.func, "id", "") for call in calls_in(test)}
-    return "isfinite" in names if negated else bool(names & {"isnan", "isinf"})
+        return any(tests_finite(value, script) for value in test.values)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return "isfinite" in called_names(returned(test.operand, script))
+    return bool(called_names(returned(test, script)) & {"isnan", "isinf", "not isfinite"})
+
+
+def called_names(node: ast.AST) -> set[str]:
+    """Last names of all calls; those under a `not` of their own are told apart."""
+    found: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        negates = isinstance(child, ast.UnaryOp) and isinstance(child.op, ast.Not)
+        found |= {f"not {name}" if negates else name for name in called_names(child)}
+    if isinstance(node, ast.Call):
+        found.add(getattr(node.func, "attr", "") or getattr(node.func, "id", ""))
+    return found
+
+
+def returned(test: ast.expr, script: Script) -> ast.expr:
+    """What a helper of this module that only returns an expression computes; anything else stays as it is."""
+    helper = script.functions.get(dotted_name(test.func)) if isinstance(test, ast.Call) else None
+    only = helper.body[-1] if helper is not None and len(helper.body) <= 2 else None
+    return only.value if isinstance(only, ast.Return) and only.value is not None else test
 
 
 def replaces_loss(node: ast.stmt) -> bool:

@@ -89,6 +89,28 @@ def number(node: ast.expr | None) -> float | None:
     return None
 
 
+def setting(script: Script, node: ast.expr | None) -> float | None:
+    """The number behind an expression: a literal, a constant, or a parameter's default that no call overrides."""
+    node = script.constant(node)
+    owner = script.owners.get(id(node)) if isinstance(node, ast.Name) else None
+    if owner is None or not isinstance(node, ast.Name) or node.id in script.stored_names(owner):
+        return number(node)
+    positional = [p.arg for p in (*owner.args.posonlyargs, *owner.args.args)]
+    defaults = dict(zip(reversed(positional), reversed(owner.args.defaults), strict=False))
+    pairs = zip(owner.args.kwonlyargs, owner.args.kw_defaults, strict=True)
+    defaults |= {p.arg: value for p, value in pairs if value is not None}
+    names = {owner.name} | {c.name for c in script.classes if owner in c.body and owner.name == "__init__"}
+    place = [p for p in positional if p != "self"].index(node.id) if node.id in positional else len(positional)
+    calls = [c for c in script.calls if last(dotted_name(c.func)) in names]
+    return number(defaults.get(node.id)) if not any(gives(c, place, node.id) for c in calls) else None
+
+
+def gives(call: ast.Call, place: int, name: str) -> bool:
+    """Whether a call sets this parameter, or may do so through * or **."""
+    spread = any(isinstance(value, ast.Starred) for value in call.args)
+    return spread or len(call.args) > place or any(item.arg in (name, None) for item in call.keywords)
+
+
 def vanishes(value: float | None, fmt: Format) -> bool:
     return value is not None and value > 0 and round_value(value, fmt) == 0.0
 
@@ -102,12 +124,13 @@ def vanishing_eps(script: Script, node: ast.Call, types: Inference) -> Iterator[
         return
     if name == "normalize" and not types.active and script.name_of(node.func).endswith("functional.normalize"):
         eps = keyword(node, "eps")
-        if vanishes(1e-12 if eps is None else number(eps), fmt):
+        if vanishes(1e-12 if eps is None else setting(script, eps), fmt):
             message = f"F.normalize's eps is zero in {fmt.name}: a zero row becomes 0/0 = NaN"
             yield script.finding("eps-vanishes", node, message, fix="normalize(x.float()), or eps=1e-4")
     elif name in ("clamp", "clamp_min"):
         offset = 1 if script.name_of(node.func).startswith("torch.") else 0
-        low, high = number(argument(node, offset, "min")), number(argument(node, offset + 1, "max"))
+        low = setting(script, argument(node, offset, "min"))
+        high = setting(script, argument(node, offset + 1, "max"))
         if vanishes(low, fmt):
             yield script.finding(
                 "eps-vanishes", node, f"clamp's min {low:g} is zero in {fmt.name}", fix="clamp in fp32"
@@ -131,7 +154,7 @@ def tiny_denominator(script: Script, node: ast.BinOp, types: Inference) -> Itera
 def tiny_addend(script: Script, node: ast.expr, types: Inference) -> Iterator[Finding]:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
         return
-    for value, eps in ((node.left, number(node.right)), (node.right, number(node.left))):
+    for value, eps in ((node.left, setting(script, node.right)), (node.right, setting(script, node.left))):
         fmt = FORMATS.get(types.dtype(value))
         if fmt is not None and vanishes(eps, fmt):
             message = f"{eps:g} is zero in {fmt.name}: adding it protects nothing"

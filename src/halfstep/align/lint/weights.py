@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, last
 from halfstep.align.lint.dtypes import explicit_cast
-from halfstep.align.lint.script import dotted_name
+from halfstep.align.lint.script import Script, calls_in, dotted_name
 
 PLAIN_OPTIMIZERS = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS"}
+
+EVALUATION_WORDS = ("eval", "infer", "test", "predict", "deploy", "export")
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -22,10 +24,15 @@ def find(amp: Amp) -> Iterator[Finding]:
         if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or not amp.goes_backward:
             continue
         model = dotted_name(call.func.value) or assigned_model(amp, call)
-        if last(model) in restored:
+        if last(model) in restored or only_to_evaluate(script, call):
             continue
         # `self.model` is one object in all methods, a plain name only in its own function.
-        if any(model == name and (("." in name) or script.share_scope(call, made)) for name, made in optimized):
+        known = [(model, call), *handed_out(script, call, model)]
+        if any(
+            name == own and ("." in name or script.share_scope(where, made))
+            for name, made in optimized
+            for own, where in known
+        ):
             limit = "1/2048" if dtype == "fp16" else "1/256"
             message = (
                 f"{last(model)} is stored in {dtype} and updated in place: changes below {limit} of a weight are lost"
@@ -58,6 +65,31 @@ def assigned_model(amp: Amp, call: ast.Call) -> str:
         if any(call is inner for value in values for inner in chain(value)):
             return name
     return ""
+
+
+def handed_out(script: Script, call: ast.Call, model: str) -> list[tuple[str, ast.AST]]:
+    """Names that take what a function of this module returns, when it returns the model that is cast in it."""
+    builder = script.owners.get(id(call))
+    if builder is None or "." in model:
+        return []
+    returns = [n.value for n in ast.walk(builder) if isinstance(n, ast.Return) and n.value is not None]
+    if not any(root(value) == model for value in returns):
+        return []
+    given = [(name, value) for name, values in script.assigned.items() for value in values]
+    return [(n, v) for n, v in given if isinstance(v, ast.Call) and dotted_name(v.func) == builder.name]
+
+
+def root(value: ast.expr) -> str:
+    """`net` of `net.cuda().train()`."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        value = value.func.value
+    return dotted_name(value)
+
+
+def only_to_evaluate(script: Script, call: ast.Call) -> bool:
+    """Whether the cast stands under `if args.eval:` and the like."""
+    tests = [n.test for n in script.nodes if isinstance(n, ast.If) and any(call is c for c in calls_in(n))]
+    return any(word in ast.unparse(test).lower() for test in tests for word in EVALUATION_WORDS)
 
 
 def chain(value: ast.expr) -> Iterator[ast.expr]:
