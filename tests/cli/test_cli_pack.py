@@ -21,6 +21,7 @@ def test_packing_says_what_it_packed_and_finds_it_again(tmp_path: Path, capsys: 
     code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "32", "--workers", "1")
     assert code == 0
     assert "8 training and 4 validation images of 2 classes at 32 pixels" in text
+    assert text.strip().endswith("data.cache=true data.cache_size=32")
     written = (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns
     code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "32", "--json")
     summary = json.loads(text)
@@ -37,6 +38,7 @@ def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(capsys, *arguments)[0] == 0
     code, text, _ = run(capsys, *arguments, "--verify", "--json")
     assert (code, json.loads(text)["verified"]) == (0, True)
+    assert json.loads(text)["use"] == f"data.cache_file={out} data.cache_size=16"
     content = bytearray(out.read_bytes())
     content[5000] ^= 255
     out.write_bytes(content)
@@ -64,6 +66,7 @@ def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.
         ((".", "--limit-gb", "0.000001"), "the limit is 1e-06 GB"),
         ((".", "--out", "nowhere/a.pack"), "cannot write"),
         ((".", "--verify"), "not a usable packed cache"),
+        ((".", "--out", "train/bird/0.jpg"), "exists and is no packed cache"),
     ],
 )
 def test_mistakes_are_explained(

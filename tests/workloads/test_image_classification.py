@@ -10,7 +10,10 @@ from PIL import Image
 from torch import nn
 
 from halfstep.config.load import load
+from halfstep.data.cifar import ROW_BYTES
+from halfstep.data.folder_samples import EvaluationFiles
 from halfstep.data.loader import Loader
+from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.resnet import ResNet, resnet
 from halfstep.workloads import build
@@ -89,6 +92,49 @@ def test_the_packed_cache_gives_the_same_labels_and_classes(folder: Path) -> Non
     ours, theirs = (first_batch(workload, training=False) for workload in (files, packed))
     assert torch.equal(ours["label"], theirs["label"])
     assert ours["image"].shape == theirs["image"].shape
+
+
+def test_a_packed_file_may_lie_elsewhere_and_packing_shows_itself_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(folder.iterdir())
+    words = (*TINY, f"data.cache_file={tmp_path / 'a.pack'}", "data.cache_size=48")
+    first = built(folder, *words)
+    assert sorted(folder.iterdir()) == before
+    assert f"packing 33 images into {tmp_path / 'a.pack'}" in capsys.readouterr().err
+    again = built(folder, *words)
+    assert capsys.readouterr().err.strip() == ""
+    assert isinstance(again.train_samples, TrainingImages)
+    assert len(again.train_samples) == len(first.train_samples) == 24
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cifar")
+    rows = np.random.default_rng(0).integers(0, 256, (4, ROW_BYTES)).astype(np.uint8)
+    rows[:, 0] = range(4)
+    for name in ("data_batch_1", "test_batch"):
+        (folder / f"{name}.bin").write_bytes(rows.tobytes())
+    return folder
+
+
+def test_validation_shows_all_of_a_cifar_image_and_the_middle_of_a_picture(folder: Path, cifar: Path) -> None:
+    assert built(folder, *TINY).store["eval_share"] == 0.875
+    whole = built(cifar, *TINY)
+    assert whole.store["eval_share"] == 1
+    assert isinstance(whole.val_samples, EvaluationImages)
+    shown = whole.val_samples.sample(0, key=(0, 0, 0))["image"]
+    assert torch.equal(shown, whole.val_samples.images.pixels[0])
+    assert built(cifar, *TINY, "data.eval_crop_ratio=0.5").store["eval_share"] == 0.5
+
+
+def test_another_folder_is_evaluated_as_the_run_was(folder: Path) -> None:
+    config = load("resnet18", overrides=[f"data.dir={folder}", *TINY]).config
+    stored = dict(build(config).store) | {"eval_share": 1.0}
+    middle, whole = (build(config, store).val_samples for store in (None, stored))
+    assert isinstance(middle, EvaluationFiles)
+    assert isinstance(whole, EvaluationFiles)
+    assert (middle.share, whole.share) == (0.875, 1.0)
 
 
 def test_classes_are_stored_and_other_classes_are_refused_by_name(folder: Path) -> None:

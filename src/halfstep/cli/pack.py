@@ -58,7 +58,7 @@ def command(
         summary = verified(path)
     else:
         summary = packed(folder, layout, path, settings, force=force)
-    show(summary, as_json=as_json)
+    show(summary | {"use": words_of(layout, settings, out)}, as_json=as_json)
 
 
 Summary = dict[str, object]
@@ -67,18 +67,15 @@ Summary = dict[str, object]
 def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
     import time
 
-    from rich.console import Console
-    from rich.progress import Progress
-
     from halfstep.data.image_folder import find_images
     from halfstep.data.pack_folder import open_or_pack, pack
+    from halfstep.data.pack_progress import PackingBar
 
     found = find_images(folder, layout)
     start = time.perf_counter()
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("packing", total=len(found.train) + len(found.val))
-        work = pack if force else open_or_pack
-        result = work(found, path, settings, progress=lambda done, total: bar.update(task, completed=done))
+    work = pack if force else open_or_pack
+    with PackingBar(path) as bar:
+        result = work(found, path, settings, progress=bar)
     return summary_of(result) | {"seconds": round(time.perf_counter() - start, 2)}
 
 
@@ -100,6 +97,23 @@ def summary_of(pack: Pack) -> Summary:
     }
 
 
+def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
+    """The settings with which training finds this file fitting."""
+    from halfstep.config.classification import ImageDataConfig
+
+    usual = ImageDataConfig()
+    chosen: dict[str, object] = {
+        "cache_size": settings.size,
+        "on_bad_file": settings.on_bad_file,
+        "train_folder": layout.train,
+        "val_folder": layout.val,
+        "val_fraction": layout.val_fraction,
+        "split_seed": layout.seed,
+    }
+    others = [f"data.{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
+    return " ".join([f"data.cache_file={out}" if out else "data.cache=true", *others])
+
+
 def show(summary: Summary, *, as_json: bool) -> None:
     if as_json:
         import json
@@ -114,4 +128,4 @@ def show(summary: Summary, *, as_json: bool) -> None:
     )
     for why in left_out:
         typer.echo(f"left out: {why}")
-    typer.echo("Use it: halfstep train WORKLOAD --data-dir DIR data.cache=true")
+    typer.echo(f"Use it: halfstep train WORKLOAD --data-dir DIR {summary['use']}")

@@ -54,14 +54,23 @@ class ImageDataConfig(DataConfig):
         default=0,
         description="Side of the images in validation; 0: image_size. A larger one often helps (FixRes, Touvron 2019)",
     )
-    # 224 of 256 pixels: the evaluation of torchvision and of guide 1.
-    eval_crop_ratio: PositiveShare = Field(default=0.875, description="Share of the shorter side that validation shows")
+    eval_crop_ratio: PositiveShare | None = Field(
+        default=None, description="Share of the shorter side that validation shows; default: 0.875, all of CIFAR's"
+    )
     cache: bool = Field(
         default=False, description="Decode every image once into one packed file and read that from then on"
+    )
+    cache_file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Where that file is, for a folder that cannot be written to; default: in data.dir"
     )
     cache_size: PositiveCount = Field(default=256, description="Side of the images in that file, in pixels")
     cache_limit_gb: Positive = Field(default=64.0, description="Largest size of that file; more is refused")
     augment: ImageAugmentConfig = ImageAugmentConfig()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether images come from a packed file; to name one is to want it."""
+        return self.cache or self.cache_file is not None
 
 
 class ClassifierModelConfig(ModelConfig):

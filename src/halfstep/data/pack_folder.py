@@ -21,7 +21,7 @@ from halfstep.data.decode import open_picture
 from halfstep.data.files import BadFiles, OnBadFile
 from halfstep.data.folder_samples import REDUCING_GAP, centre_square
 from halfstep.data.image_folder import ImageFolder
-from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, open_pack, partial_file
+from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, is_pack, open_pack, partial_file
 from halfstep.errors import DataError
 
 DEFAULT_SIZE = 256
@@ -100,7 +100,7 @@ def fingerprint(folder: ImageFolder, settings: PackSettings) -> str:
 
 
 def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
-    """Refuse a cache over the limit, or one that the disk has no room for, before any work."""
+    """Refuse a cache over the limit, in a place that is taken or has no room for it, before any work."""
     needed = num_images * settings.size * settings.size * 3
     what = f"{num_images:,} images of {settings.size}×{settings.size} need {needed / 1e9:.1f} GB"
     if needed > settings.limit_gb * 1e9:
@@ -112,12 +112,22 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
         )
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise DataError(
-            f"cannot write {path}", why="no such folder, or not writable", fix="name another file: --out FILE"
+            f"cannot write {path}",
+            why="no such folder, or not writable",
+            fix="name a file elsewhere: data.cache_file=FILE (--out FILE)",
+        )
+    if path.exists() and not is_pack(path):
+        raise DataError(
+            f"{path} exists and is no packed cache",
+            why="only an older cache is replaced",
+            fix="delete it, or name another file: data.cache_file=FILE (--out FILE)",
         )
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise DataError(
-            what, why=f"{path.parent} has {free / 1e9:.1f} GB left", fix="free some, or name another disk: --out FILE"
+            what,
+            why=f"{path.parent} has {free / 1e9:.1f} GB left",
+            fix="free some, or name a file elsewhere: data.cache_file=FILE (--out FILE)",
         )
 
 

@@ -115,6 +115,14 @@ def read_index(path: Path) -> PackIndex:
     return index
 
 
+def is_pack(path: Path) -> bool:
+    """Whether a file is a packed cache, be it a broken one: by its name, or by how it starts."""
+    if not path.is_file() or path.suffix == ".pack":
+        return path.is_file()
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 def crc_of(image: Array) -> int:
     """The checksum of one image's bytes."""
     return zlib.crc32(image.data)

@@ -38,7 +38,7 @@ class ClassPredictor:
         assert isinstance(run.config, ClassifierConfig)
         self.config, self.classes, self.names = run.config, run.store["classes"], class_names(run.store)
         self.model = model_from_store(run.config, run.store)
-        self.prepare = Prepared(run.config.data)
+        self.prepare, self.eval_share = Prepared(run.config.data), float(run.store["eval_share"])
 
     def answers(
         self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport
@@ -59,7 +59,7 @@ class ClassPredictor:
         data = self.config.data
         try:
             with open_picture(item.path) as picture:
-                return torch.from_numpy(centre_square(picture, evaluation_size(data), data.eval_crop_ratio))
+                return torch.from_numpy(centre_square(picture, evaluation_size(data), self.eval_share))
         except DataError as error:
             return Failure(file=str(item.path), why=error.why or error.what)
 

@@ -29,9 +29,10 @@ FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of m
 
 def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run says which classes the data must have."""
-    data = open_image_data(config.data)
+    data = open_image_data(config.data, store, quiet=config.log.quiet)
     is_new = store is None
-    store = {"classes": list(data.classes), "titles": dict(data.titles)} if store is None else store
+    if store is None:
+        store = {"classes": list(data.classes), "titles": dict(data.titles), "eval_share": data.eval_share}
     check_same_classes(store["classes"], data.classes)
     num_classes = len(data.classes)
     model = model_from_store(config, store)

@@ -38,7 +38,13 @@ def with_all_pairs(workload: Workload) -> Workload:
 
 def classes_folder(config: Config, folder: Path) -> Config:
     """All pictures below the class folders; read as files, since a packed cache would be written into the folder."""
-    values: dict[str, Any] = {"dir": str(folder), "cache": False, "train_folder": "", "val_folder": ""}
+    values: dict[str, Any] = {
+        "dir": str(folder),
+        "cache": False,
+        "cache_file": None,
+        "train_folder": "",
+        "val_folder": "",
+    }
     has_own_split = cifar_folder(folder) is not None or any(folder.glob(KAGGLE_TRAIN))
     train, val = (_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if not has_own_split and not (train and val):

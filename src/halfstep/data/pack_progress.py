@@ -1,0 +1,33 @@
+"""A bar on standard error while a folder is packed; where the cache is there already, nothing is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+
+class PackingBar:
+    """Told how many images of how many are done; the first word of it draws the bar."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> PackingBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._task is None:
+            self._bar.console.print(f"packing {total:,} images into {self._path}", soft_wrap=True, markup=False)
+            self._task = self._bar.add_task("packing", total=total)
+        self._bar.update(self._task, completed=done)
