@@ -39,16 +39,21 @@ def store(name: str, results: dict[str, Any], device: torch.device, folder: str 
     return path
 
 
+def finish_device_work() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def time_steps(step: Callable[[], object], *, warmup: int, steps: int, windows: int) -> dict[str, float]:
     """Milliseconds a step: the median over windows of `steps` steps, with the spread between windows."""
     for _ in range(warmup):
         step()
     times = []
     for _ in range(windows):
-        torch.cuda.synchronize()
+        finish_device_work()
         start = time.perf_counter()
         for _ in range(steps):
             step()
-        torch.cuda.synchronize()
+        finish_device_work()
         times.append((time.perf_counter() - start) / steps * 1e3)
     return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times), "windows": windows}

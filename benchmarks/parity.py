@@ -1,0 +1,83 @@
+"""Does low precision cost accuracy? Runs of several precisions with the same seeds by `halfstep train`, compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from equivalence import equivalence
+from recording import store
+
+from halfstep.config.load import from_dict
+from halfstep.report.metrics_file import read
+from halfstep.run.train import train
+
+Settings = Mapping[str, object]
+
+ALWAYS: Settings = {
+    "precision.strict": True,
+    # One validation and one checkpoint, at the end.
+    "train.validate_every": 10_000,
+    "train.checkpoint_every": 100_000,
+    "train.early_stopping_patience": 0,
+    "log.quiet": True,
+}
+
+
+def parity_flags(description: str | None, *, name: str) -> argparse.ArgumentParser:
+    """What every comparison can be told; `--set` takes any setting of `halfstep train`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--precisions", default="fp32,bf16,fp16", help="the first one is the baseline")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--simulate", action="store_true", help="numerics only, for a machine without the formats")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--name", default=name)
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    return parser
+
+
+def compare(
+    arguments: argparse.Namespace, workload: str, settings: Settings, folder: Path, *, metrics: tuple[str, ...]
+) -> None:
+    """Train every precision with every seed, judge the first metric, store all."""
+    names, headline = arguments.precisions.split(","), metrics[0]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for seed in range(arguments.seeds):
+        for name in names:
+            chosen = {"precision": name, "precision.simulate": arguments.simulate and name != "fp32"}
+            loaded = from_dict(workload, {**ALWAYS, **settings, **chosen, "train.seed": seed}, overrides=arguments.set)
+            runs[name].append(one_run(loaded, folder / "run", metrics))
+            print(name, seed, json.dumps(runs[name][-1]), flush=True)
+    found = {name: [run[headline] for run in done] for name, done in runs.items()}
+    verdicts = {name: equivalence(found[names[0]], found[name]) for name in names[1:]}
+    for name, values in found.items():
+        spread = f"{statistics.mean(values):.4f} +- {statistics.stdev(values):.4f}"
+        print(f"{name}: {headline} {spread}", verdicts.get(name, ""))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shown = vars(arguments) | {"data": Path(arguments.data).name}
+    store(arguments.name, {"settings": shown, "runs": runs, "verdicts": verdicts}, device, arguments.out)
+
+
+def one_run(loaded: Any, out: Path, metrics: tuple[str, ...]) -> dict[str, Any]:
+    start = time.perf_counter()
+    records = read(train(loaded, out=out) / "metrics.jsonl")
+    seconds = time.perf_counter() - start
+    shutil.rmtree(out)
+    last = [record for record in records if record["kind"] == "val"][-1]
+    steps = [record for record in records if record["kind"] == "train"]
+    memory = max((record["memory_bytes"] for record in steps), default=None)
+    return {
+        **{name: last[name] for name in metrics},
+        "loss": last["loss"],
+        "skipped": max((record["skipped"] for record in steps), default=0),
+        "seconds": seconds,
+        "peak_memory_gb": memory / 1e9 if memory is not None else "no step was reported",
+    }
