@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer.main import get_command
 
-from halfstep.cli.main import app
+from halfstep.cli.main import app_with
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -24,7 +24,7 @@ def test_result_tables_are_generated_from_the_stored_results() -> None:
 def test_every_command_is_in_the_readme_and_every_command_in_the_readme_exists() -> None:
     readme = (ROOT / "README.md").read_text()
     shown = set(re.findall(r"`halfstep (\w+)", readme))
-    assert shown == set(get_command(app).commands)  # type: ignore[attr-defined]
+    assert shown == set(get_command(app_with()).commands)  # type: ignore[attr-defined]
 
 
 def test_links_of_the_docs_lead_somewhere() -> None:

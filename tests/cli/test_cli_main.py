@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from halfstep import __version__
-from halfstep.cli.main import app, main, with_dashes
+from halfstep.cli.main import app_with, main, with_dashes
 
 EVERY_HELP = """
 import contextlib, io, sys
 import halfstep
-from halfstep.cli.main import app, main
+from halfstep.cli.main import app_with, main
 heavy = {"torch", "numpy", "matplotlib", "torchmetrics"}
-names = [command.name for command in app.registered_commands]
+names = [command.name for command in app_with().registered_commands]
 assert {"detect", "formats", "train"} <= set(names), names
 for argv in (["--help"], ["--version"], *([name, "--help"] for name in names)):
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -50,7 +50,7 @@ def test_python_dash_m_is_the_same_command() -> None:
 
 
 def test_every_command_explains_itself_with_an_example() -> None:
-    for command in app.registered_commands:
+    for command in app_with().registered_commands:
         assert command.callback is not None
         assert f"halfstep {command.name}" in (command.callback.__doc__ or ""), command.name
 

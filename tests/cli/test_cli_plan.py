@@ -7,13 +7,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from halfstep.cli.main import app, main
+from halfstep.cli.main import app_with, main
 
 SMALL = ("data.image_size=32", "model.base_channels=2", "model.depth=1")
 
 
 def printed(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["plan", *arguments])
+    result = CliRunner().invoke(app_with(), ["plan", *arguments])
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -75,6 +75,8 @@ def command(
 
 
 def device_asked(gpu: str, here: bool) -> Device | None:
+    if not gpu and not here:
+        return None
     from halfstep.align.hardware_gap import Device
 
     if gpu and here:
@@ -84,12 +86,10 @@ def device_asked(gpu: str, here: bool) -> Device | None:
 
         known = known_gpu(gpu)
         return Device(name=known.name, has=known.has)
-    if here:
-        from halfstep.hardware.probe import probe
+    from halfstep.hardware.probe import probe
 
-        found = probe()
-        return Device(name=found.name, has=found.has)
-    return None
+    found = probe()
+    return Device(name=found.name, has=found.has)
 
 
 def print_rules(name: str) -> None:
@@ -125,7 +125,7 @@ def lines_of(finding: Finding) -> FindingLines:
 
 
 def print_report(report: Report) -> None:
-    from rich.console import Console
+    from rich.console import Console, NewLine
 
     from halfstep.align.statements import TABLE_TOPICS
     from halfstep.report.check_view import print_findings, runs_table, says_table, summary
@@ -133,9 +133,9 @@ def print_report(report: Report) -> None:
     console = Console()
     if report.sources:
         rows = [(s.name, s.dialect, [s.value(topic) for topic in TABLE_TOPICS]) for s in report.sources]
-        console.print(says_table(TABLE_TOPICS, rows), "", sep="\n")
+        console.print(says_table(TABLE_TOPICS, rows), NewLine())
     if report.effective:
-        console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), "", sep="\n")
+        console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
     for name in report.silent:
         console.print(f"{name}: says nothing about precision that halfstep knows", style="dim", highlight=False)
     lines = [lines_of(finding) for finding in report.findings]

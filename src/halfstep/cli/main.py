@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import typer
 
-from halfstep.cli import check, detect, evaluate, formats, guide, pack, plan, predict, train
 from halfstep.errors import HalfstepError, Interrupted
 
-app = typer.Typer(
-    name="halfstep",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("check")(check.command)
-app.command("detect")(detect.command)
-app.command("evaluate")(evaluate.command)
-app.command("formats", context_settings={"ignore_unknown_options": True})(formats.command)  # `formats -3.5`
-app.command("guide")(guide.command)
-app.command("pack")(pack.command)
-app.command("plan")(plan.command)
-app.command("predict")(predict.command)
-app.command("train")(train.command)
+COMMANDS = ("check", "detect", "evaluate", "formats", "guide", "pack", "plan", "predict", "train")
+"""Each is the function `command` of the module of its name."""
+
+SETTINGS = {"formats": {"ignore_unknown_options": True}}
+"""`formats -3.5`: a number may look like an option."""
+
+
+def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The command line with these commands; a module is imported only when its command is there."""
+    app = typer.Typer(
+        name="halfstep",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    for name in names:
+        module = importlib.import_module(f"halfstep.cli.{name}")
+        app.command(name, context_settings=SETTINGS.get(name))(module.command)
+    return app
+
+
+def names_for(argv: Sequence[str]) -> Sequence[str]:
+    """The command asked for alone: building the other eight takes longer than comparing two configs."""
+    return argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
 
 
 def show_version(asked: bool) -> None:
@@ -38,7 +48,6 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="Show the version."),
 ) -> None:
@@ -54,8 +63,9 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 only when what it says holds, 1 for findings, 2 for the user's own mistake."""
+    words = with_dashes(sys.argv[1:] if argv is None else argv)
     try:
-        app(with_dashes(sys.argv[1:] if argv is None else argv))
+        app_with(names_for(words))(words)
     except HalfstepError as error:
         show_error(error)
         sys.exit(error.exit_code)
