@@ -23,7 +23,7 @@ def checked(scenario: dict[str, Any], folder: Path) -> Report:
         gpu = known_gpu(scenario["gpu"])
         device = Device(name=gpu.name, has=gpu.has)
     commands = [scenario["command"]] if "command" in scenario else []
-    paths = [folder / name for name in scenario.get("files", {})]
+    paths = [folder / name for name in scenario.get("named", scenario.get("files", {}))]
     return check(paths, variables=scenario.get("env"), commands=commands, device=device)
 
 

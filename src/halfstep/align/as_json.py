@@ -29,7 +29,8 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 def source_dict(source: Source) -> dict[str, Any]:
     says = [{"topic": s.topic, "value": s.value, "spelled": s.spelled, "line": s.place.line} for s in source.statements]
-    return {"name": source.name, "dialect": source.dialect, "says": says}
+    named_by = str(source.named_by) if source.named_by else None
+    return {"name": source.name, "dialect": source.dialect, "named_by": named_by, "says": says}
 
 
 def finding_dict(finding: Finding) -> dict[str, Any]:

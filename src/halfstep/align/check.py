@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.align import files
+from halfstep.align import files, references
 from halfstep.align.dialects import command_line, environment, source_of
 from halfstep.align.document import read_document
 from halfstep.align.findings import Finding, Severity
@@ -16,7 +17,7 @@ from halfstep.align.hardware_gap import Device, hardware_gaps
 from halfstep.align.ignore import Ignores
 from halfstep.align.resolve import Effective, conflicts, effective
 from halfstep.align.rules import severity_of
-from halfstep.align.statements import Source
+from halfstep.align.statements import Reference, Source
 from halfstep.align.traps import traps
 from halfstep.align.versions import lightning_version
 from halfstep.errors import ConfigError, HalfstepError
@@ -79,6 +80,7 @@ def check(
         s for c in commands for s in command_line.sources_of(c, "command line", lightning_version=version)
     ]
     reading.named += [environment.read(variables)] if variables is not None else []
+    follow(reading, {path.resolve() for path in (*texts, *found)}, version)
     return report(reading, device)
 
 
@@ -109,6 +111,31 @@ def read_named(path: Path, text: str, version: str, reading: Reading) -> None:
         return
     is_quiet = len(reading.named) == before and path.suffix != ".py" and path.name not in files.PIN_FILES
     reading.silent += [str(path)] if is_quiet else []
+
+
+def follow(reading: Reading, known: set[Path], version: str) -> None:
+    """Open the files that named sources name, and those that these name; each once, and never very many."""
+    waiting = [reference for source in reading.named for reference in source.references]
+    for _ in range(references.MAX_FOLLOWED):
+        if not waiting:
+            return
+        reference = waiting.pop(0)
+        path = references.file_of(reference)
+        if path is None:
+            reading.lint.append(references.missing(reference))
+        elif path.resolve() not in known:
+            known.add(path.resolve())
+            waiting += follow_one(path, reference, version, reading)
+
+
+def follow_one(path: Path, reference: Reference, version: str, reading: Reading) -> list[Reference]:
+    before = len(reading.named)
+    text = readable(path, reading)
+    if text is not None:
+        read_named(path, text, version, reading)
+    opened = [dataclasses.replace(source, named_by=reference.place) for source in reading.named[before:]]
+    reading.named[before:] = opened
+    return [inner for source in opened for inner in source.references]
 
 
 def read_found(path: Path, text: str, version: str, reading: Reading) -> None:

@@ -25,6 +25,37 @@ LIGHTNING_1_WORDS = {"16": "fp16", "32": "fp32", "64": "fp64", "bf16": "bf16", "
 
 COMPOSER_WORDS = {"fp32": "fp32", "amp_fp16": "fp16", "amp_bf16": "bf16", "amp_fp8": "fp8"}
 
+HF_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"), "like the weights"),
+    **dict.fromkeys(
+        (
+            *("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "ademamix_8bit", "lion_8bit", "rmsprop_bnb_8bit"),
+            *("paged_adamw_8bit", "paged_ademamix_8bit", "paged_lion_8bit"),
+            *("galore_adamw_8bit", "galore_adamw_8bit_layerwise"),
+        ),
+        "8-bit",
+    ),
+    "adamw_torch_4bit": "4-bit",
+    **dict.fromkeys(
+        (
+            *("ademamix", "lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"),
+            *("paged_adamw_32bit", "paged_ademamix_32bit", "paged_lion_32bit"),
+        ),
+        "fp32",
+    ),
+    "adafactor": "factored, no momentum",
+    **dict.fromkeys(
+        (
+            *("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_anyprecision", "stable_adamw"),
+            *("galore_adamw", "galore_adamw_layerwise", "galore_adafactor", "galore_adafactor_layerwise"),
+            *("apollo_adamw", "apollo_adamw_layerwise", "lomo", "adalomo", "grokadamw"),
+            *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+        ),
+        "",
+    ),
+}
+"""transformers 5 `OptimizerNames` and how each stores its state; empty where that depends on more than the name."""
+
 TITAN_WORDS = {"bfloat16": "bf16", "float32": "fp32"}
 """torchtitan's `mixed_precision_param`; there is no loss scaling, so no float16."""
 

@@ -11,11 +11,21 @@ from halfstep.align.document import Node, Scalar
 from halfstep.align.findings import Edit, Finding, Place
 
 Topic = Literal[
-    "precision", "weights", "reduce", "scaling", "clip", "accumulate", "batch", "global batch", "devices", "tf32"
+    "precision",
+    "weights",
+    "reduce",
+    "scaling",
+    "optimizer state",
+    "clip",
+    "accumulate",
+    "batch",
+    "global batch",
+    "devices",
+    "tf32",
 ]
 
 TABLE_TOPICS: tuple[Topic, ...] = (
-    *("precision", "weights", "reduce", "scaling"),
+    *("precision", "weights", "reduce", "scaling", "optimizer state"),
     *("clip", "accumulate", "batch", "global batch"),
 )
 
@@ -43,6 +53,15 @@ class Statement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """A config file that this source names, and where it does."""
+
+    name: str
+    spelled: str
+    place: Place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """One config file, constructor call, command line or environment, read by the rules of its dialect."""
 
@@ -51,7 +70,10 @@ class Source:
     statements: tuple[Statement, ...] = ()
     findings: tuple[Finding, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What resolving needs besides the table: `strategy`, `version`, `backend`, `deepspeed_file`."""
+    """What resolving needs besides the table: `strategy`, `version`, `backend`."""
+    references: tuple[Reference, ...] = ()
+    named_by: Place | None = None
+    """Who names this file, when the user did not."""
 
     def says(self, topic: Topic) -> Statement | None:
         return next((s for s in self.statements if s.topic == topic), None)
@@ -69,6 +91,7 @@ class Draft:
         self.statements: list[Statement] = []
         self.findings: list[Finding] = []
         self.facts: dict[str, str] = {}
+        self.references: list[Reference] = []
 
     def say(self, topic: Topic, value: str, key: str, rewrites: Mapping[str, tuple[Edit, ...]] | None = None) -> None:
         """`key` is where it is written; a topic that follows from another key names that key."""
@@ -96,6 +119,12 @@ class Draft:
         place = node.place if node is not None else self.root.place
         self.findings.append(Finding(rule=rule, message=message, place=place, fix=fix, edits=edits))
 
+    def refer(self, key: str, suffixes: tuple[str, ...]) -> None:
+        """Remember the file that `key` names; what does not look like one (`none`, base64) names none."""
+        node = self.root.get(key)
+        if node is not None and isinstance(node.value, str) and node.value.endswith(suffixes):
+            self.references.append(Reference(name=node.value, spelled=f"{key}: {shown(node)}", place=node.place))
+
     def edit(self, key: str, text: str) -> tuple[Edit, ...]:
         """Write `text` where `key` stands; no edit where it does not stand."""
         node = self.root.get(key)
@@ -108,6 +137,7 @@ class Draft:
             statements=tuple(self.statements),
             findings=tuple(self.findings),
             facts=self.facts,
+            references=tuple(self.references),
         )
 
 

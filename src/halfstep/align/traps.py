@@ -22,7 +22,7 @@ CLIPPING = ("deepspeed", "lightning", "lightning call", "lightning flags", "tran
 
 def traps(sources: Sequence[Source]) -> list[Finding]:
     alone = [*batch_arithmetic(sources), *unfilled_auto(sources), *tf32_off(sources)]
-    return [*alone, *clipped_by_two(sources), *autocast_around_deepspeed(sources)]
+    return [*alone, *clipped_by_two(sources), *autocast_around_deepspeed(sources), *idle_optimizer(sources)]
 
 
 def one_number(sources: Sequence[Source], topic: Topic) -> int | None:
@@ -121,4 +121,24 @@ def autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
         )
         for source in sources
         if "autocast_line" in source.facts
+    ]
+
+
+def idle_optimizer(sources: Sequence[Source]) -> list[Finding]:
+    """The Trainer builds no optimizer when DeepSpeed's JSON has one (transformers `integrations/deepspeed.py`)."""
+    claims = ranked(sources, "optimizer state")
+    if not claims or claims[0][0].dialect != "deepspeed":
+        return []
+    wins = claims[0][1]
+    return [
+        Finding(
+            rule="ignored-key",
+            message=f"{said.spelled}: the Trainer leaves the optimizer to {wins.place} ({wins.spelled})"
+            + (", and stops with a ValueError at adafactor" if said.spelled.endswith("adafactor") else ""),
+            place=said.place,
+            related=(wins.place,),
+            fix="delete it here, or the optimizer block there",
+        )
+        for source, said in claims[1:]
+        if source.dialect.startswith("transformers")
     ]

@@ -11,9 +11,14 @@ import typer
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
     from halfstep.align.check import Report
     from halfstep.align.findings import Finding
     from halfstep.align.hardware_gap import Device
+    from halfstep.align.statements import Source
     from halfstep.report.check_view import FindingLines
 
 
@@ -124,16 +129,35 @@ def lines_of(finding: Finding) -> FindingLines:
     )
 
 
+def print_sources(console: Console, sources: Sequence[Source]) -> None:
+    """Who was read as what, and what all of them say, topic by topic."""
+    from rich.console import NewLine
+    from rich.text import Text
+
+    from halfstep.align.statements import TABLE_TOPICS
+    from halfstep.report.check_view import Said, says_table
+
+    for source in sources:
+        origin = f", named by {source.named_by}" if source.named_by else ""
+        console.print(Text.assemble((source.name, "bold"), f": {source.dialect}{origin}"), soft_wrap=True)
+    said = [
+        Said(topic=topic, value=s.value, spelled=s.spelled, place=str(s.place))
+        for topic in TABLE_TOPICS
+        for source in sources
+        for s in source.statements
+        if s.topic == topic
+    ]
+    console.print(NewLine(), says_table(said), NewLine()) if said else console.print()
+
+
 def print_report(report: Report) -> None:
     from rich.console import Console, NewLine
 
-    from halfstep.align.statements import TABLE_TOPICS
-    from halfstep.report.check_view import print_findings, runs_table, says_table, summary
+    from halfstep.report.check_view import print_findings, runs_table, summary
 
     console = Console()
     if report.sources:
-        rows = [(s.name, s.dialect, [s.value(topic) for topic in TABLE_TOPICS]) for s in report.sources]
-        console.print(says_table(TABLE_TOPICS, rows), NewLine())
+        print_sources(console, report.sources)
     if report.effective:
         console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
     for name in report.silent:

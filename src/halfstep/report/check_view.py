@@ -41,15 +41,24 @@ class RuleText:
     threads: tuple[str, ...] = ()
 
 
-def says_table(topics: Sequence[str], rows: Iterable[tuple[str, str, Sequence[str]]]) -> Table:
-    """One row a source: its name, its dialect, and what it says of every topic somebody speaks of."""
-    listed = list(rows)
-    used = [index for index in range(len(topics)) if any(cells[index] for _, _, cells in listed)]
-    table = plain_table("source", "read as", *(topics[index] for index in used))
-    table.columns[0].no_wrap = False
-    table.columns[0].overflow = "fold"
-    for name, dialect, cells in listed:
-        table.add_row(Text(name), Text(dialect), *(Text(cells[index] or "·") for index in used))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """One thing that one source says: its value in our words, and how and where it is written."""
+
+    topic: str
+    value: str
+    spelled: str
+    place: str
+
+
+def says_table(said: Iterable[Said]) -> Table:
+    """One row a statement, those about the same topic below each other so that a difference shows."""
+    table = plain_table("topic", "value", "written as", "where")
+    table.columns[2].overflow = table.columns[3].overflow = "fold"
+    last = ""
+    for row in said:
+        table.add_row(Text(row.topic if row.topic != last else ""), Text(row.value), Text(row.spelled), Text(row.place))
+        last = row.topic
     return table
 
 

@@ -55,7 +55,7 @@ def read_precision(draft: Draft) -> None:
     draft.say("precision", precision, key, words if key == "mixed_precision" else None)
     cast = draft.facts["strategy"] == "deepspeed" and precision in ("bf16", "fp16")
     draft.say("weights", f"{precision} + fp32 master" if cast else "fp32", key)
-    if cast and precision == "bf16" and not draft.root.has("deepspeed_config.deepspeed_config_file"):
+    if cast and precision == "bf16" and not deepspeed_file(draft.root):
         message = "with DEEPSPEED bf16 casts the weights (and keeps an fp32 master): it is not autocast"
         draft.find("deepspeed-bf16-weights", message, key, fix="for fp32 weights use another distributed_type")
     if precision == "fp16":
@@ -68,20 +68,26 @@ def read_precision(draft: Draft) -> None:
         draft.find("low-precision-reduce", message, key, fix=fix)
 
 
+def deepspeed_file(root: Node) -> str:
+    """The DeepSpeed JSON that this file names; `none` is accelerate's own word for none."""
+    name = root.scalar_at("deepspeed_config.deepspeed_config_file")
+    return "" if name in (None, "none") else str(name)
+
+
 def read_deepspeed(draft: Draft) -> None:
     prefix = "deepspeed_config."
-    file = draft.root.get(prefix + "deepspeed_config_file")
-    if file is None:
+    file = deepspeed_file(draft.root)
+    if not file:
         draft.number("accumulate", prefix + "gradient_accumulation_steps")
         draft.number("clip", prefix + "gradient_clipping")
         return
-    draft.facts["deepspeed_file"] = str(file.scalar)
+    draft.refer(prefix + "deepspeed_config_file", (".json",))
     for key in filter(draft.root.has, (*(prefix + key for key in DEEPSPEED_FILE_OWNS), "mixed_precision")):
         draft.find(
             "ignored-key",
             f"{key} beside deepspeed_config_file: accelerate launch refuses to start",
             key,
-            fix=f"delete {key} here and say it in {file.scalar}",
+            fix=f"delete {key} here and say it in {file}",
         )
 
 

@@ -94,6 +94,8 @@ def is_switch(node: Node | None) -> bool:
 
 def read_accelerate_launch(root: Node) -> Source:
     draft = Draft(root, "accelerate launch")
+    draft.refer("config_file", (".yaml", ".yml", ".json"))
+    draft.refer("deepspeed_config_file", (".json",))
     word = root.scalar_at("mixed_precision")
     precision = ACCELERATE_WORDS.get("no" if word is False else str(word).lower())
     if precision is not None:

@@ -20,6 +20,8 @@ def read(root: Node) -> Source:
     draft = Draft(root, "deepspeed")
     draft.facts["strategy"] = "deepspeed"
     read_precision(draft)
+    if root.has("optimizer.type"):
+        draft.say("optimizer state", f"DeepSpeed's {root.scalar_at('optimizer.type')}", "optimizer.type")
     draft.number("clip", "gradient_clipping")
     draft.number("accumulate", "gradient_accumulation_steps")
     draft.number("batch", "train_micro_batch_size_per_gpu")

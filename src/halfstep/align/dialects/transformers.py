@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from halfstep.align.document import Node
+from halfstep.align.spellings import HF_OPTIMIZERS
 from halfstep.align.statements import Draft, Source, is_on
 
 MARKS = (
@@ -38,9 +39,11 @@ def read_arguments(draft: Draft, prefix: str) -> None:
     draft.number("clip", prefix + "max_grad_norm")
     draft.number("accumulate", prefix + "gradient_accumulation_steps")
     draft.number("batch", prefix + "per_device_train_batch_size")
+    draft.refer(prefix + "deepspeed", (".json",))
     draft.facts["strategy"] = "deepspeed" if root.scalar_at(prefix + "deepspeed") else ""
     if not draft.facts["strategy"] and (root.scalar_at(prefix + "fsdp") or is_block(root.get(prefix + "fsdp_config"))):
         draft.facts["strategy"] = "fsdp"
+    read_optimizer(draft, prefix + "optim")
     if root.has(prefix + "tf32"):
         draft.say("tf32", "on" if is_on(root.scalar_at(prefix + "tf32")) else "off", prefix + "tf32")
     if root.scalar_at(prefix + "half_precision_backend") == "apex":
@@ -50,6 +53,16 @@ def read_arguments(draft: Draft, prefix: str) -> None:
         if is_on(root.scalar_at(prefix + key)) and fp16 | bf16 and key[:4] != ("fp16" if fp16 else "bf16"):
             message = f"{key} casts the weights for evaluation to another format than training computes in"
             draft.find("precision-conflict", message, prefix + key, fix=f"drop {key}")
+
+
+def read_optimizer(draft: Draft, key: str) -> None:
+    """What the optimizer keeps beside the weights; a name that is not known here says nothing."""
+    word = str(draft.root.scalar_at(key) or "")
+    if HF_OPTIMIZERS.get(word):
+        draft.say("optimizer state", HF_OPTIMIZERS[word], key)
+    elif word == "adamw_hf":
+        message = "adamw_hf: transformers 5 removed it together with its own AdamW"
+        draft.find("unknown-value", message, key, fix="adamw_torch", edits=draft.edit(key, "adamw_torch"))
 
 
 def say_precision(draft: Draft, prefix: str, precision: str) -> None:

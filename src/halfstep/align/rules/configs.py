@@ -175,6 +175,15 @@ CONFIG_RULES = (
         good='{"train_micro_batch_size_per_gpu": 8}',
     ),
     Rule(
+        name="missing-file",
+        severity=Severity.INFO,
+        title="a config names a file that is not there",
+        why="Frameworks look from the working directory of the launch. A path that is right on the cluster can be "
+        "wrong here; then nothing inside that file was compared.",
+        bad="deepspeed_config: {deepspeed_config_file: ds_zero2.json}   # the file is called ds_z2.json",
+        good="deepspeed_config: {deepspeed_config_file: ds_z2.json}",
+    ),
+    Rule(
         name="hardware-lacks",
         severity=Severity.ERROR,
         title="the device does not have this format",
