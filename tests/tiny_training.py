@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def plan(precision: str = "fp32", device: str = "cpu") -> Plan:
     return Plan(
         asked=precision, granted=precision, reason="test", device=device, device_name="test",
-        simulated=device == "cpu" and precision in ("bf16", "fp16"),
+        simulated=device == "cpu" and precision in ("bf16", "fp16", "tf32"),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import halfstep as hs
-from halfstep.errors import ConfigError, PrecisionError, TrainingStopped
+from halfstep.errors import ConfigError, ModelError, PrecisionError, TrainingStopped
 from halfstep.train.guard import GuardOptions
 from tiny_training import batch, loss_of, make_model, poisoned
 
@@ -82,6 +82,40 @@ def test_weights_are_never_recast_behind_the_optimizers_back() -> None:
     model = make_model()
     with pytest.raises(PrecisionError, match="bf16-true"):
         hs.Step(model, fused(model), precision="bf16-true", simulate=True)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float64, "fp32")])
+def test_a_model_stored_otherwise_is_refused_not_recast(dtype: torch.dtype, precision: str) -> None:
+    model = make_model().to(dtype)
+    with pytest.raises(PrecisionError, match="is stored in"):
+        hs.Step(model, fused(model), precision=precision, simulate=precision != "fp32")
+    assert model.conv.weight.dtype == dtype
+
+
+def test_frozen_parts_keep_their_storage() -> None:
+    model = make_model()
+    model.conv.requires_grad_(False).half()
+    step = hs.Step(model, torch.optim.AdamW(model.head.parameters(), fused=True), precision="fp32")
+    assert model.conv.weight.dtype == torch.float16
+    assert step.plan.granted == "fp32"
+
+
+def test_onecycle_without_momentum_is_followed_to_its_end() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scheduler = TORCH.OneCycleLR(optimizer, 0.1, total_steps=6, cycle_momentum=False)
+    step = hs.Step(model, optimizer, precision="fp32", schedule=scheduler)
+    rates = [step(loss_of(model), [batch(k)]).reading.lr for k in range(6)]
+    assert max(rates) == pytest.approx(0.1, rel=0.01)
+    assert rates[-1] == pytest.approx(0.1 / 25 / 1e4, rel=1e-3)
+
+
+def test_what_a_foreign_loop_cannot_have_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match="roll back"):
+        hs.Step(model, fused(model), precision="fp32", guard=GuardOptions(on_fault="rollback"))
+    with pytest.raises(ModelError, match="no parameters"):
+        hs.Step(torch.nn.ReLU(), fused(model), precision="fp32")
 
 
 def test_simulated_bf16_runs_in_a_foreign_loop() -> None:

@@ -8,5 +8,5 @@ import torch
 
 def generator_for(*key: int) -> torch.Generator:
     """A CPU generator whose stream depends on the whole key, such as (seed, epoch, index)."""
-    mixed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+    mixed = int(np.random.SeedSequence((len(key), *key)).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(mixed >> 1)

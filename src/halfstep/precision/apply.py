@@ -18,8 +18,11 @@ from halfstep.precision.rows import rows_of
 STORAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def apply(plan: Plan, model: nn.Module) -> nn.Module:
-    """Cast weights to the storage of their rows and swap the classes of parts that compute unlike the rest."""
+def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Module:
+    """Cast weights to the storage of their rows and swap the classes of parts that compute unlike the rest.
+
+    Weights that an optimizer holds already are not to be cast (`casts_storage=False`): its state would not follow.
+    """
     undo_swaps(model)
     modules = dict(model.named_modules())
     rows = {row.module.replace(ROOT, ""): row for row in _rows_for(plan, model)}
@@ -29,7 +32,8 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
             fix="decide again with this model",
         )
     for name, row in rows.items():
-        _store(modules[name], row)
+        if casts_storage:
+            _store(modules[name], row)
         _compute(modules[name], row, enclosing=_autocast_around(name, rows, plan), plan=plan)
     return model
 

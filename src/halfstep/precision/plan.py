@@ -64,7 +64,8 @@ class Plan:
 
     @property
     def needs_loss_scaling(self) -> bool:
-        return self.granted == "fp16"
+        """Whether anything computes in fp16, be it only one part: its gradients would vanish unscaled."""
+        return self.granted == "fp16" or any(row.is_part and row.compute == "fp16" for row in self.rows)
 
     def forward(self) -> AbstractContextManager[None]:
         """The one context a forward pass runs in: backend flags, simulation, autocast; all restored on exit."""

@@ -17,9 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.errors import PrecisionError, TrainingStopped
+from halfstep.errors import ConfigError, ModelError, PrecisionError, TrainingStopped
 from halfstep.hardware.probe import probe
+from halfstep.precision.apply import STORAGE_DTYPES, apply
 from halfstep.precision.decide import decide
+from halfstep.precision.plan import ROOT, Plan
 from halfstep.train.clip import Clip
 from halfstep.train.commit import READS_FLAG_IN_KERNEL
 from halfstep.train.ema import Ema
@@ -85,13 +87,17 @@ class Step(GuardedStep):
         guard: GuardOptions | None = None,
         skip_spikes: bool = False,
     ) -> None:
-        device = next(model.parameters()).device
+        device = _device_of(model)
+        if guard is not None and guard.on_fault == "rollback":
+            raise ConfigError(
+                "a step of its own cannot roll back", why="only a run keeps snapshots", fix="on_fault='stop'"
+            )
         plan = decide(precision, probe(str(device)), model, modules=modules, strict=strict, simulate=simulate)
-        _refuse_recast(model, plan.granted)
+        _refuse_recast(model, plan)
         for warning in plan.warnings:
             warnings.warn(warning, stacklevel=2)
         super().__init__(
-            plan.apply(model),
+            apply(plan, model, casts_storage=False),
             optimizer,
             plan,
             accumulate=accumulate,
@@ -132,17 +138,32 @@ class Step(GuardedStep):
         return hints
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    for weight in model.parameters():
+        return weight.device
+    raise ModelError(f"{type(model).__name__} has no parameters", fix="give the model that is trained")
+
+
 def _schedules(schedule: LRScheduler | Schedule | None) -> list[Schedule]:
     if schedule is None:
         return []
     return from_torch(schedule) if isinstance(schedule, LRScheduler) else [schedule]
 
 
-def _refuse_recast(model: nn.Module, granted: str) -> None:
-    """The optimizer exists already: changing the dtype of its weights now would leave its state behind."""
-    if granted == "bf16-true" and any(p.dtype != torch.bfloat16 for p in model.parameters() if p.is_floating_point()):
-        raise PrecisionError(
-            "precision 'bf16-true' asked for, but the model is stored in another format",
-            why="the optimizer was made for the weights as they are",
-            fix="call model.bfloat16() before making the optimizer, or use precision='bf16'",
-        )
+def _refuse_recast(model: nn.Module, plan: Plan) -> None:
+    """The optimizer exists already: weights stay as they are stored, or the request is refused."""
+    rows = {row.module.replace(ROOT, ""): row for row in plan.rows if row.kind != "island"}
+    for name, weight in model.named_parameters():
+        row = rows.get(name.rpartition(".")[0])
+        if row is None or not weight.requires_grad or not weight.is_floating_point():
+            continue
+        wanted = STORAGE_DTYPES[row.storage]
+        # bf16-true would keep norms in fp32, but a model cast as a whole is as good.
+        if weight.dtype not in (wanted, torch.bfloat16 if plan.granted == "bf16-true" else wanted):
+            stored = str(weight.dtype).removeprefix("torch.")
+            cast = "bfloat16()" if wanted is torch.bfloat16 else "float()"
+            raise PrecisionError(
+                f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
+                why="the optimizer was made for the weights as they are, and they are not recast behind its back",
+                fix=f"call model.{cast} before making the optimizer, or choose another precision",
+            )

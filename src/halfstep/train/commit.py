@@ -1,8 +1,11 @@
 """How a verdict reaches an optimizer: three ways, chosen by what the optimizer can do, shown with their price.
 
     found_inf   fused SGD, Adam, AdamW, Adagrad read the flag inside their kernel and write nothing: free
-    select      save parameters and state, step, put back by `where` if bad: costs a copy of both
-    host        the optimizer's own state lives on the host (or it reads values there): one wait a step
+    select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
+    host        anything else, and where an optimizer's own state lives on the host: one wait a step
+
+Only torch's own classes are selected: a foreign optimizer may keep Python numbers or replace its state tensors, and
+what it changed could not be put back from outside.
 
 The first commit of a parameter is always decided on the host, with one wait: optimizers build their state then, and
 fused SGD with momentum leaves an *uninitialised* buffer behind a skipped first step (seen on torch 2.11 and 2.13).
@@ -19,6 +22,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
 from halfstep.train.flat import Snapshot
+from halfstep.train.optimizers import OPTIMIZERS
 from halfstep.train.rates import Rates
 
 Way = Literal["found_inf", "select", "host"]
@@ -42,9 +46,12 @@ def way_to_commit(optimizer: Optimizer) -> Way:
     if type(optimizer) in READS_FLAG_IN_KERNEL and all(group.get("fused") for group in groups):
         return "found_inf"
     on_host = all(p.device.type == "cpu" for group in groups for p in group["params"])
-    if on_host or all(group.get("capturable") for group in groups):
-        return "select"
-    return "host"
+    is_torchs = type(optimizer) in OPTIMIZERS.values()
+    return "select" if is_torchs and (on_host or _is_capturable(optimizer)) else "host"
+
+
+def _is_capturable(optimizer: Optimizer) -> bool:
+    return all(group.get("capturable") for group in optimizer.param_groups)
 
 
 class Committer:
@@ -53,7 +60,7 @@ class Committer:
     def __init__(self, optimizer: Optimizer, rates: Rates | None) -> None:
         self.optimizer, self.rates = optimizer, rates
         self.way = way_to_commit(optimizer)
-        self.takes_tensor_lr = self.way == "found_inf" or all(g.get("capturable") for g in optimizer.param_groups)
+        self.takes_tensor_lr = self.way == "found_inf" or self.way == "select" and _is_capturable(optimizer)
         self.settled: set[int] = set()
         self.snapshot: Snapshot | None = None
         if rates is not None and self.takes_tensor_lr:
@@ -89,9 +96,21 @@ class Committer:
     def _commit_by_host(self, bad: Tensor) -> None:
         if bool(bad):
             return
+        self._begin_momentum()
         self._step()
         self.settled |= {id(p) for p in self._with_grad()}
         self.snapshot = None
+
+    def _begin_momentum(self) -> None:
+        """Fused SGD cannot begin the momentum of one parameter after the others: what it starts from is put there."""
+        if type(self.optimizer) is not torch.optim.SGD or self.way != "found_inf" or not self.settled:
+            return
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if group["momentum"] and p.grad is not None and not self.optimizer.state[p]:
+                    # A first step makes the buffer the gradient g; m * b + (1 - d) * g is g for b = g * d / m.
+                    first = p.grad * (group["dampening"] / group["momentum"])
+                    self.optimizer.state[p]["momentum_buffer"] = first
 
     def _commit_in_kernel(self, bad: Tensor) -> None:
         # The attribute is how torch's GradScaler talks to fused optimizers.

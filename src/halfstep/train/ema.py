@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
-from halfstep.train.flat import by_kind, gather, is_writable_in_place, scatter
+from halfstep.train.flat import gather, is_writable_in_place, scatter, shaped_like
 
 
 class Ema:
@@ -24,10 +24,21 @@ class Ema:
         self, model: nn.Module, *, decay: float = 0.9999, warmup_power: float = 2 / 3, inv_gamma: float = 1.0
     ) -> None:
         self.decay, self.warmup_power, self.inv_gamma = decay, warmup_power, inv_gamma
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.named = {name: tensor for name, tensor in named.items() if is_writable_in_place(tensor)}
-        self.groups = by_kind(self.named.values())
-        self.shadows = [self._start(group) for group in self.groups]
+        self.slots = _slots(model)
+        kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, tensor in self._live().items():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(name)
+        self.groups = list(kinds.values())
+        self.shadows = [self._start(group) for group in self._live_groups()]
+
+    def _live(self) -> dict[str, Tensor]:
+        """The tensors by name as they are now: a module may have replaced a buffer."""
+        found = {name: owner[key] for name, (owner, key) in self.slots.items()}
+        return {name: t for name, t in found.items() if t is not None and is_writable_in_place(t)}
+
+    def _live_groups(self) -> list[list[Tensor]]:
+        live = self._live()
+        return [[live[name] for name in group] for group in self.groups]
 
     @torch.no_grad()
     def _start(self, group: list[Tensor]) -> Tensor:
@@ -38,7 +49,7 @@ class Ema:
     def update(self, committed: Tensor, bad: Tensor) -> None:
         """Move towards the model, unless the step was bad. `committed` counts the step that just committed."""
         keep = self._decay_at(committed)
-        for position, group in enumerate(self.groups):
+        for position, group in enumerate(self._live_groups()):
             shadow, now = self.shadows[position], gather(group)
             if shadow.is_floating_point():
                 now = torch.lerp(now.float(), shadow, keep)
@@ -53,7 +64,7 @@ class Ema:
     def swapped_in(self) -> Iterator[None]:
         """The model holds the averaged values inside; its own bits come back afterwards."""
         with torch.no_grad():
-            own = [gather(group) for group in self.groups]
+            own = [gather(group) for group in self._live_groups()]
             self._write(self.shadows)
         try:
             yield
@@ -62,16 +73,15 @@ class Ema:
                 self._write(own)
 
     def _write(self, flats: list[Tensor]) -> None:
-        for group, flat in zip(self.groups, flats, strict=True):
+        for group, flat in zip(self._live_groups(), flats, strict=True):
             scatter(flat.to(group[0].dtype), group)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Averaged values by the model's names, in fp32 and the model's shapes."""
-        by_tensor = {id(tensor): name for name, tensor in self.named.items()}
         state: dict[str, Tensor] = {}
-        for group, shadow in zip(self.groups, self.shadows, strict=True):
-            for tensor, piece in zip(group, shadow.split([t.numel() for t in group]), strict=True):
-                state[by_tensor[id(tensor)]] = piece.as_strided(tensor.size(), tensor.stride(), piece.storage_offset())
+        for names, group, shadow in zip(self.groups, self._live_groups(), self.shadows, strict=True):
+            pieces = shadow.split([tensor.numel() for tensor in group])
+            state |= {n: shaped_like(piece, t) for n, t, piece in zip(names, group, pieces, strict=True)}
         return state
 
     @torch.no_grad()
@@ -85,3 +95,16 @@ class Ema:
             )
         for name, shadow in own.items():
             shadow.copy_(state[name])
+
+
+def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+    """Where each parameter and buffer is held, by full name; a tied one counts once."""
+    found: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for owner in (module._parameters, module._buffers):
+            for key, tensor in owner.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{prefix}.{key}" if prefix else key] = (owner, key)
+    return found

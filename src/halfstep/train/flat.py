@@ -13,23 +13,35 @@ import torch
 from torch import Tensor
 
 
-def is_writable_in_place(tensor: Tensor) -> bool:
-    """Dense and not overlapping: an expanded buffer shares memory between elements and is never written."""
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, in whatever order."""
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
             return False
         expected *= size
     return True
 
 
+def is_writable_in_place(tensor: Tensor) -> bool:
+    """An expanded tensor shares memory between elements, so nothing can write into it."""
+    return all(stride > 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
 def flat_view(tensor: Tensor) -> Tensor:
-    """The tensor's memory as one dimension, in physical order (channels_last weights are not contiguous)."""
+    """A dense tensor's memory as one dimension, in physical order (channels_last weights are not contiguous)."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def shaped_like(piece: Tensor, tensor: Tensor) -> Tensor:
+    """A piece of a gathered copy in the shape of the tensor it came from."""
+    if is_dense(tensor):
+        return piece.as_strided(tensor.size(), tensor.stride(), piece.storage_offset())
+    return piece.view(tensor.shape)
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -42,13 +54,19 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def gather(tensors: Sequence[Tensor]) -> Tensor:
     """One flat copy of tensors of one kind."""
-    return torch.cat([flat_view(tensor) for tensor in tensors])
+    return torch.cat([flat_view(tensor) if is_dense(tensor) else tensor.reshape(-1) for tensor in tensors])
 
 
 def scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write a flat copy back into the tensors it was gathered from."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_([flat_view(tensor) for tensor in tensors], list(pieces))
+    pairs = list(zip(tensors, pieces, strict=True))
+    dense = [(flat_view(tensor), piece) for tensor, piece in pairs if is_dense(tensor)]
+    if dense:
+        torch._foreach_copy_([view for view, _ in dense], [piece for _, piece in dense])
+    for tensor, piece in pairs:
+        if not is_dense(tensor):
+            tensor.copy_(piece.view(tensor.shape))
 
 
 class Snapshot:
@@ -67,17 +85,14 @@ class Snapshot:
         self.saved = [gather(group) for group in self.groups]
 
     @torch.no_grad()
-    def became_non_finite(self, device: torch.device) -> Tensor:
-        """Whether any number that was finite when saved is not now. Masks that hold -inf on purpose do not count."""
-        found = torch.zeros((), dtype=torch.bool, device=device)
-        for group, saved in zip(self.groups, self.saved, strict=True):
-            if saved.is_floating_point():
-                found = found | (torch.isfinite(saved) & ~torch.isfinite(gather(group))).any().to(device)
-        return found
-
-    @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
         """Where `flag` is true every tensor gets its saved bits back; otherwise it keeps what it has now."""
-        for group, saved in zip(self.groups, self.saved, strict=True):
+        for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
             scatter(torch.where(flag, saved, gather(group)), group)
         self.saved = []
+
+
+def became_non_finite(before: Tensor, now: Tensor) -> Tensor:
+    """Whether any number that was finite is not any more. A mask that holds -inf on purpose does not count."""
+    lost = ~torch.isfinite(now)
+    return (lost & torch.isfinite(before) if before.shape == now.shape else lost).any()

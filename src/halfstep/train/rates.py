@@ -44,12 +44,28 @@ class Rates:
         known = self.table.shape[1]
         if attempted < known:
             return
-        steps = range(known, attempted + TABLE_CHUNK)
-        rows = [[schedule(step) for step in steps] for schedule in self.schedules]
-        more = torch.tensor(rows, dtype=torch.float32)
+        columns = self._columns(known, attempted)
+        more = torch.tensor(columns, dtype=torch.float32).T.contiguous()
         if self.table.is_cuda:
             more = more.pin_memory()
         self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)
+
+    def _columns(self, known: int, attempted: int) -> list[list[float]]:
+        """The multipliers of the next steps. A schedule may end (a list, torch's OneCycleLR): only running into its
+        end is an error, looking ahead over it is not."""
+        columns: list[list[float]] = []
+        for step in range(known, attempted + TABLE_CHUNK):
+            try:
+                columns.append([schedule(step) for schedule in self.schedules])
+            except (ValueError, IndexError) as error:
+                if step <= attempted:
+                    raise ConfigError(
+                        f"the schedule has no learning rate for step {step}",
+                        why=str(error),
+                        fix="make it as long as the training, for example total_steps=number of optimizer steps",
+                    ) from error
+                break
+        return columns
 
     def refresh(self, committed: Tensor) -> None:
         """Put the rates of the step after `committed` steps into the vector that the groups look at."""
@@ -70,6 +86,10 @@ class Rates:
     def _groups_of(self, optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
         own = {id(group) for group in optimizer.param_groups}
         return [(k, group) for k, group in enumerate(self.groups) if id(group) in own]
+
+    def knows_all(self, optimizers: Sequence[Optimizer]) -> bool:
+        """False once somebody added a parameter group, for which there is no schedule."""
+        return len(self.groups) == sum(len(optimizer.param_groups) for optimizer in optimizers)
 
     def refind(self, optimizers: Sequence[Optimizer]) -> None:
         """After `load_state_dict` the optimizers hold new group dicts."""

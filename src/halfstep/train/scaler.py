@@ -59,15 +59,21 @@ class Scaler:
         return loss.float() * self.value if self.enabled else loss
 
     @torch.no_grad()
-    def update(self, bad: Tensor) -> None:
-        """Halve after an overflow, double after `growth_interval` clean steps, never fall below the floor."""
+    def update(self, overflow: Tensor, unjudged: Tensor | None = None) -> None:
+        """Halve after an overflow, double after `growth_interval` clean steps, never fall below the floor.
+
+        `unjudged` steps (an empty window, a skipped spike) say nothing about the scale and leave it alone.
+        """
         if not self.enabled:
             return
-        o = self.options
-        torch._amp_update_scale_(
-            self.value, self.growth_tracker, bad.float(), o.growth_factor, o.backoff_factor, o.growth_interval
-        )
-        self.value.clamp_(min=o.min_scale)
+        o, value, tracker = self.options, self.value.clone(), self.growth_tracker.clone()
+        torch._amp_update_scale_(value, tracker, overflow.float(), o.growth_factor, o.backoff_factor, o.growth_interval)
+        value.clamp_(min=o.min_scale)
+        if unjudged is not None:
+            value = torch.where(unjudged, self.value, value)
+            tracker = torch.where(unjudged, self.growth_tracker, tracker)
+        self.value.copy_(value)
+        self.growth_tracker.copy_(tracker)
 
     def state_dict(self) -> dict[str, Any]:
         """Torch GradScaler's keys; reading it waits for the device."""

@@ -73,7 +73,7 @@ def onecycle(step: float, o: ScheduleOptions, length: int) -> float:
     """Smith & Topin's policy with cosine annealing, as torch's OneCycleLR has it."""
     low, final = 1 / o.start_divisor, 1 / (o.start_divisor * o.end_divisor)
     peak = o.peak_share * length - 1
-    if step <= peak:
+    if peak > 0 and step <= peak:
         return _anneal(low, 1.0, step / peak)
     return _anneal(1.0, final, min((step - peak) / max(length - 1 - peak, 1e-12), 1.0))
 

@@ -14,6 +14,7 @@ The host waits for nothing here but the first commit of each optimizer (see comm
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,8 +67,8 @@ class Step:
             raise ConfigError(f"accumulate must be at least 1, not {accumulate}", fix="1 means no accumulation")
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        self.parameters = _trained_parameters(self.optimizers, plan)
-        self.device = self.parameters[0].device
+        self.rates: Rates | None = None
+        self.device = self._trained_parameters()[0].device
         self.rates = Rates(self.optimizers, schedules, self.device) if schedules else None
         self.committers = [Committer(optimizer, self.rates) for optimizer in self.optimizers]
         if not isinstance(scaler, Scaler):
@@ -98,16 +99,21 @@ class Step:
 
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
         """Forward, backward, unscale and norm. Gradients are ready afterwards, nothing else has changed for good."""
+        parameters = self._trained_parameters()
         self._rng = rng_state(self.device)
         self._buffers.save()
         self._clear_gradients()
-        loss, weight = self._accumulate(loss_fn, window)
-        facts = self._judge(loss, weight, is_weighted=len(window) > 1)
+        try:
+            loss, weight = self._accumulate(loss_fn, window)
+        except BaseException:
+            self.abandon()
+            raise
+        facts = self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
         facts.ids, facts.rng = sample_ids(window), self._rng
         return facts
 
     def abandon(self) -> None:
-        """Undo a compute() that did not finish (out of memory): buffers and generators as before, no gradients."""
+        """Undo a compute() that did not finish: buffers and generators as before, no gradients. Twice does no harm."""
         self._clear_gradients()
         self._buffers.restore_where(torch.ones((), dtype=torch.bool, device=self.device))
         restore_rng(self._rng, self.device)
@@ -127,7 +133,7 @@ class Step:
         if self.ema is not None:
             self.ema.update(self.committed, bad)
         self.spikes.remember(facts.loss, bad)
-        self.scaler.update(bad & ~facts.empty & ~facts.spike)
+        self.scaler.update(bad, unjudged=facts.empty | facts.spike & bad)
         self.attempted += 1
         facts.send(self.committed, lr)
 
@@ -145,7 +151,7 @@ class Step:
                 continue
             unit = _positive(weight) if unit is None else unit
             share = weight / unit
-            loss = loss.float() * share
+            loss = _single(loss).float() * share
             with self.plan.backend():
                 self.scaler.scale(loss).backward()
             total_loss = total_loss + loss.detach()
@@ -153,8 +159,9 @@ class Step:
         return total_loss / total_weight, total_weight
 
     @torch.no_grad()
-    def _judge(self, loss: Tensor, weight: Tensor, *, is_weighted: bool) -> Facts:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+    def _judge(self, parameters: list[Tensor], loss: Tensor, weight: Tensor, *, is_weighted: bool) -> Facts:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        _refuse_sparse(gradients)
         scale = self.scaler.value.clone()
         if gradients and (self.scaler.enabled or is_weighted):
             torch._foreach_mul_(gradients, 1.0 / (scale * weight))
@@ -162,14 +169,24 @@ class Step:
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
         facts.empty = weight == 0
         facts.spike = self.spikes.judge(loss)
-        facts.ruined = self._buffers.snapshot.became_non_finite(self.device)
+        facts.ruined = self._buffers.became_non_finite(self.device)
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | facts.empty | facts.ruined
         facts.bad = self.agree(bad | facts.spike if self.spikes.skips else bad)
         facts.spike = facts.spike & ~bad
         self.clip.apply_(gradients, norm)
         return facts
 
+    def _trained_parameters(self) -> list[Tensor]:
+        """Each once, asked for anew at every step: a group may have been added, a parameter be in two optimizers."""
+        if self.rates is not None and not self.rates.knows_all(self.optimizers):
+            raise ConfigError(
+                "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
+            )
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return _checked(list({id(p): p for group in groups for p in group["params"]}.values()))
+
     def _clear_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)  # also of weights that no optimizer holds: they would only pile up
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -210,7 +227,8 @@ class Step:
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
+            # A copy: torch keeps tensors that already fit, and training on would write into what was loaded.
+            optimizer.load_state_dict(copy.deepcopy(own))
             _match_layouts(optimizer)
         if self.rates is not None:
             self.rates.factor.fill_(float(state["rate_factor"]))
@@ -252,8 +270,7 @@ def _positive(weight: Weight) -> Weight:
     return weight
 
 
-def _trained_parameters(optimizers: Sequence[Optimizer], plan: Plan) -> list[Tensor]:
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+def _checked(parameters: list[Tensor]) -> list[Tensor]:
     if not parameters:
         raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
     half = [p for p in parameters if p.dtype == torch.float16]
@@ -264,6 +281,21 @@ def _trained_parameters(optimizers: Sequence[Optimizer], plan: Plan) -> list[Ten
             fix="keep weights in fp32 (model.float()); precision 'fp16' casts what it computes with by itself",
         )
     return parameters
+
+
+def _single(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ConfigError(f"the loss has the shape {tuple(loss.shape)}", fix="return one number: loss.mean() or .sum()")
+    return loss.reshape(())
+
+
+def _refuse_sparse(gradients: list[Tensor]) -> None:
+    if any(gradient.is_sparse for gradient in gradients):
+        raise ConfigError(
+            "a gradient is sparse",
+            why="a bad step could not be judged or undone without making it dense",
+            fix="nn.Embedding(..., sparse=False)",
+        )
 
 
 def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:

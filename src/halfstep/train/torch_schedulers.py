@@ -36,9 +36,9 @@ class _Curve:
     def __init__(self, scheduler: LRScheduler) -> None:
         groups = scheduler.optimizer.param_groups
         self.base = [float(group["initial_lr"]) for group in groups]
-        stand_in = torch.optim.SGD(
-            [{"params": [torch.zeros(1)], "lr": float(g["lr"]), "initial_lr": float(g["initial_lr"])} for g in groups]
-        )
+        # Schedulers keep numbers of their own in the groups (OneCycleLR its max_lr), so all but the weights come along.
+        extras = ({k: float(v) if k == "lr" else v for k, v in g.items() if k != "params"} for g in groups)
+        stand_in = torch.optim.SGD([{"params": [torch.zeros(1)], **extra} for extra in extras])
         # Whatever in the scheduler refers to the optimizer, nested schedulers included, refers to the stand-in here.
         self.twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
         self.rates = [[float(group["lr"]) for group in stand_in.param_groups]]
