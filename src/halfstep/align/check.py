@@ -205,6 +205,12 @@ def report(reading: Reading, device: Device | None) -> Report:
 
 def runs_of(named: Sequence[Source], found: Sequence[Source]) -> Iterable[list[Source]]:
     """Which sources belong to one run: all that were named; of those found, many of one dialect are many runs."""
+    commands: dict[tuple[str, int] | None, list[Source]] = {}
+    for source in named:
+        commands.setdefault(command_of(source), []).append(source)
+    rest = commands.pop(None, [])
+    if len(commands) > 1:
+        return [run for command in commands.values() for run in runs_of([*rest, *command], found)]
     scripts = {source.name for source in found if source.dialect == "script"}
     # Which of several scripts a config belongs to is not known; then what they do by hand says nothing about it.
     by_hand = [source for source in found if source.dialect == "script" and len(scripts) == 1]
@@ -214,6 +220,12 @@ def runs_of(named: Sequence[Source], found: Sequence[Source]) -> Iterable[list[S
     repeated = [source for source in settings if dialects.count(source.dialect) > 1]
     common = [*named, *single, *by_hand]
     return [[*common, source] for source in repeated] or [common]
+
+
+def command_of(source: Source) -> tuple[str, int] | None:
+    """Which command of which shell script this is; two commands of one script are two runs."""
+    line = source.facts.get(command_line.COMMAND_LINE)
+    return (source.name, int(line)) if line else None
 
 
 def without_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores]) -> tuple[list[Finding], int]:

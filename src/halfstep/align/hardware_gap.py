@@ -12,7 +12,6 @@ from halfstep.align.statements import Source, Statement
 Support = Callable[[str], str]
 
 FORMAT_OF = {"fp8": "fp8_e4m3"}
-INSTEAD = {"bf16": "fp16 with loss scaling", "fp8": "bf16, or fp16 with loss scaling", "tf32": "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,5 +38,12 @@ def gap(said: Statement, device: Device) -> Finding | None:
         rule=rule,
         message=f"{said.spelled} asks for {said.value}, but {device.name} {how}",
         place=said.place,
-        fix=f"use {INSTEAD.get(said.value, 'fp32')} on this device",
+        fix=f"use {instead(said.value, device)} on this device",
     )
+
+
+def instead(precision: str, device: Device) -> str:
+    """The nearest format that this device computes in natively."""
+    words = {"bf16": "bf16", "fp16": "fp16 with loss scaling"}
+    native = [word for name, word in words.items() if name != precision and device.has(name) == "native"]
+    return native[0] if native and precision in ("bf16", "fp16", "fp8") else "fp32"

@@ -27,8 +27,8 @@ PRECEDENCE: dict[str, str] = {
     "composer": "Composer is built from this file",
     "torchtitan": "torchtitan reads this file",
     "accelerate launch": "a launcher flag beats the launcher's file",
-    "accelerate": "accelerate launch exports it, and nothing above overrides it",
-    "environment": "nothing above overrides it",
+    "accelerate": "accelerate launch exports it, and nothing stronger overrides it",
+    "environment": "nothing stronger overrides it",
     "script": "the script does it itself",
 }
 """Dialects from the one that wins to the one that loses, each with the reason it wins."""

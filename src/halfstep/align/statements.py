@@ -29,6 +29,9 @@ TABLE_TOPICS: tuple[Topic, ...] = (
     *("clip", "accumulate", "batch", "global batch"),
 )
 
+SHOWN_TOPICS: tuple[Topic, ...] = (*TABLE_TOPICS, "devices", "tf32")
+"""What a source is shown to say; what it takes in effect is not resolved for the last two."""
+
 AUTO = "auto"
 """The source leaves this to another one; never part of a conflict."""
 

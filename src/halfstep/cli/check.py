@@ -134,7 +134,7 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
     from rich.console import NewLine
     from rich.text import Text
 
-    from halfstep.align.statements import TABLE_TOPICS
+    from halfstep.align.statements import SHOWN_TOPICS
     from halfstep.report.check_view import Said, says_table
 
     for source in sources:
@@ -142,7 +142,7 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
         console.print(Text.assemble((source.name, "bold"), f": {source.dialect}{origin}"), soft_wrap=True)
     said = [
         Said(topic=topic, value=s.value, spelled=s.spelled, place=str(s.place))
-        for topic in TABLE_TOPICS
+        for topic in SHOWN_TOPICS
         for source in sources
         for s in source.statements
         if s.topic == topic

@@ -17,13 +17,27 @@ from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
 from halfstep.align.statements import Draft, Source, is_on
 
 COMMAND = re.compile(r"\b(python3?|torchrun|accelerate|deepspeed|composer)\b")
+COMMAND_LINE = "command_line"
+"""The fact that says which line of a shell script a source comes from: two commands are two runs."""
 HF_FLAGS = ("output_dir", "per_device_train_batch_size", "half_precision_backend", "tf32", "max_grad_norm", "optim")
 
 
 def sources_of(text: str, path: str, *, lightning_version: str = "") -> list[Source]:
     """What each training command in this text says."""
-    found = (source_of(words, path, line, lightning_version) for line, words in commands(text))
-    return [source for source in found if source is not None]
+    return [
+        dataclasses.replace(source, facts={**source.facts, COMMAND_LINE: str(line)})
+        for line, words in commands(text)
+        for part in parts(words)
+        if (source := source_of(part, path, line, lightning_version)) is not None
+    ]
+
+
+def parts(words: list[str]) -> list[list[str]]:
+    """`accelerate launch` has flags of its own before the script, and the script's after it; others are one part."""
+    if "accelerate" not in words or "launch" not in words:
+        return [words]
+    script = next((i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module")), len(words))
+    return [words[:script], words[script:]]
 
 
 def commands(text: str) -> Iterator[tuple[int, list[str]]]:
@@ -52,7 +66,7 @@ def source_of(words: list[str], path: str, line: int, lightning_version: str) ->
         return dataclasses.replace(lightning.read(root, version=lightning_version), dialect="lightning flags")
     if root.has("precision_type") or is_switch(root.get("mixed_precision")):
         return read_precision_type(root)
-    if root.has("bf16") or root.has("fp16"):
+    if root.has("bf16") or root.has("fp16") or accelerate_precision(root):
         return read_bare_flag(root)
     return None
 
@@ -88,8 +102,15 @@ def put(nested: dict[str, Node], dotted: str, text: str, path: str, line: int) -
 
 
 def is_switch(node: Node | None) -> bool:
-    """A flag that was given bare, or followed by something that is no precision."""
-    return node is not None and str(node.scalar).lower() not in ACCELERATE_WORDS and dtype_of(node.scalar) is None
+    """A flag that was given bare, or followed by something that is no precision and no `no`."""
+    word = None if node is None else node.scalar
+    return word not in (None, False) and str(word).lower() not in ACCELERATE_WORDS and dtype_of(word) is None
+
+
+def accelerate_precision(root: Node) -> str | None:
+    """What `--mixed_precision WORD` asks for; an unquoted `no` was read as a bool."""
+    word = root.scalar_at("mixed_precision")
+    return ACCELERATE_WORDS.get("no" if word is False else str(word).lower())
 
 
 def read_accelerate_launch(root: Node) -> Source:
@@ -97,7 +118,7 @@ def read_accelerate_launch(root: Node) -> Source:
     draft.refer("config_file", (".yaml", ".yml", ".json"))
     draft.refer("deepspeed_config_file", (".json",))
     word = root.scalar_at("mixed_precision")
-    precision = ACCELERATE_WORDS.get("no" if word is False else str(word).lower())
+    precision = accelerate_precision(root)
     if precision is not None:
         draft.say("precision", precision, "mixed_precision")
         if precision == "fp16":
@@ -131,5 +152,7 @@ def read_bare_flag(root: Node) -> Source:
         draft.find("two-precisions", "--fp16 and --bf16 in one command", "bf16", fix="keep one of them")
     elif on:
         draft.say("precision", on[0], on[0])
+    elif precision := accelerate_precision(root):
+        draft.say("precision", precision, "mixed_precision")
     draft.number("batch", "batch_size")
     return draft.source()

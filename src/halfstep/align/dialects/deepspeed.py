@@ -45,6 +45,8 @@ def read_precision(draft: Draft) -> None:
         dtype = dtype_of(root.scalar_at("torch_autocast.dtype") or "bfloat16")
         draft.say("precision", dtype or "bf16", "torch_autocast.enabled")
         draft.say("weights", "fp32", "torch_autocast.enabled")
+        if dtype == "fp16":  # its ZeRO optimizers and the plain engine then keep a torch GradScaler
+            draft.say("scaling", "dynamic", "torch_autocast.dtype")
     elif any(root.scalar_at(key) == AUTO for key in switches.values()):
         key = next(key for key in switches.values() if root.scalar_at(key) == AUTO)
         draft.say("precision", AUTO, key)
