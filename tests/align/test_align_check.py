@@ -112,6 +112,26 @@ def test_several_scripts_of_a_project_do_not_make_several_runs(tmp_path: Path) -
     assert [finding.rule for finding in check([], project=tmp_path).findings] == ["clip-two-layers"]
 
 
+def test_framework_calls_in_several_scripts_are_several_runs(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("trainer = L.Trainer(precision='bf16-mixed')\n")
+    (tmp_path / "b.py").write_text("accelerator = Accelerator(mixed_precision='fp16')\n")
+    assert check([tmp_path]).findings == ()
+    assert [f.rule for f in check([tmp_path / "a.py", tmp_path / "b.py"]).findings] == ["precision-conflict"]
+
+
+def test_a_project_folder_that_is_not_there_is_unreadable_input(tmp_path: Path) -> None:
+    assert check([], project=tmp_path / "gone").exit_code == 2
+
+
+def test_the_global_batch_is_not_computed_from_accumulations_that_disagree(tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
+    (tmp_path / "args.json").write_text('{"output_dir": "out", "gradient_accumulation_steps": 8}')
+    batch = '"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4'
+    (tmp_path / "ds.json").write_text(f"{{{batch}}}")
+    report = check([tmp_path / name for name in ("acc.yaml", "args.json", "ds.json")])
+    assert [finding.rule for finding in report.findings] == ["accumulation-conflict"]
+
+
 def test_sarif_points_at_line_and_column_and_describes_its_rules(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(BUG.format(comment=""))

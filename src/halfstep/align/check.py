@@ -17,6 +17,7 @@ from halfstep.align.hardware_gap import Device, hardware_gaps
 from halfstep.align.ignore import Ignores
 from halfstep.align.resolve import Effective, conflicts, effective
 from halfstep.align.rules import severity_of
+from halfstep.align.runs import runs_of
 from halfstep.align.statements import Reference, Source
 from halfstep.align.traps import traps
 from halfstep.align.versions import lightning_version
@@ -67,6 +68,8 @@ def check(
 ) -> Report:
     """Check the files named, what a project folder holds, environment variables and command lines, together."""
     reading = Reading()
+    if project is not None and not files.is_folder(project):
+        reading.unreadable.append(ConfigError(f"--project {project}: no such folder", fix="check the path"))
     texts = {path: text for path in named_files(paths) if (text := readable(path, reading)) is not None}
     below = [path for folder in paths if files.is_folder(folder) for path in files.scripts_below(folder)]
     below += list(files.project_files(project)) if project else []
@@ -201,31 +204,6 @@ def report(reading: Reading, device: Device | None) -> Report:
         num_scripts=reading.num_scripts,
         num_ignored=num_ignored,
     )
-
-
-def runs_of(named: Sequence[Source], found: Sequence[Source]) -> Iterable[list[Source]]:
-    """Which sources belong to one run: all that were named; of those found, many of one dialect are many runs."""
-    commands: dict[tuple[str, int] | None, list[Source]] = {}
-    for source in named:
-        commands.setdefault(command_of(source), []).append(source)
-    rest = commands.pop(None, [])
-    if len(commands) > 1:
-        return [run for command in commands.values() for run in runs_of([*rest, *command], found)]
-    scripts = {source.name for source in found if source.dialect == "script"}
-    # Which of several scripts a config belongs to is not known; then what they do by hand says nothing about it.
-    by_hand = [source for source in found if source.dialect == "script" and len(scripts) == 1]
-    settings = [source for source in found if source.dialect != "script"]
-    dialects = [source.dialect for source in [*named, *settings]]
-    single = [source for source in settings if dialects.count(source.dialect) == 1]
-    repeated = [source for source in settings if dialects.count(source.dialect) > 1]
-    common = [*named, *single, *by_hand]
-    return [[*common, source] for source in repeated] or [common]
-
-
-def command_of(source: Source) -> tuple[str, int] | None:
-    """Which command of which shell script this is; two commands of one script are two runs."""
-    line = source.facts.get(command_line.COMMAND_LINE)
-    return (source.name, int(line)) if line else None
 
 
 def without_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores]) -> tuple[list[Finding], int]:

@@ -33,9 +33,10 @@ def one_number(sources: Sequence[Source], topic: Topic) -> int | None:
 
 def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
     """Global batch = micro batch × accumulation × processes, when all four are stated and agree among themselves."""
-    micro, steps = one_number(sources, "batch"), one_number(sources, "accumulate") or 1
+    micro = one_number(sources, "batch")
+    steps = one_number(sources, "accumulate") if ranked(sources, "accumulate") else 1
     devices, whole = one_number(sources, "devices"), ranked(sources, "global batch")
-    if micro is None or devices is None or devices < 1 or len(whole) != 1:
+    if micro is None or steps is None or devices is None or devices < 1 or len(whole) != 1:
         return []
     said = whole[0][1]
     product = micro * steps * devices

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from halfstep.align.statements import Source
     from halfstep.report.check_view import FindingLines
 
+MAX_SOURCES = 100
+"""A table of more is read by nobody, and takes seconds to lay out."""
+
 
 def command(
     paths: Annotated[
@@ -137,13 +140,15 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
     from halfstep.align.statements import SHOWN_TOPICS
     from halfstep.report.check_view import Said, says_table
 
-    for source in sources:
+    for source in sources[:MAX_SOURCES]:
         origin = f", named by {source.named_by}" if source.named_by else ""
         console.print(Text.assemble((source.name, "bold"), f": {source.dialect}{origin}"), soft_wrap=True)
+    if len(sources) > MAX_SOURCES:
+        console.print(Text(f"… and {len(sources) - MAX_SOURCES} more, checked but not shown; --json lists them"))
     said = [
         Said(topic=topic, value=s.value, spelled=s.spelled, place=str(s.place))
         for topic in SHOWN_TOPICS
-        for source in sources
+        for source in sources[:MAX_SOURCES]
         for s in source.statements
         if s.topic == topic
     ]
