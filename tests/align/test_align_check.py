@@ -143,6 +143,13 @@ def test_sarif_points_at_line_and_column_and_describes_its_rules(tmp_path: Path)
     assert region == {"startLine": 5, "startColumn": 5}
 
 
+def test_sarif_names_files_by_uri(tmp_path: Path) -> None:
+    path = tmp_path / "my train.py"
+    path.write_text(BUG.format(comment=""))
+    location = sarif(check([path]).findings, "1.0")["runs"][0]["results"][0]["locations"][0]
+    assert location["physicalLocation"]["artifactLocation"]["uri"] == path.as_uri()
+
+
 def test_json_holds_sources_effective_values_and_findings(tmp_path: Path) -> None:
     path = tmp_path / "lit.yaml"
     path.write_text("trainer:\n  precision: bf16-true\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import quote
 
 from halfstep.align.findings import Finding, Place, Severity
 from halfstep.align.rules import RULES, Rule, severity_of
@@ -46,4 +47,6 @@ def result(finding: Finding) -> dict[str, Any]:
 def location(place: Place) -> dict[str, Any]:
     # SARIF counts from 1; findings without a file line (environment) point at line 1.
     region = {"startLine": max(place.line, 1), "startColumn": place.column + 1}
-    return {"physicalLocation": {"artifactLocation": {"uri": place.path}, "region": region}}
+    # A URI has no spaces, and an absolute one names its scheme.
+    uri = ("file://" if place.path.startswith("/") else "") + quote(place.path)
+    return {"physicalLocation": {"artifactLocation": {"uri": uri}, "region": region}}

@@ -61,6 +61,8 @@ def command(
     named = paths or []
     if not named and project is None and not env and not command_text:
         raise ConfigError("nothing to check", fix="name files, or --project DIR, --env, --command TEXT")
+    if as_json and as_sarif:
+        raise ConfigError("--json and --sarif are two formats for one output", fix="give one of them")
     device = device_asked(gpu, hardware)
 
     def run() -> Report:
