@@ -25,7 +25,7 @@ class GuardConfig(Section):
     lr_cut: float = Field(
         default=0.5, gt=0, le=1, description="The learning rate is multiplied by this at each rollback"
     )
-    snapshot_every: PositiveCount = Field(default=100, description="Committed steps between two snapshots for rollback")
+    snapshot_every: PositiveCount = Field(default=100, description="Attempted steps between two snapshots for rollback")
     floor_patience: PositiveCount = Field(
         default=10, description="fp16 overflows in a row at the smallest scale before the run stops"
     )

@@ -8,12 +8,14 @@
 
 A checkpoint is written into a hidden folder, flushed to the disk and renamed: it is there whole or not at all.
 On reading, sizes and checksums are compared; a damaged one is passed over for the one before, and that is said.
+A run that continues renames it to `.damaged-…`: it must not count among the newest that are kept.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
@@ -27,10 +29,13 @@ from torch import Tensor
 
 from halfstep.errors import CheckpointError
 from halfstep.run.tree import pack, unpack
+from halfstep.run.whole_file import flush, write_whole
 
 STATE = "state.json"
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
+NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+"""`step-STEP`, and `step-STEP-2` for a second one of the same step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +74,7 @@ class Checkpoints:
         return final
 
     def mark_best(self, path: Path, metric: str, value: float) -> None:
-        _replace(self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value}))
+        write_whole(self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value}))
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric, if one was marked and is still there."""
@@ -80,16 +85,21 @@ class Checkpoints:
         return path if path.is_dir() else None
 
     def all(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+        """Oldest first; what has another name, such as somebody's `step-00000005.bak`, is none of ours."""
+        return sorted((path for path in self._named() if path.is_dir()), key=_place)
 
     def load_newest(self, *, on_damaged: Callable[[str], None]) -> tuple[Path, Checkpoint]:
-        """The newest checkpoint that is whole; each damaged one on the way is reported."""
+        """The newest checkpoint that is whole; each damaged one on the way is reported and moved aside."""
+        damaged: list[Path] = []
         for path in reversed(self.all()):
             try:
-                return path, load(path)
+                found = load(path)
             except CheckpointError as error:
+                damaged.append(path)
                 on_damaged(f"{error.what}; going back to the checkpoint before it")
+                continue
+            self._set_aside(damaged)
+            return path, found
         raise CheckpointError(
             f"no usable checkpoint in {self.folder}", fix="start the run anew; its config.yaml is still there"
         )
@@ -99,23 +109,35 @@ class Checkpoints:
         for path in self.folder.glob(".writing-*"):
             shutil.rmtree(path, ignore_errors=True)
 
+    def _named(self) -> list[Path]:
+        return [path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name)]
+
     def _unused_name(self, step: int) -> Path:
         """A step saved twice (at its checkpoint and at the epoch's end) gets a second name: nothing is replaced."""
-        name = f"step-{step:08d}"
-        taken = [path.name for path in self.folder.glob(f"{name}*")]
-        if not taken:
-            return self.folder / name
         # Later than every one that is there, so that the newest still sorts last.
-        last = max(int(suffix or 0) for suffix in (other[len(name) + 1 :] for other in taken))
-        return self.folder / f"{name}-{last + 1}"
+        last = max((number for other, number in map(_place, self._named()) if other == step), default=None)
+        return self.folder / (f"step-{step:08d}" if last is None else f"step-{step:08d}-{last + 1}")
+
+    def _set_aside(self, damaged: list[Path]) -> None:
+        for path in damaged:
+            try:
+                path.rename(path.with_name(f".damaged-{path.name}-{os.getpid()}"))
+            except OSError as error:
+                raise CheckpointError(f"cannot rename the damaged {path}: {error.strerror}") from error
 
     def _drop_old(self, newest: Path) -> None:
-        best = self.best()
-        ordinary = [path for path in self.all() if path != best]
-        same_step = [path for path in ordinary if path != newest and path.name[:13] == newest.name[:13]]
-        surplus = ordinary[: -self.keep] if self.keep else []
+        others = [path for path in self.all() if path not in (newest, self.best())]
+        same_step = [path for path in others if _place(path)[0] == _place(newest)[0]]
+        surplus = others[: max(len(others) - self.keep + 1, 0)] if self.keep else []
         for path in {*same_step, *surplus}:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _place(path: Path) -> tuple[int, int]:
+    """Step, and which one of that step."""
+    match = NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1]), int(match[2] or 0)
 
 
 def load(path: Path) -> Checkpoint:
@@ -167,22 +189,6 @@ def _fingerprint(path: Path) -> dict[str, int]:
 def _publish(hidden: Path, final: Path) -> None:
     """Flush everything, then make it visible in one rename."""
     for path in [*hidden.iterdir(), hidden]:
-        _flush(path)
+        flush(path)
     hidden.rename(final)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a small file in one rename."""
-    hidden = path.with_name(f".{path.name}-{os.getpid()}")
-    hidden.write_text(text)
-    _flush(hidden)
-    hidden.replace(path)
+    flush(final.parent)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,26 @@ class RunFolder:
 
     def checkpoints(self, *, keep: int = 0) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", keep=keep)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """This process alone trains here; the system gives the lock back however the process ends."""
+        import fcntl  # not on Windows, where a stored run can still be read
+
+        with ExitStack() as open_files:
+            try:
+                file = open_files.enter_context((self.path / ".lock").open("w"))
+                # Unlike flock, not inherited by loader workers, which may outlive a killed run by seconds.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"{self.path} is being trained by another process",
+                    why="two at once would write over each other's checkpoints and metrics",
+                    fix="wait for it, or stop it first (Ctrl-C or SIGTERM: it saves everything)",
+                ) from error
+            except OSError as error:
+                raise CheckpointError(f"cannot lock {self.path}: {error.strerror}") from error
+            yield
 
     @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:

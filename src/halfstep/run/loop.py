@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.layout import in_layout_of
-from halfstep.run.memory_limit import OutOfMemory, announce, first_line, memory_error, split_window
-from halfstep.run.randomness import generator_states, restore_generators
+from halfstep.run.memory_limit import OutOfMemory, announce, explained, first_line, split_window
+from halfstep.run.resume import Changes
+from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import validate
 from halfstep.run.waiting import Waiting
+from halfstep.train.facts import Facts
 from halfstep.train.guard import Action, Verdict
 
 
@@ -56,9 +58,10 @@ class Loop:
         epochs = self.parts.config.train.epochs
         self._keep_a_way_back()
         while self.position.epoch < epochs and not self.is_done and not self.parts.stopping.should_stop:
-            self._train_epoch()
-            self._act_on(self.parts.guard.drain())
-            self._end_epoch()
+            with explained(self.parts.config, lambda: self.pieces, self.parts.device):
+                self._train_epoch()
+                self._act_on(self.parts.guard.drain())
+                self._end_epoch()
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             self.journal.early_stop(self.position.epoch, self.parts.stopping)
 
@@ -73,14 +76,16 @@ class Loop:
         left = -(-(len(parts.train_loader) - self.position.batch) // parts.step.accumulate)
         with self.journal.training(self.position.epoch, left):
             for window in parts.step.windows(feed):
-                self._one_step(window)
+                facts = self._one_step(window)
+                # Before the guard's word, which may be to save and stop: this window must not come again.
                 self.position.batch += len(window)
+                self._act_on(parts.guard.watch(facts))
                 self._after_step(Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s))
                 if self.is_done:
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s)
 
-    def _one_step(self, window: list[dict[str, Tensor]]) -> None:
+    def _one_step(self, window: list[dict[str, Tensor]]) -> Facts:
         parts, seed = self.parts, self.parts.config.train.seed
         prepared = [
             in_layout_of(parts.model, parts.workload.prepare(batch, key=(seed, parts.step.attempted, k), training=True))
@@ -89,16 +94,19 @@ class Loop:
         facts = self._compute(prepared)
         parts.step.commit(facts)
         self.journal.attempted = parts.step.attempted
-        self._act_on(parts.guard.watch(facts))
+        return facts
 
-    def _compute(self, prepared: list[dict[str, Tensor]]) -> Any:
+    def _compute(self, prepared: list[dict[str, Tensor]]) -> Facts:
         while True:
+            counted = {name: count.clone() for name, count in self.train_metrics.state_dict().items()}
             try:
                 return self.parts.step.compute(self._loss, split_window(prepared, self.pieces))
             except OutOfMemory as error:
                 self._shrink(error)
             except TorchDynamoException as error:
                 self._go_eager(error)
+            # The window starts over: what its first micro-batches counted must not count twice.
+            self.train_metrics.load_state_dict(counted)
 
     def _go_eager(self, error: TorchDynamoException) -> None:
         """What cannot be compiled runs uncompiled, and says why."""
@@ -116,7 +124,7 @@ class Loop:
         """Halve the micro-batch, keep the effective one; or say what to do."""
         parts, config = self.parts, self.parts.config
         if not config.train.auto_batch or self.pieces >= config.train.batch_size:
-            raise memory_error(error, config, self.pieces, parts.device) from error
+            raise error
         error.__traceback__ = None  # its frames hold the activations that did not fit
         parts.step.abandon()
         torch.cuda.empty_cache()
@@ -143,6 +151,9 @@ class Loop:
         if verdict.action is Action.ROLLBACK:
             self._roll_back(verdict)
         elif verdict.action is Action.STOP:
+            # Said and done: a resumed run goes on with the next window and counts its faults from there.
+            self.parts.guard.pending.clear()
+            self.parts.guard.num_faults = self.parts.guard.num_at_floor = 0
             path = self.save()
             raise TrainingStopped(
                 f"training stopped: {verdict.reason}",
@@ -161,14 +172,10 @@ class Loop:
         if parts.snapshots is None or state is None:
             return self._act_on(Verdict(action=Action.STOP, reason=f"{verdict.reason}; no snapshot is old enough",
                                         fix="a smaller guard.margin, or a lower learning rate"))  # fmt: skip
-        attempted = parts.step.attempted
-        parts.model.load_state_dict(state["model"])
-        parts.step.load_state_dict(state["step"])
-        parts.step.attempted = attempted
-        parts.snapshots.forget_after(state)
+        parts.snapshots.go_back(state, parts.model, parts.step)
         parts.guard.rolled_back()
         self._set_rate_factor()
-        self.journal.rolled_back(attempted, verdict, state["step"]["committed"], parts.guard)
+        self.journal.rolled_back(parts.step.attempted, verdict, state["step"]["committed"], parts.guard)
         return None
 
     def _set_rate_factor(self) -> None:
@@ -179,21 +186,21 @@ class Loop:
 
     def _end_epoch(self) -> None:
         parts, train = self.parts, self.parts.config.train
-        epoch, is_last = self.position.epoch, self.is_done or self.position.epoch + 1 == train.epochs
-        if self.position.batch >= len(parts.train_loader):
+        epoch, is_whole = self.position.epoch, self.position.batch >= len(parts.train_loader)
+        if is_whole:
             self.position = Position(epoch=epoch + 1)
-        is_due = is_last or (epoch + 1) % train.validate_every == 0
-        is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch)
+        in_turn = (epoch + 1) % train.validate_every == 0
+        is_due = in_turn or self.is_done or epoch + 1 == train.epochs
+        is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch, in_turn=in_turn and is_whole)
         self.train_metrics = parts.workload.metrics()
         # With checkpoints by steps an epoch's end is nothing special, but for what validation found.
         if is_due or not train.checkpoint_every:
-            path = self.save()
-            if is_best:
-                self.checkpoints.mark_best(path, parts.workload.metric, parts.stopping.best)
+            self.save(is_best=is_best)
         if self.interrupts:
             self._leave()
 
-    def _validate(self, epoch: int) -> bool:
+    def _validate(self, epoch: int, *, in_turn: bool) -> bool:
+        """Whether it is the best so far. One out of turn, at the end of a run, decides nothing else."""
         parts = self.parts
         average = parts.step.ema
         with self.journal.validating(epoch, len(parts.val_loader)) as advance:
@@ -203,8 +210,8 @@ class Loop:
                 with average.swapped_in():
                     found = self._validated(advance)
         value = found[parts.workload.metric]
-        is_best = parts.stopping.observe(value, epoch)
-        if parts.plateau is not None:
+        is_best = parts.stopping.observe(value, epoch, in_turn=in_turn)
+        if parts.plateau is not None and in_turn:
             parts.plateau.observe(value)
             self._set_rate_factor()
         self.journal.epoch(epoch, parts.step.attempted, self.train_metrics.compute(), found, is_best=is_best)
@@ -212,12 +219,7 @@ class Loop:
 
     def _validated(self, advance: Any) -> dict[str, float]:
         parts = self.parts
-        try:
-            return validate(
-                parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.pieces, advance=advance
-            )
-        except OutOfMemory as error:
-            raise memory_error(error, parts.config, self.pieces, parts.device) from error
+        return validate(parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.pieces, advance=advance)
 
     # --- what is stored ---
 
@@ -230,54 +232,33 @@ class Loop:
             exit_code=self.interrupts.exit_code,
         )
 
-    def save(self) -> Path:
+    def save(self, *, is_best: bool = False) -> Path:
         """One checkpoint of everything, between two windows."""
-        parts = self.parts
-        step = parts.step.state_dict()
-        average = step.pop("ema")
-        state = {
-            "step": step,
-            "guard": parts.guard.state_dict(),
-            "plateau": parts.plateau.state_dict() if parts.plateau is not None else {},
-            "stopping": parts.stopping.state_dict(),
-            "snapshots": parts.snapshots.state_dict() if parts.snapshots is not None else [],
-            "position": {"epoch": self.position.epoch, "batch": self.position.batch},
+        own = {
+            "position": asdict(self.position),
             "pieces": self.pieces,
             "train_metrics": self.train_metrics.state_dict(),
             "journal": self.journal.state_dict(),
-            "generators": generator_states(),
-            "workload": parts.workload.name,
-            "store": dict(parts.workload.store),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
+            "is_best": is_best,
         }
-        whole = Checkpoint(model=dict(parts.model.state_dict()), ema=average, state=state)
-        return self.checkpoints.save(parts.step.attempted, whole)
+        path = self.checkpoints.save(self.parts.step.attempted, stored(self.parts, own))
+        if is_best:
+            self._mark_best(path)
+        return path
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue exactly where the checkpoint was taken."""
-        parts, state = self.parts, checkpoint.state
-        parts.model.load_state_dict(checkpoint.model)
-        parts.step.load_state_dict({**state["step"], "ema": checkpoint.ema})
-        parts.guard.load_state_dict(state["guard"])
-        if parts.plateau is not None:
-            parts.plateau.load_state_dict(state["plateau"])
-        parts.stopping.load_state_dict(state["stopping"])
-        if parts.snapshots is not None:
-            parts.snapshots.load_state_dict(state["snapshots"])
+    def restore(self, path: Path, checkpoint: Checkpoint, changes: Changes) -> None:
+        """Continue exactly where the checkpoint was taken, but for the settings that were changed."""
+        state = checkpoint.state
+        for note in restore(self.parts, checkpoint, changes):
+            self.journal.notice(note)
+        self._set_rate_factor()
         self.position = Position(**state["position"])
         self.pieces = int(state["pieces"])
         self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
-        self.journal.attempted = parts.step.attempted
-        restore_generators(state["generators"])
-        self._use_threads(int(state["threads"]))
+        self.journal.attempted = self.parts.step.attempted
+        if state["is_best"]:
+            self._mark_best(path)  # a kill may have come between the checkpoint and its mark
 
-    def _use_threads(self, stored: int) -> None:
-        """On a CPU the last bit of a sum depends on the number of threads it is split over."""
-        now = torch.get_num_threads()
-        if self.parts.device.type == "cpu" and now != stored:
-            torch.set_num_threads(stored)
-            self.journal.notice(
-                f"using {stored} CPU threads as the run did, not {now}: results stay the same to the bit"
-            )
+    def _mark_best(self, path: Path) -> None:
+        self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)

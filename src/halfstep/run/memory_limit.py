@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,15 @@ def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
     chunks = {name: tensor.chunk(pieces) for name, tensor in batch.items()}
     num = len(next(iter(chunks.values())))
     return [{name: parts[k] for name, parts in chunks.items()} for k in range(num)]
+
+
+@contextmanager
+def explained(config: RunConfig, pieces: Callable[[], int], device: torch.device) -> Iterator[None]:
+    """Where memory runs out inside, the user reads what to do. Nothing was saved since the last checkpoint."""
+    try:
+        yield
+    except OutOfMemory as error:
+        raise memory_error(error, config, pieces(), device) from error
 
 
 def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: torch.device) -> MemoryLimitError:

@@ -30,18 +30,24 @@ def generator_states() -> dict[str, Any]:
     }
 
 
-def restore_generators(states: Mapping[str, Any]) -> None:
+def restore_generators(states: Mapping[str, Any]) -> list[str]:
+    """Put them back; what cannot be is named in the answer."""
     random.setstate(states["python"])
     np.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(states["torch"])
-    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    num_here, num_then = torch.cuda.device_count(), len(states["cuda"])
+    for device, state in zip(range(num_here), states["cuda"], strict=False):
+        torch.cuda.set_rng_state(state, device)
+    if num_here >= num_then:
+        return []
+    return [f"the run had {num_then} GPUs, here are {num_here}: the random generators of the others start anew"]
 
 
 @contextmanager
 def algorithms(*, deterministic: bool) -> Iterator[None]:
     """Which kernels torch may pick: repeatable ones only, or any. Restored on exit."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn_before = torch.backends.cudnn.deterministic
     if deterministic:
         # cuBLAS reads it when its handle is made; without it torch refuses deterministic matmuls.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -50,5 +56,5 @@ def algorithms(*, deterministic: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.deterministic = before[1]
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+        torch.backends.cudnn.deterministic = cudnn_before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,7 +15,22 @@ FREE = (
     "train.checkpoints_total_limit", "train.report_every", "train.validate_every", "train.auto_batch",
     "data.num_workers", "data.dir", "log.",
 )  # fmt: skip
-"""Keys that change how long a run goes on or what it tells, not what a step computes."""
+"""Keys that change how long a run goes on or what it tells. A schedule that follows the length of the run changes
+with `train.epochs` and `train.max_steps`, too: that is said."""
+
+FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")
+"""Schedules that end where the run ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """How the settings asked for differ from the stored ones."""
+
+    keys: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def touch(self, *prefixes: str) -> bool:
+        return any(key.startswith(prefixes) for key in self.keys)
 
 
 def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
@@ -26,8 +42,8 @@ def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def refuse_changes(stored: RunConfig, asked: RunConfig, *, allow: bool) -> list[str]:
-    """The differences, as notes; those that would change what a step computes are refused unless allowed."""
+def refuse_changes(stored: RunConfig, asked: RunConfig, *, allow: bool) -> Changes:
+    """The differences; those that would change what a step computes are refused unless allowed."""
     before, now = flattened(stored), flattened(asked)
     changed = [key for key in now if now[key] != before.get(key)]
     notes = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
@@ -38,4 +54,14 @@ def refuse_changes(stored: RunConfig, asked: RunConfig, *, allow: bool) -> list[
             why="a resumed run continues exactly; with other settings it would be another run",
             fix="leave them out, or accept a run of two halves with --allow-changes",
         )
-    return notes
+    return Changes(keys=tuple(changed), notes=(*notes, *_about_the_schedule(asked, changed)))
+
+
+def _about_the_schedule(config: RunConfig, changed: list[str]) -> list[str]:
+    if not {"train.epochs", "train.max_steps"} & set(changed):
+        return []
+    s = config.schedule
+    followers = [f"the {s.name} schedule"] if s.name in FOLLOWS_THE_LENGTH else []
+    # Warmup by epochs is at most a tenth of the run.
+    followers += ["the warmup"] if s.warmup_steps is None and s.warmup_epochs > 0 else []
+    return [f"{name} follows the new length of the run: its learning rates change from here on" for name in followers]

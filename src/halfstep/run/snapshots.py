@@ -9,43 +9,67 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.run.loose_buffers import loose_buffers, put_back
+from halfstep.train.guard import LAG
 from halfstep.train.step import Step
 
 
 class Snapshots:
-    """The last few states of a run, taken every `every` attempted steps, newest last."""
+    """The last few states of a run, taken every `every` attempted steps, newest last.
+
+    How far back a rollback goes is counted in committed steps. The host knows those only by waiting for the device,
+    so they are read when a snapshot is taken, and attempted steps say when that is.
+    """
 
     def __init__(self, *, every: int, margin: int) -> None:
         self.every, self.margin = every, margin
-        # Enough to reach back past the margin, plus one that a fault right after a snapshot makes useless.
-        self.size = margin // every + 2
         self.states: list[dict[str, Any]] = []
+        self.start = 0
+        """Committed steps of the first state, or of the one gone back to: nearer than the margin, still far enough."""
 
     def due(self, attempted: int) -> bool:
         return attempted % self.every == 0
 
     def take(self, model: nn.Module, step: Step) -> None:
-        """Copy everything a rollback puts back; waits for the device. Steps that were all skipped are not copied."""
-        if self.states and self.states[-1]["step"]["committed"] == int(step.committed):
+        """Copy everything a rollback puts back; waits for the device. Steps that were mostly skipped are not copied."""
+        committed = int(step.committed)
+        if self.states and committed - _committed(self.states[-1]) < max(self.every // 2, 1):
             return
-        state = {"model": model.state_dict(), "step": step.state_dict()}
-        self.states = [*self.states, _on_host(state)][-self.size :]
+        if not self.states:
+            self.start = committed
+        state = {"model": model.state_dict(), "buffers": loose_buffers(model), "step": step.state_dict()}
+        self.states.append(_on_host(state))
+        # A fault the guard has not seen yet may be LAG steps old; whatever comes, the first state is then not needed.
+        while len(self.states) > 1 and _committed(self.states[1]) <= self._limit(committed - LAG):
+            del self.states[0]
 
     def before(self, committed: int) -> dict[str, Any] | None:
-        """The newest state at least `margin` committed steps before `committed`; the very start is far enough."""
-        usable = [s for s in self.states if s["step"]["committed"] <= max(committed - self.margin, 0)]
+        """The newest state at least `margin` committed steps before `committed`, or the one everything began with."""
+        usable = [state for state in self.states if _committed(state) <= self._limit(committed)]
         return usable[-1] if usable else None
 
-    def forget_after(self, state: Mapping[str, Any]) -> None:
-        """Once back at `state`, the later ones belong to the abandoned path."""
-        limit = state["step"]["committed"]
-        self.states = [s for s in self.states if s["step"]["committed"] <= limit]
+    def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Step) -> None:
+        """Put `state` back but for the count of attempts; later states belong to the abandoned path."""
+        attempted = step.attempted
+        model.load_state_dict(state["model"])
+        put_back(model, state["buffers"])
+        step.load_state_dict(state["step"])
+        step.attempted = attempted
+        self.start = _committed(state)
+        self.states = [other for other in self.states if _committed(other) <= self.start]
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        return self.states
+    def _limit(self, committed: int) -> int:
+        return max(committed - self.margin, self.start)
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        self.states = list(states)
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self.start, "states": self.states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.start, self.states = int(state["start"]), list(state["states"])
+
+
+def _committed(state: Mapping[str, Any]) -> int:
+    return int(state["step"]["committed"])
 
 
 def _on_host(tree: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep.config.dump import to_yaml
@@ -27,7 +28,8 @@ from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
-from halfstep.run.resume import refuse_changes
+from halfstep.run.resume import Changes, refuse_changes
+from halfstep.run.whole_file import write_whole
 from halfstep.workloads import write_demo
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on images generated into {}; yours go in with --data-dir DIR"
@@ -55,11 +57,20 @@ def _start(loaded: Loaded, out: str | None) -> Path:
             shutil.rmtree(demo.path)
         raise
     folder = demo or RunFolder.create(out, _run_name(loaded.config))
-    folder.config.write_text(to_yaml(loaded.config))
-    folder.plan.write_text(plan.to_json())
     notes = [DEMO_NOTE.format(folder.path / "data")] if demo is not None else []
-    _run(loaded, folder, parts, checkpoint=None, notes=notes)
+    with folder.locked():
+        try:
+            _write_settings(folder, loaded.config, plan)
+        except CheckpointError:
+            shutil.rmtree(folder.path)
+            raise
+        _run(loaded, folder, parts, resumed=None, notes=notes)
     return folder.path
+
+
+def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
+    write_whole(folder.plan, plan.to_json())
+    write_whole(folder.config, to_yaml(config))  # last: a folder with it is a run
 
 
 def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
@@ -69,24 +80,42 @@ def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
     return dataclasses.replace(loaded, config=config.model_copy(update={"data": data}))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """Where a run goes on."""
+
+    path: Path
+    checkpoint: Checkpoint
+    changes: Changes
+
+
 def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
     stored = load(str(folder.config)).config
     changes = refuse_changes(stored, loaded.config, allow=allow_changes)
-    damaged: list[str] = []
-    checkpoints = folder.checkpoints()
-    checkpoints.clean_up()
-    path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
-    workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
-    plan = Plan.from_json(_text(folder.plan))
-    cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
-    notes = [*damaged, *changes, f"resuming from {path.name}"]
-    _run(loaded, folder, assemble(loaded.config, workload, plan), checkpoint=checkpoint, notes=notes)
+    with folder.locked():
+        damaged: list[str] = []
+        checkpoints = folder.checkpoints()
+        checkpoints.clean_up()
+        path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
+        workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
+        plan = Plan.from_json(_text(folder.plan))
+        if changes.touch("precision.", "device"):
+            plan = plan_for(loaded.config, workload, probe(loaded.config.device))
+        cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
+        notes = [*damaged, *changes.notes, f"resuming from {path.name}"]
+        resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
+        _run(loaded, folder, assemble(loaded.config, workload, plan), resumed=resumed, notes=notes)
     return folder.path
 
 
-def _run(
-    loaded: Loaded, folder: RunFolder, parts: Assembly, *, checkpoint: Checkpoint | None, notes: list[str]
-) -> None:
+def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
+    """Everything back in place; only then are accepted changes written, so that one that fails does not stay."""
+    loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
+    if resumed.changes.keys:
+        _write_settings(folder, loop.parts.config, loop.parts.plan)
+
+
+def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, notes: list[str]) -> None:
     config = loaded.config
     report = RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
     journal = Journal(
@@ -102,8 +131,8 @@ def _run(
         show_header(report, loaded, folder, parts)
         for note in notes:
             report.notice(note, "warning" if "damaged" in note or "DEMO" in note else "info")
-        if checkpoint is not None:
-            loop.restore(checkpoint)
+        if resumed is not None:
+            _continue(loop, folder, resumed)
         reset_peak(parts.device)
         clock, energy = Stopwatch(), EnergyMeter(parts.device)
         try:

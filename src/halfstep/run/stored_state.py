@@ -1,0 +1,88 @@
+"""What a checkpoint holds of an assembly, and how it comes back: exactly, or with the changes a user accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import CheckpointError
+from halfstep.run.assemble import Assembly
+from halfstep.run.checkpoint import Checkpoint
+from halfstep.run.loose_buffers import loose_buffers, put_back
+from halfstep.run.randomness import generator_states, restore_generators
+from halfstep.run.resume import Changes
+
+ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.decay_norms_and_biases")
+"""Changes after which the stored moments belong to other parameters or to nothing."""
+
+
+def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
+    """Everything, with what the loop adds of its own; waits for the device."""
+    step = parts.step.state_dict()
+    average: dict[str, Tensor] = step.pop("ema")
+    state = {
+        "step": step,
+        "buffers": loose_buffers(parts.model),
+        "guard": parts.guard.state_dict(),
+        "plateau": parts.plateau.state_dict() if parts.plateau is not None else {},
+        "stopping": parts.stopping.state_dict(),
+        "snapshots": parts.snapshots.state_dict() if parts.snapshots is not None else {},
+        "generators": generator_states(),
+        "workload": parts.workload.name,
+        "store": dict(parts.workload.store),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **own,
+    }
+    return Checkpoint(model=dict(parts.model.state_dict()), ema=average, state=state)
+
+
+def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[str]:
+    """Put everything back but for the accepted changes of settings; what could not be put back is named."""
+    state = checkpoint.state
+    try:
+        parts.model.load_state_dict(checkpoint.model)
+    except RuntimeError as error:
+        raise CheckpointError(
+            "the checkpoint does not hold the weights of this model", why=" ".join(str(error).split())[:300],
+            fix="resume with the model the run was started with",
+        ) from error  # fmt: skip
+    put_back(parts.model, state["buffers"])
+    step, notes = _with_changes(parts, state["step"], changes)
+    parts.step.load_state_dict({**step, "ema": checkpoint.ema})
+    parts.guard.load_state_dict(state["guard"])
+    if parts.plateau is not None and state["plateau"]:
+        parts.plateau.load_state_dict(state["plateau"])
+    parts.stopping.load_state_dict(state["stopping"])
+    # Snapshots hold the former settings; after a change the run keeps new ones from here on.
+    if parts.snapshots is not None and state["snapshots"] and not changes.touch("optimizer.", "precision."):
+        parts.snapshots.load_state_dict(state["snapshots"])
+    return [*notes, *restore_generators(state["generators"]), *_use_threads(parts, int(state["threads"]))]
+
+
+def _with_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -> tuple[dict[str, Any], list[str]]:
+    """The step's stored state, with the configured options in place of the stored ones where those were changed."""
+    fresh, merged, notes = parts.step.state_dict(), dict(state), list[str]()
+    if changes.touch(*ANOTHER_OPTIMIZER):
+        merged["optimizers"] = fresh["optimizers"]
+        notes.append("the optimizer starts anew: its stored state belongs to the former one")
+    elif changes.touch("optimizer."):
+        pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)
+        merged["optimizers"] = [{**kept, "param_groups": new["param_groups"]} for kept, new in pairs]
+    if bool(state["scaler"]) != bool(fresh["scaler"]):
+        merged["scaler"] = fresh["scaler"]
+    if len(state["spikes"]["ring"]) != len(fresh["spikes"]["ring"]):
+        merged["spikes"] = fresh["spikes"]
+    return merged, notes
+
+
+def _use_threads(parts: Assembly, then: int) -> list[str]:
+    """On a CPU the last bit of a sum depends on the number of threads it is split over."""
+    now = torch.get_num_threads()
+    if parts.device.type != "cpu" or now == then:
+        return []
+    torch.set_num_threads(then)
+    return [f"using {then} CPU threads as the run did, not {now}: results stay the same to the bit"]
