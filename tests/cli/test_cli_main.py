@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from halfstep import __version__
-from halfstep.cli.main import app_with, main, with_dashes
+from halfstep.cli.main import COMMANDS, app_with, main, names_for, with_dashes
 
 EVERY_HELP = """
 import contextlib, io, sys
@@ -88,3 +88,9 @@ def test_an_unknown_flag_or_command_exits_with_two_and_no_traceback(
         main(argv)
     assert stopped.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_command_is_built_alone_and_help_shows_all() -> None:
+    assert names_for(["check", "a.yaml"]) == ["check"]
+    assert [command.name for command in app_with(["check"]).registered_commands] == ["check"]
+    assert names_for(["--help"]) == names_for([]) == names_for(["chek"]) == COMMANDS

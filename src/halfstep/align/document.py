@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -172,6 +171,8 @@ def plain_scalar(text: str) -> Scalar:
 
 
 def read_toml(text: str, path: str) -> Node:
+    import tomllib  # here: most configs are not TOML, and it takes 5 ms to load
+
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
