@@ -10,6 +10,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -104,22 +106,106 @@ def test_a_step_saved_twice_replaces_nothing_until_the_new_one_is_there(tmp_path
     assert third.is_dir()
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
-    """A limit on the size of files is the nearest thing to a full disk that a test may have."""
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_one_just_written_stays_when_a_later_one_was_damaged(tmp_path: Path, keep: int) -> None:
+    for step in (4, 6, 8):
+        Checkpoints(tmp_path).save(step, checkpoint(step))
+    for step in (6, 8):
+        (tmp_path / f"step-{step:08d}" / "model.safetensors").write_bytes(b"x")
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    path, _ = checkpoints.load_newest(on_damaged=lambda text: None)
+    assert path.name == "step-00000004"
+    assert len(list(tmp_path.glob(".damaged-*"))) == 2
+    written = checkpoints.save(5, checkpoint(5.0))
+    assert checkpoints.all() == ([path] if keep == 2 else []) + [written]
+    assert checkpoints.save(6, checkpoint(6.0)).name == "step-00000006"
+    assert checkpoints.load_newest(on_damaged=pytest.fail)[1].model["weight"][0, 0] == 6.0
+
+
+def test_the_one_just_written_stays_whatever_has_a_later_number(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).save(9, checkpoint(9.0))
+    written = Checkpoints(tmp_path, keep=1).save(5, checkpoint(5.0))
+    assert Checkpoints(tmp_path).all() == [written]
+
+
+def test_where_all_are_damaged_none_is_moved(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, checkpoint())
-    big = Checkpoint(model={"weight": torch.zeros(1 << 20)}, ema={}, state={})
+    (checkpoints.save(4, checkpoint()) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        checkpoints.load_newest(on_damaged=lambda text: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_a_file_of_somebody_else_is_no_checkpoint_and_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "step-00000005.bak").mkdir()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    assert [checkpoints.save(5, checkpoint(k)).name for k in (1.0, 2.0)] == ["step-00000005", "step-00000005-1"]
+    assert (tmp_path / "step-00000005.bak").is_dir()
+
+
+def test_the_tenth_of_one_step_is_newer_than_the_second(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for k in range(12):
+        path = checkpoints.save(5, checkpoint(float(k)))
+        if k in (0, 2):
+            checkpoints.mark_best(path, "iou", 0.5)
+    assert checkpoints.all()[-1].name == "step-00000005-11"
+    assert checkpoints.load_newest(on_damaged=pytest.fail)[1].model["weight"][0, 0] == 11.0
+
+
+@contextmanager
+def small_disk(limit_bytes: int) -> Iterator[None]:
+    """A limit on the size of files is the nearest thing to a full disk that a test may have."""
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, former[1]))
     try:
-        with pytest.raises(CheckpointError, match="cannot write checkpoint"):
-            checkpoints.save(2, big)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
         signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, checkpoint())
+    big = Checkpoint(model={"weight": torch.zeros(1 << 20)}, ema={}, state={})
+    with small_disk(1 << 16), pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        checkpoints.save(2, big)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert load(tmp_path / "step-00000001").model["weight"][0, 0] == 1.0
+
+
+def test_a_full_disk_keeps_the_former_mark_of_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    first, second = checkpoints.save(1, checkpoint()), checkpoints.save(2, checkpoint())
+    checkpoints.mark_best(first, "iou", 0.5)
+    with small_disk(4), pytest.raises(CheckpointError, match=r"cannot write .*best.json"):
+        checkpoints.mark_best(second, "iou", 0.6)
+    assert checkpoints.best() == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", first.name, second.name]
+
+
+HOLDER = """
+    import fcntl, sys
+    file = open(sys.argv[1], "w")
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path) -> None:
+    folder = RunFolder.create(str(tmp_path / "run"), "unet")
+    command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(folder.path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(CheckpointError, match="trained by another process"), folder.locked():
+            pytest.fail("two at once")
+        process.kill()
+    with folder.locked():
+        pass
 
 
 WRITER = """

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from whole_runs import assert_same_run, final_state, records, resume
 
 from halfstep.config.load import load
 from halfstep.errors import CheckpointError, Interrupted
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
-from halfstep.run.tree import pack
 from tiny_training import assert_same_bits
 
 POISONED = [2, 3, 9]
@@ -43,36 +43,10 @@ def run(out: Path, overrides: list[str]) -> Path:
     return train(load("tiny_workload:build", overrides=overrides), out=out)
 
 
-def resume(folder: Path, *overrides: str, allow_changes: bool = False) -> Path:
-    loaded = load(str(folder / "config.yaml"), overrides=overrides)
-    return train(loaded, resume=folder, allow_changes=allow_changes)
-
-
-def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
-    """Every tensor and every number of the last checkpoint."""
-    _, checkpoint = Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)
-    plain, tensors = pack(checkpoint.state)
-    named = {f"model.{k}": v for k, v in checkpoint.model.items()} | {f"ema.{k}": v for k, v in checkpoint.ema.items()}
-    return named | tensors, json.dumps(plain, sort_keys=True)
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("samples_per_s", "memory_bytes")
-    return [{name: value for name, value in line.items() if name not in clocks} for line in lines]
-
-
-def assert_same_run(left: Path, right: Path) -> None:
-    (tensors, plain), (other_tensors, other_plain) = final_state(left), final_state(right)
-    assert_same_bits(tensors, other_tensors)
-    assert plain == other_plain
-    assert records(left) == records(right)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_stopped_in_mid_epoch_and_resumed_equals_an_unbroken_one(tmp_path: Path, precision: str) -> None:
     flag = tmp_path / "signal"
-    options = {"signal_file": str(flag), "signal_step": 6}
+    options = {"signal_file": str(flag), "signal_step": 6, "workers": 2}
     whole = run(tmp_path / "whole", config(precision, **options))
     flag.touch()
     with pytest.raises(Interrupted) as stopped:

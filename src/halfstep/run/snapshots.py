@@ -59,7 +59,7 @@ class Snapshots:
         self.states = [other for other in self.states if _committed(other) <= self.start]
 
     def _limit(self, committed: int) -> int:
-        return max(committed - self.margin, self.start)
+        return max(committed - self.margin, min(self.start, committed))
 
     def state_dict(self) -> dict[str, Any]:
         return {"start": self.start, "states": self.states}

@@ -1,0 +1,68 @@
+"""Runs of the tiny workload, stopped, resumed and compared, for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.config.load import load
+from halfstep.report.metrics_file import read
+from halfstep.run.checkpoint import Checkpoint, Checkpoints
+from halfstep.run.train import train
+from halfstep.run.tree import pack
+from tiny_training import assert_same_bits
+
+TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True, "train.batch_size": 4,
+        "precision.default": "fp32"}  # fmt: skip
+"""22 samples: six steps an epoch."""
+
+
+def run(out: Path, settings: dict[str, Any]) -> Path:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, **settings}.items()]
+    return train(load("tiny_workload:build", overrides=overrides), out=out)
+
+
+def resume(folder: Path, *overrides: str, allow_changes: bool = False) -> Path:
+    loaded = load(str(folder / "config.yaml"), overrides=overrides)
+    return train(loaded, resume=folder, allow_changes=allow_changes)
+
+
+def newest(folder: Path) -> Checkpoint:
+    return Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)[1]
+
+
+def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Every tensor and every number of the last checkpoint."""
+    checkpoint = newest(folder)
+    plain, tensors = pack(checkpoint.state)
+    named = {f"model.{k}": v for k, v in checkpoint.model.items()} | {f"ema.{k}": v for k, v in checkpoint.ema.items()}
+    return named | tensors, json.dumps(plain, sort_keys=True)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Without what a clock or the machine decides."""
+    clocks = ("samples_per_s", "memory_bytes")
+    return [{name: value for name, value in line.items() if name not in clocks} for line in stored_lines(folder)]
+
+
+def stored_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [record for record in read(folder / "metrics.jsonl") if record.get("event") == name]
+
+
+def learning_rates(folder: Path) -> list[float]:
+    return [record["lr"] for record in read(folder / "metrics.jsonl") if record["kind"] == "train"]
+
+
+def assert_same_run(left: Path, right: Path) -> None:
+    (tensors, plain), (other_tensors, other_plain) = final_state(left), final_state(right)
+    assert_same_bits(tensors, other_tensors)
+    assert plain == other_plain
+    assert records(left) == records(right)
