@@ -74,7 +74,7 @@ def other_table() -> str:
     )
     for folder, rows in pipeline.items():
         lines.append(
-            f"| images a second of processor time into the device against the usual PIL loop, {folder} | files "
+            f"| images into the device against the usual PIL loop, two cores, {folder} | files "
             f"{rows['files']['cpu_times_usual']:.1f}x, packed {rows['packed']['cpu_times_usual']:.0f}x | "
             "`python benchmarks/input_pipeline.py DIR` |"
         )

@@ -35,22 +35,6 @@ def test_formats_decode_to_the_same_colours(tmp_path: Path, ending: str, options
     assert near(decoded(tmp_path / f"a.{ending}"), np.asarray(picture).astype(int), 3)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("reduction", [1, 2])
-def test_fast_decoding_is_a_level_off_and_nothing_else_uses_it(tmp_path: Path, mode: str, reduction: int) -> None:
-    noise = np.random.default_rng(0).normal(0, 20, (60, 80, 3))
-    coloured = np.clip(np.asarray(smooth_picture(5, (80, 60))) + noise, 0, 255).astype(np.uint8)
-    Image.fromarray(coloured).convert(mode).save(tmp_path / "a.jpg", quality=90)
-    with open_picture(tmp_path / "a.jpg") as first, open_picture(tmp_path / "a.jpg") as second:
-        exact, fast = first.rgb(reduction=reduction), second.rgb(reduction=reduction, fast=True)
-    assert exact.size == (80 // reduction, 60 // reduction)
-    assert near(np.asarray(fast).astype(int), np.asarray(exact).astype(int), 5)
-    if reduction == 1:
-        with Image.open(tmp_path / "a.jpg") as plain:
-            assert np.array_equal(np.asarray(exact), np.asarray(plain.convert("RGB")))
-        assert mode != "RGB" or not np.array_equal(np.asarray(fast), np.asarray(exact))
-
-
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGBA", "P", "LA", "1"])
 def test_colour_modes_become_rgb(tmp_path: Path, mode: str) -> None:
     picture = smooth_picture(2).convert(mode)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
-from PIL.JpegImagePlugin import JpegImageFile
 
 from halfstep.data.files import UNREADABLE, unreadable
 from halfstep.data.images import SIXTEEN_BIT_MODES
@@ -38,17 +37,12 @@ class Picture:
         self.size = (height, width) if self._orientation >= 5 else (width, height)
         """Width and height as the picture is meant to be seen."""
 
-    def rgb(self, *, reduction: float = 1.0, fast: bool = False) -> Image.Image:
-        """All pixels, upright; up to `reduction` times smaller where the file can be decoded so.
-
-        `fast` saves a sixth of a JPEG's time (libjpeg's fast integer transform, chroma pixels repeated instead of
-        interpolated) for pixels that are off by 1 to 1.5 of 255 on average: for training only.
-        """
+    def rgb(self, *, reduction: float = 1.0) -> Image.Image:
+        """All pixels, upright; up to `reduction` times smaller where the file can be decoded so."""
         try:
             factor = next((k for k in JPEG_REDUCTIONS if k <= reduction), 1)
-            if isinstance(self._image, JpegImageFile) and self._image.format == "JPEG":
+            if factor > 1 and self._image.format == "JPEG":
                 self._image.draft(None, (self._image.width // factor, self._image.height // factor))
-                self._image.decoderconfig = (factor, int(fast))
             upright = ImageOps.exif_transpose(self._image) if self._orientation != 1 else self._image
             return _to_rgb(upright)
         except UNREADABLE as error:

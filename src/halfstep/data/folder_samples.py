@@ -44,7 +44,7 @@ class TrainingFiles:
         return {"image": torch.from_numpy(canvas), "box": torch.from_numpy(box), "label": self._labels[index]}
 
     def _crop(self, picture: Picture, box: Array) -> tuple[Array, Array]:
-        image, (left, top, right, bottom) = decoded_for(picture, box, self.size, fast=True)
+        image, (left, top, right, bottom) = decoded_for(picture, box, self.size)
         x, y = math.floor(left), math.floor(top)
         part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
         wide, tall = (self.size if side > self.canvas else side for side in part.size)
@@ -81,10 +81,10 @@ def centre_square(picture: Picture, size: int, share: float) -> Array:
     return np.array(shrunk(image, box, size))
 
 
-def decoded_for(picture: Picture, box: Array, size: int, *, fast: bool = False) -> tuple[Image.Image, Array]:
+def decoded_for(picture: Picture, box: Array, size: int) -> tuple[Image.Image, Array]:
     """The picture at the smallest scale at which the box still has `size` pixels a side, and the box at that scale."""
     sides = box[2:] - box[:2]
-    image = picture.rgb(reduction=float(sides.min()) / size, fast=fast)
+    image = picture.rgb(reduction=float(sides.min()) / size)
     if image.size == picture.size:
         return image, box
     scale = np.array(image.size * 2, dtype=np.float32) / np.array(picture.size * 2, dtype=np.float32)
