@@ -1,0 +1,43 @@
+"""The scripts under `examples/` run as their users run them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep.data.demo_segmentation import write_demo
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_the_loop_of_ones_own_skips_the_bad_step_and_learns() -> None:
+    command = [sys.executable, str(EXAMPLES / "own_loop.py"), "fp32"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    outcomes = [line for line in done.stdout.splitlines() if line.startswith("Outcome")]
+    assert "step 15 skipped" in outcomes[1]
+    assert float(outcomes[-1].split("loss ")[1].split(",")[0]) < 0.3
+
+
+def test_the_unet_script_trains_on_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is but for its size: its settings are for images of 512 pixels."""
+    write_demo(tmp_path / "data", num_images=6, side=16)
+    spec = importlib.util.spec_from_file_location("train_unet_example", EXAMPLES / "train_unet.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.CONFIG |= {"batch_size": 2, "num_epochs": 2, "data.image_size": 16, "model.base_channels": 2,
+                      "model.depth": 1, "device": "cpu", "data.num_workers": 0}  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_unet.py", str(tmp_path / "data")])
+    script.main()
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 1
+    assert (runs[0] / "checkpoints" / "best.json").is_file()

@@ -1,0 +1,56 @@
+"""Out of memory: a clear error wherever it happens, and no sample counted twice when the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from whole_runs import newest, run
+
+from halfstep.errors import MemoryLimitError
+from halfstep.run import loop
+from halfstep.run.loop import Loop
+from halfstep.train.step import Step
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, at_call: int, after: bool = False) -> None:
+    """No small machine runs out of memory on request, so torch's error comes from the call of this number."""
+    original, calls = getattr(owner, name), iter(range(1, 10**6))
+
+    def call(*args: Any, **more: Any) -> Any:
+        is_it = next(calls) == at_call
+        result = None if is_it and not after else original(*args, **more)
+        if is_it:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "at_call"), [(Step, "commit", 8), (loop, "in_layout_of", 8), (loop, "validate", 2)]
+)
+def test_it_is_a_clear_error_wherever_it_happens_and_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at_call: int
+) -> None:
+    fail_once(monkeypatch, owner, name, at_call=at_call)
+    with pytest.raises(MemoryLimitError, match="out of memory on cpu") as failed:
+        run(tmp_path / "run", {"train.epochs": 3, "train.auto_batch": True})
+    assert "Tried to allocate 2 GiB" in failed.value.why
+    assert newest(tmp_path / "run").state["step"]["attempted"] == 6
+
+
+def test_a_window_that_starts_over_counts_its_samples_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_once(monkeypatch, Loop, "_loss", at_call=2, after=True)
+    counted: list[int] = []
+    original = Loop._end_epoch
+
+    def end_epoch(running: Loop) -> None:
+        counted.append(int(running.train_metrics.state_dict()["counts"][1]))
+        original(running)
+
+    monkeypatch.setattr(Loop, "_end_epoch", end_epoch)
+    run(tmp_path / "run", {"train.epochs": 2, "train.accumulate": 2, "train.auto_batch": True})
+    assert counted == [22, 22]
