@@ -126,7 +126,8 @@ class Checkpoints:
                 raise CheckpointError(f"cannot rename the damaged {path}: {error.strerror}") from error
 
     def _drop_old(self, newest: Path) -> None:
-        others = [path for path in self.all() if path not in (newest, self.best())]
+        kept = (newest, self.best())
+        others = [path for path in self.all() if path not in kept]
         same_step = [path for path in others if _place(path)[0] == _place(newest)[0]]
         surplus = others[: max(len(others) - self.keep + 1, 0)] if self.keep else []
         for path in {*same_step, *surplus}:
