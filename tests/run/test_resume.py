@@ -173,3 +173,22 @@ def test_a_finished_run_resumed_trains_no_further(tmp_path: Path) -> None:
     before = final_state(out)
     resume(out)
     assert_same_bits(before[0], final_state(out)[0])
+
+
+def test_changed_data_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiny_workload
+
+    out = run(tmp_path / "run", config(more={"train.epochs": 1}))
+    monkeypatch.setattr(tiny_workload.Samples, "__len__", lambda self: self.count - 1)
+    with pytest.raises(CheckpointError, match="22 training and 9 validation samples became 21 and 8"):
+        resume(out, "train.epochs=2")
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+    overrides = config(more={"log.quiet": False, "train.epochs": 3})
+    with start("tiny_workload:build", *overrides, "--out", str(tmp_path / "run")) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=90) == 0
+    assert max(r["epoch"] for r in records(tmp_path / "run") if "epoch" in r) == 3

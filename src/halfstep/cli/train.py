@@ -99,6 +99,10 @@ def command(
     """
     flags = {name: value for name, value in context.params.items() if name not in NOT_SETTINGS}
     loaded = loaded_from(words or [], flags, resume)
+    if resume and out:
+        raise ConfigError(
+            f"--resume {resume} continues in its own folder, --out {out} has no meaning", fix="leave --out"
+        )
     if as_json and not show_config:
         raise ConfigError(
             "--json needs --show-config", fix="a run's metrics are JSON anyway: metrics.jsonl in its folder"

@@ -7,6 +7,8 @@ Only strings and numbers come in here: a tensor would make the host wait.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -26,13 +28,21 @@ STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold r
 Rows = Sequence[tuple[str, str]]
 
 
+class DeafConsole(Console):
+    """Goes on when nobody reads any more: `halfstep train ... | head` must not end a run. The records stay complete."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class RunReport:
     """The voice of one run; a resumed run cuts its metrics file back before it makes one."""
 
     def __init__(
         self, folder: Path, *, quiet: bool = False, tensorboard: bool = False, console: Console | None = None
     ) -> None:
-        self._console = console or Console()
+        self._console = console or DeafConsole()
         self._quiet = quiet
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         after_step = last_step(self._metrics.path) if tensorboard else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,3 +66,17 @@ def _about_the_schedule(config: RunConfig, changed: list[str]) -> list[str]:
     # Warmup by epochs is at most a tenth of the run.
     followers += ["the warmup"] if s.warmup_steps is None and s.warmup_epochs > 0 else []
     return [f"{name} follows the new length of the run: its learning rates change from here on" for name in followers]
+
+
+def refuse_other_data(stored: Sequence[int], found: Sequence[int], *, allow: bool) -> list[str]:
+    """With other numbers of samples the split is another one, and validation may hold what was trained on."""
+    if list(stored) == list(found):
+        return []
+    note = f"the data changed: {stored[0]} training and {stored[1]} validation samples became {found[0]} and {found[1]}"
+    if not allow:
+        raise CheckpointError(
+            note,
+            why="samples would be counted and split differently, so the run could not be continued exactly",
+            fix="put the data back, or accept a run of two halves with --allow-changes",
+        )
+    return [note]

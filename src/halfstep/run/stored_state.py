@@ -33,6 +33,7 @@ def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
         "generators": generator_states(),
         "workload": parts.workload.name,
         "store": dict(parts.workload.store),
+        "num_samples": [len(parts.workload.train_samples), len(parts.workload.val_samples)],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **own,

@@ -28,7 +28,7 @@ from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
-from halfstep.run.resume import Changes, refuse_changes
+from halfstep.run.resume import Changes, refuse_changes, refuse_other_data
 from halfstep.run.whole_file import write_whole
 from halfstep.workloads import write_demo
 
@@ -98,11 +98,13 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         checkpoints.clean_up()
         path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
         workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
+        found = [len(workload.train_samples), len(workload.val_samples)]
+        other = refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
         plan = Plan.from_json(_text(folder.plan))
         if changes.touch("precision.", "device"):
             plan = plan_for(loaded.config, workload, probe(loaded.config.device))
         cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
-        notes = [*damaged, *changes.notes, f"resuming from {path.name}"]
+        notes = [*damaged, *changes.notes, *other, f"resuming from {path.name}"]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
         _run(loaded, folder, assemble(loaded.config, workload, plan), resumed=resumed, notes=notes)
     return folder.path
