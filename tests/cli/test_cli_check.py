@@ -125,3 +125,11 @@ def test_two_files_take_less_than_half_a_second_of_work(guide_4: Path) -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # CPU time, so that a busy machine does not matter; 0.42 s on a Neoverse-N1 core, doubled for slower ones.
     assert after.ru_utime - before.ru_utime < 0.9
+
+
+def test_a_folder_without_scripts_is_no_green_light(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}}')
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "--project" in capsys.readouterr().err.replace("\n", " ")

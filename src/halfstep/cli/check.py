@@ -72,6 +72,13 @@ def command(
         return check(named, project=project, variables=variables, commands=command_text or (), device=device)
 
     report = run()
+    if named and not (report.sources or report.num_scripts or report.silent or report.unreadable):
+        # "Nothing wrong" about nothing read would be a green light for nobody's code.
+        raise ConfigError(
+            f"nothing to check in {', '.join(map(str, named))}",
+            why="a folder is searched for Python files; it holds none",
+            fix=f"configs of a project are found with: halfstep check --project {named[0]}",
+        )
     if write:
         show_written(report, named)
         report = run()
