@@ -99,6 +99,12 @@ class Step:
 
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
         """Forward, backward, unscale and norm. Gradients are ready afterwards, nothing else has changed for good."""
+        if isinstance(window, (Tensor, Mapping)):
+            raise ConfigError(
+                f"a step takes a window, a list of batches, not one {type(window).__name__}",
+                why="iterating over a batch would train on its rows or its keys",
+                fix="step(loss_fn, [batch]), or loop over step.windows(loader)",
+            )
         parameters = self._trained_parameters()
         self._rng = rng_state(self.device)
         self._buffers.save()
