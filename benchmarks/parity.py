@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from equivalence import equivalence
-from recording import store
+from recording import shown_settings, store
 
 from halfstep.config.load import from_dict
 from halfstep.report.metrics_file import read
@@ -47,23 +47,35 @@ def parity_flags(description: str | None, *, name: str) -> argparse.ArgumentPars
 def compare(
     arguments: argparse.Namespace, workload: str, settings: Settings, folder: Path, *, metrics: tuple[str, ...]
 ) -> None:
-    """Train every precision with every seed, judge the first metric, store all."""
-    names, headline = arguments.precisions.split(","), metrics[0]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    """Train every precision with every seed, judge the first metric, store all; a killed run keeps its whole seeds."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.precisions.split(",")}
     for seed in range(arguments.seeds):
-        for name in names:
+        for name, done in runs.items():
             chosen = {"precision": name, "precision.simulate": arguments.simulate and name != "fp32"}
             loaded = from_dict(workload, {**ALWAYS, **settings, **chosen, "train.seed": seed}, overrides=arguments.set)
-            runs[name].append(one_run(loaded, folder / "run", metrics))
-            print(name, seed, json.dumps(runs[name][-1]), flush=True)
+            done.append(one_run(loaded, folder / "run", metrics))
+            print(name, seed, json.dumps(done[-1]), flush=True)
+        judge(arguments, runs, headline=metrics[0])
+
+
+def judge(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], *, headline: str) -> None:
+    """Print and store what the runs so far say."""
     found = {name: [run[headline] for run in done] for name, done in runs.items()}
-    verdicts = {name: equivalence(found[names[0]], found[name]) for name in names[1:]}
+    baseline, *others = found
+    verdicts = {name: equivalence(found[baseline], found[name]) for name in others}
     for name, values in found.items():
-        spread = f"{statistics.mean(values):.4f} +- {statistics.stdev(values):.4f}"
-        print(f"{name}: {headline} {spread}", verdicts.get(name, ""))
+        print(f"{name}: {headline} {statistics.mean(values):.4f} +- {spread(values):.4f}", verdicts.get(name, ""))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shown = vars(arguments) | {"data": Path(arguments.data).name}
-    store(arguments.name, {"settings": shown, "runs": runs, "verdicts": verdicts}, device, arguments.out)
+    store(
+        arguments.name,
+        {"settings": shown_settings(arguments), "runs": runs, "verdicts": verdicts},
+        device,
+        arguments.out,
+    )
+
+
+def spread(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def one_run(loaded: Any, out: Path, metrics: tuple[str, ...]) -> dict[str, Any]:

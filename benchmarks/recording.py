@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -24,7 +26,7 @@ def store(name: str, results: dict[str, Any], device: torch.device, folder: str 
     """Write `results/NAME.json` (or into another folder, for a machine that hands files back)."""
     record = {
         "benchmark": name,
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "device": device_name(device),
         "torch": torch.__version__,
@@ -37,6 +39,22 @@ def store(name: str, results: dict[str, Any], device: torch.device, folder: str 
     path.write_text(json.dumps(record, indent=2) + "\n")
     print(f"stored {path}")
     return path
+
+
+def command() -> str:
+    """How to run this again; where its file went on some machine is no part of that."""
+    words = list(sys.argv)
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return shlex.join(["python", *words])
+
+
+def shown_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags that make a result what it is, without paths of the machine."""
+    return {name: value for name, value in vars(arguments).items() if name != "out"} | {
+        "data": Path(arguments.data).name
+    }
 
 
 def finish_device_work() -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recording import store, time_steps
+from recording import shown_settings, store, time_steps
 from torch import Tensor
 
 from halfstep.config.load import from_dict
@@ -156,8 +156,7 @@ def main() -> None:
         print(f"{name:9} {row['median']:8.1f} images/s ({row['slowest']:.1f} to {row['fastest']:.1f})")
     for name, row in results["packed_slower_than"].items():
         print(f"packed against {name}: {row['median']:+.2%} time ({row['least']:+.2%} to {row['most']:+.2%})")
-    shown = vars(arguments) | {"data": Path(arguments.data).name}
-    store("resnet_feed", {"settings": shown, **results}, parts.device, arguments.out)
+    store("resnet_feed", {"settings": shown_settings(arguments), **results}, parts.device, arguments.out)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class TrainingImages:
         boxes = torch.from_numpy(random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=indices.numpy()))
         stretch = side / torch.from_numpy(sizes).float()
         return {
-            "image": self.images.pixels.index_select(0, indices),
+            "image": gathered(self.images.pixels, indices),
             "box": boxes * stretch.tile(1, 2),
             "label": self.images.labels[indices],
         }
@@ -76,12 +76,18 @@ class EvaluationImages:
         pixels, labels = self.images.pixels, self.images.labels[indices]
         if self._box is not None:
             return {
-                "image": pixels.index_select(0, indices),
+                "image": gathered(pixels, indices),
                 "box": self._box.repeat(len(indices), 1),
                 "label": labels,
             }
         inner = slice(self._margin, pixels.shape[1] - self._margin)
-        return {"image": pixels[:, inner, inner].index_select(0, indices), "label": labels}
+        return {"image": gathered(pixels[:, inner, inner], indices), "label": labels}
+
+
+def gathered(pixels: Tensor, indices: Tensor) -> Tensor:
+    """Those images, straight into pinned memory where CUDA is in use: to pin them later would copy them again."""
+    room = torch.empty(len(indices), *pixels.shape[1:], dtype=pixels.dtype, pin_memory=torch.cuda.is_initialized())
+    return torch.index_select(pixels, 0, indices, out=room)
 
 
 def first_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
