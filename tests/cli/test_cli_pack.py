@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,31 @@ def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     code, _, error = run(capsys, *arguments, "--verify")
     assert code == 2
     assert "not a usable packed cache" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: (folder / "cat" / "0.jpg").unlink(), "0 pictures new, 1 gone"),
+        (lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"), "1 pictures new, 0 gone"),
+        (lambda folder: os.utime(folder / "cat" / "0.jpg", (1, 1)), "a picture was written again"),
+    ],
+)
+def test_verify_says_that_a_pack_of_a_changed_folder_is_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], object], said: str
+) -> None:
+    write_split(tmp_path)
+    arguments = ("pack", str(tmp_path), "--size", "16")
+    assert run(capsys, *arguments)[0] == 0
+    change(tmp_path / "train")
+    code, text, _ = run(capsys, *arguments, "--verify")
+    assert code == 1
+    assert "STALE" in text
+    assert said in text
+    code, text, _ = run(capsys, *arguments, "--verify", "--json")
+    assert (code, json.loads(text)["verified"]) == (1, False)
+    assert run(capsys, *arguments)[0] == 0
+    assert run(capsys, *arguments, "--verify")[0] == 0
 
 
 def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from halfstep.config.classification import ImageDataConfig
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.prediction_view import Answer, Predictions
 from halfstep.run.evaluate import evaluate
@@ -20,6 +21,7 @@ from halfstep.run.open_run import open_run, plan_for_use, with_weights
 from halfstep.run.predict import predict
 from halfstep.run.predict_segmentation import MaskPredictor, smallest_good_tile
 from halfstep.run.predictor import Wishes
+from halfstep.workloads.image_data import evaluation_share
 from tiny_runs import Told, copied, resnet_run, unet_run
 
 
@@ -158,6 +160,19 @@ def test_classes_are_those_that_evaluation_finds(resnet: Path) -> None:
         assert sum(chances) == pytest.approx(1, abs=1e-5)
         assert chances == sorted(chances, reverse=True)
     assert made.out is None
+
+
+def test_runs_stored_before_the_share_of_validation_was_are_predicted_as_validated(
+    resnet: Path, large: Path, tmp_path: Path
+) -> None:
+    run = copied(resnet, tmp_path / "run")
+    (path,) = run.glob("checkpoints/step-*/state.json")
+    state = json.loads(path.read_text())
+    assert state["state"]["store"].pop("eval_share") == 1.0
+    path.write_text(json.dumps(state))
+    answers = [predicted(one, large).answers[0].found for one in (resnet, run)]
+    assert answers[0] == answers[1]
+    assert evaluation_share(ImageDataConfig(), {"classes": ["a"]}) == 0.875
 
 
 def test_the_number_of_classes_shown_is_five_or_what_was_asked_for(resnet: Path, large: Path) -> None:

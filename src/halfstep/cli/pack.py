@@ -27,13 +27,15 @@ def command(
     val_fraction: Annotated[float, typer.Option(min=0, max=0.9, help="Share held out where no val folder is.")] = 0.1,
     split_seed: Annotated[int, typer.Option(min=0, help="Seed of that split.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Pack again, even where the file fits the folder.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Only check every image of the packed file.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Only check: every image of the packed file, and whether it fits DIR.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
 ) -> None:
     """Make my image folder fast: decode every image once into one file.
 
     Training with `data.cache=true` reads that file instead of the pictures. It is checked when opened and made
-    again when the folder changes.
+    again when the folder changes. --verify ends with 1 where it no longer fits the folder.
 
     Example:
 
@@ -55,10 +57,12 @@ def command(
     )
     path = out or default_pack_path(folder, size)
     if verify:
-        summary = verified(path)
+        summary = verified(folder, layout, path, settings)
     else:
         summary = packed(folder, layout, path, settings, force=force)
     show(summary | {"use": words_of(layout, settings, out)}, as_json=as_json)
+    if summary.get("stale"):
+        raise typer.Exit(1)
 
 
 Summary = dict[str, object]
@@ -79,10 +83,14 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
     return summary_of(result) | {"seconds": round(time.perf_counter() - start, 2)}
 
 
-def verified(path: Path) -> Summary:
+def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings) -> Summary:
+    from halfstep.data.image_folder import find_images
+    from halfstep.data.pack_folder import why_stale
     from halfstep.data.packed import open_pack
 
-    return summary_of(open_pack(path, verify_bytes=path.stat().st_size if path.exists() else 1)) | {"verified": True}
+    pack = open_pack(path, verify_bytes=path.stat().st_size if path.exists() else 1)
+    stale = why_stale(pack.index, find_images(folder, layout), settings)
+    return summary_of(pack) | {"verified": not stale, "stale": stale}
 
 
 def summary_of(pack: Pack) -> Summary:
@@ -128,4 +136,7 @@ def show(summary: Summary, *, as_json: bool) -> None:
     )
     for why in left_out:
         typer.echo(f"left out: {why}")
+    if summary.get("stale"):
+        typer.echo(f"STALE: {summary['stale']}. Pack it again: halfstep pack DIR")
+        return
     typer.echo(f"Use it: halfstep train WORKLOAD --data-dir DIR {summary['use']}")

@@ -99,6 +99,21 @@ def fingerprint(folder: ImageFolder, settings: PackSettings) -> str:
     return fingerprint_of(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
+def why_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> str:
+    """Why training on the folder would make a cache with this index again; empty where it would not."""
+    if index.fingerprint == fingerprint(folder, settings):
+        return ""
+    now = {path.relative_to(folder.root).as_posix() for path in folder.train.paths + folder.val.paths}
+    gone = len(set(index.names) - now)
+    if gone or len(now) != len(index.names) + len(index.left_out):
+        new = len(now - set(index.names)) - len(index.left_out)
+        return f"the folder changed since it was packed ({max(new, 0):,} pictures new, {gone:,} gone)"
+    return (
+        "a picture was written again or moved to another split since it was packed, or the settings are others "
+        "(size, split, on-bad-file)"
+    )
+
+
 def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
     """Refuse a cache over the limit, in a place that is taken or has no room for it, before any work."""
     needed = num_images * settings.size * settings.size * 3

@@ -25,7 +25,7 @@ from halfstep.run.validate import evaluating
 from halfstep.workloads.classification import TOP
 from halfstep.workloads.classification_evaluate import probabilities
 from halfstep.workloads.image_classification import Prepared, model_from_store
-from halfstep.workloads.image_data import evaluation_size
+from halfstep.workloads.image_data import evaluation_share, evaluation_size
 
 
 class ClassPredictor:
@@ -38,7 +38,7 @@ class ClassPredictor:
         assert isinstance(run.config, ClassifierConfig)
         self.config, self.classes, self.names = run.config, run.store["classes"], class_names(run.store)
         self.model = model_from_store(run.config, run.store)
-        self.prepare, self.eval_share = Prepared(run.config.data), float(run.store["eval_share"])
+        self.prepare, self.eval_share = Prepared(run.config.data), evaluation_share(run.config.data, run.store)
 
     def answers(
         self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport

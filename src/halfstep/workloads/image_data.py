@@ -55,7 +55,7 @@ def open_image_data(
     batches = cifar_folder(root)
     if batches is not None:
         classes, train, val = read_cifar(batches)
-        share = _share(config, store, WHOLE)
+        share = evaluation_share(config, store, usual=WHOLE)
         return ImageData(
             classes=classes,
             train=_crops(train, config),
@@ -67,7 +67,7 @@ def open_image_data(
         train=config.train_folder, val=config.val_folder, val_fraction=config.val_fraction, seed=config.split_seed
     )
     folder = find_images(root, layout)
-    share = _share(config, store, PICTURE_SHARE)
+    share = evaluation_share(config, store)
     return _packed(folder, config, share, quiet=quiet) if config.is_packed else _files(folder, config, share)
 
 
@@ -76,8 +76,10 @@ def evaluation_size(config: ImageDataConfig) -> int:
     return config.eval_size or config.image_size
 
 
-def _share(config: ImageDataConfig, store: Mapping[str, Any] | None, usual: float) -> float:
-    """As asked for; else as in the run that stored it; else as is usual for such images."""
+def evaluation_share(
+    config: ImageDataConfig, store: Mapping[str, Any] | None, *, usual: float = PICTURE_SHARE
+) -> float:
+    """Of the shorter side: as asked for; else as in the run that stored it, which early ones did not; else as usual."""
     return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
 
 
