@@ -126,8 +126,12 @@ def flash_attention(
     *,
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
+    exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as the half-precision kernels have it: scores and sums in fp32, but probabilities in half for P @ V."""
+    """Attention with the rounding points of the fused kernels, CUDA's default: P is rounded to half, and the output.
+
+    Scores and sums are fp32; P is exp(score - row maximum), not yet divided by its sum, as one block of keys has it.
+    """
     assert dropout_p == 0.0, "torch takes the decomposed path under dropout"
     scores = to_full(query) @ to_full(key).transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
     if is_causal:
@@ -137,7 +141,7 @@ def flash_attention(
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     top = scores.amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0.0)  # rows that may see nothing give zeros, not NaN
-    unnormalised = torch.exp(scores - top)
+    unnormalised = exp(scores - top)
     total = unnormalised.sum(-1, keepdim=True)
     probabilities = to_full(to_half(unnormalised, query.dtype))
     output = probabilities @ to_full(value) / total.masked_fill(total == 0, 1.0)
