@@ -11,7 +11,7 @@ import typer
 
 from halfstep.errors import HalfstepError, Interrupted
 
-COMMANDS = ("check", "detect", "evaluate", "formats", "guide", "pack", "plan", "predict", "train")
+COMMANDS = ("bench", "check", "detect", "evaluate", "formats", "guide", "pack", "plan", "predict", "train")
 """Each is the function `command` of the module of its name."""
 
 SETTINGS = {"formats": {"ignore_unknown_options": True}}
@@ -82,8 +82,10 @@ def show_error(error: HalfstepError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
-    mark = ("stopped: ", "bold yellow") if isinstance(error, Interrupted) else ("error: ", "bold red")
-    console.print(Text.assemble(mark, error.what), soft_wrap=True)
+    if isinstance(error, Interrupted):  # no mistake: it says itself who stopped it
+        console.print(Text(error.what, style="yellow"), soft_wrap=True)
+    else:
+        console.print(Text.assemble(("error: ", "bold red"), error.what), soft_wrap=True)
     for label, text in (("why", error.why), ("fix", error.fix)):
         if text:
             console.print(Text(f"  {label}: ", style="bold") + Text(text), soft_wrap=True)

@@ -8,6 +8,8 @@ antialiasing, after a reduced decode where the file allows one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -18,9 +20,14 @@ from halfstep.data.classification_augment import PIXELS_A_READING
 from halfstep.data.crops import Array, CropRange, centre_boxes, random_boxes
 from halfstep.data.decode import Picture, open_picture
 from halfstep.data.image_folder import Listing
+from halfstep.data.stored_images import first_of
+from halfstep.data.worker_batches import shared_bytes
 
 REDUCING_GAP = 2.0
 """Pillow shrinks by whole factors first while this many times the wanted pixels are left; its documented safe value."""
+
+OPEN_AT_ONCE = 16
+"""Pictures whose sizes are read before their crops are drawn together; far below any limit on open files."""
 
 
 class TrainingFiles:
@@ -36,14 +43,32 @@ class TrainingFiles:
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """The crop of image `index` that (seed, epoch, index) draws."""
-        seed, epoch, _ = key
-        with open_picture(self.listing.paths[index]) as picture:
-            sizes = np.array([picture.size])
-            (box,) = random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array([index]))
-            canvas, box = self._crop(picture, box)
-        return {"image": torch.from_numpy(canvas), "box": torch.from_numpy(box), "label": self._labels[index]}
+        return first_of(self.filled([index], seed=key[0], epoch=key[1]))
 
-    def _crop(self, picture: Picture, box: Array) -> tuple[Array, Array]:
+    def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]:
+        """Many samples at once, each the same as alone."""
+        image = shared_bytes(len(indices), self.canvas, self.canvas, 3)
+        boxes = np.empty((len(indices), 4), dtype=np.float32)
+        for start in range(0, len(indices), OPEN_AT_ONCE):
+            some = slice(start, start + OPEN_AT_ONCE)
+            self._fill(image.numpy()[some], boxes[some], indices[some], seed=seed, epoch=epoch)
+        return {"image": image, "box": torch.from_numpy(boxes), "label": self._labels[list(indices)]}
+
+    def name_of(self, index: int) -> str:
+        """Class folder and file."""
+        return self.listing.name_of(index)
+
+    def _fill(self, canvases: Array, boxes: Array, indices: Sequence[int], *, seed: int, epoch: int) -> None:
+        with ExitStack() as opened:
+            pictures = [opened.enter_context(open_picture(self.listing.paths[index])) for index in indices]
+            sizes = np.array([picture.size for picture in pictures])
+            drawn = random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array(indices))
+            for row, picture in enumerate(pictures):
+                boxes[row] = self._crop(picture, drawn[row], canvases[row])
+                picture.close()  # its pixels may be many
+
+    def _crop(self, picture: Picture, box: Array, canvas: Array) -> tuple[float, float, float, float]:
+        """Put the part of a picture into the corner of a canvas, and say which pixels of that it is exactly."""
         image, (left, top, right, bottom) = decoded_for(picture, box, self.size)
         x, y = math.floor(left), math.floor(top)
         part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
@@ -52,10 +77,8 @@ class TrainingFiles:
         if part.size != (wide, tall):
             # Only the sides that are too long: Pillow skips the pass over the other one.
             part = part.resize((wide, tall), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
-        canvas = np.zeros((self.canvas, self.canvas, 3), dtype=np.uint8)
         canvas[:tall, :wide] = np.asarray(part)
-        edges = [(left - x) * scale_x, (top - y) * scale_y, (right - x) * scale_x, (bottom - y) * scale_y]
-        return canvas, np.array(edges, dtype=np.float32)
+        return (left - x) * scale_x, (top - y) * scale_y, (right - x) * scale_x, (bottom - y) * scale_y
 
 
 class EvaluationFiles:
@@ -72,6 +95,10 @@ class EvaluationFiles:
         with open_picture(self.listing.paths[index]) as picture:
             pixels = centre_square(picture, self.size, self.share)
         return {"image": torch.from_numpy(pixels), "label": torch.tensor(self.listing.labels[index])}
+
+    def name_of(self, index: int) -> str:
+        """Class folder and file."""
+        return self.listing.name_of(index)
 
 
 def centre_square(picture: Picture, size: int, share: float) -> Array:

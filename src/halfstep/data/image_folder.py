@@ -44,6 +44,11 @@ class Listing:
     def __len__(self) -> int:
         return len(self.paths)
 
+    def name_of(self, index: int) -> str:
+        """Class folder and file."""
+        path = self.paths[index]
+        return f"{path.parent.name}/{path.name}"
+
     def without(self, bad: set[Path]) -> Listing:
         """The same but for some files."""
         kept = [(p, label) for p, label in zip(self.paths, self.labels, strict=True) if p not in bad]

@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from halfstep.data.read_ahead import WholeBatches, pinned, read_ahead
 from halfstep.data.seeds import generator_for
+from halfstep.data.worker_batches import WorkerBatches
 from halfstep.errors import DataError, HalfstepError
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -33,6 +34,15 @@ class Samples(Protocol):
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """One sample as tensors of the same shapes as every other."""
+        ...
+
+
+@runtime_checkable
+class NamedSamples(Protocol):
+    """Samples that can say which file one is; those that are no files need not."""
+
+    def name_of(self, index: int) -> str:
+        """The file's name, short enough for a message; empty where there is none."""
         ...
 
 
@@ -142,12 +152,19 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         self.samples, self.seed = samples, seed
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
+        indices = [index for _, index in keys]
         try:
-            rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for epoch, index in keys]
+            batch = self._made(indices, keys[0][0])
         except HalfstepError as error:
             return error
-        batch: Batch = default_collate(rows)  # in a worker, straight into shared memory
-        return batch | {"index": torch.tensor([index for _, index in keys])}
+        return batch | {"index": torch.tensor(indices)}
+
+    def _made(self, indices: list[int], epoch: int) -> Batch:
+        if isinstance(self.samples, WorkerBatches):
+            return self.samples.filled(indices, seed=self.seed, epoch=epoch)
+        rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for index in indices]
+        collated: Batch = default_collate(rows)  # in a worker, straight into shared memory
+        return collated
 
     def whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
         """The same at once, from samples that can."""
@@ -168,6 +185,8 @@ def _leave_signals_to_the_parent(worker: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach every process of a job. The parent finishes its step and saves, for which
     # it still needs batches: a worker ends when the parent says so, and by itself when the parent is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal: the parent saves then, too
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_on_the_parents_word, args=(os.getppid(),), daemon=True).start()

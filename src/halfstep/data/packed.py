@@ -85,7 +85,7 @@ def open_pack(path: Path, *, fingerprint: str = "", verify_bytes: int = VERIFIED
     _verify(path, index, pixels, verify_bytes)
     sizes, labels, everything = np.array(index.sizes), torch.tensor(index.labels), torch.from_numpy(pixels)
     train, val = (
-        StoredImages(pixels=everything[part], sizes=sizes[part], labels=labels[part])
+        StoredImages(pixels=everything[part], sizes=sizes[part], labels=labels[part], names=index.names[part])
         for part in (slice(index.num_train), slice(index.num_train, None))
     )
     return Pack(path=path, index=index, train=train, val=val)

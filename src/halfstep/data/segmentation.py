@@ -60,6 +60,10 @@ class SegmentationData:
             self._cache.put(index, arrays)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
+    def name_of(self, index: int) -> str:
+        """The image's file name; its mask is named after it."""
+        return self.pairs[index].image.name
+
     def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return self.table.classes_of(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)
 

@@ -24,9 +24,15 @@ class StoredImages:
     sizes: Array
     """(N, 2): width and height of the original images."""
     labels: Tensor
+    names: tuple[str, ...] = ()
+    """The files they were made of, where they were files."""
 
     def __len__(self) -> int:
         return len(self.pixels)
+
+    def name_of(self, index: int) -> str:
+        """The file that image `index` was made of; empty where there is none."""
+        return self.names[index] if self.names else ""
 
 
 class TrainingImages:
@@ -41,6 +47,10 @@ class TrainingImages:
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """Image `index` with the crop that (seed, epoch, index) draws."""
         return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+
+    def name_of(self, index: int) -> str:
+        """The file that image `index` was made of."""
+        return self.images.name_of(index)
 
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Many samples at once, each the same as alone."""
@@ -70,6 +80,10 @@ class EvaluationImages:
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """The centre of image `index`; nothing is random."""
         return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+
+    def name_of(self, index: int) -> str:
+        """The file that image `index` was made of."""
+        return self.images.name_of(index)
 
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Many samples at once, each the same as alone."""

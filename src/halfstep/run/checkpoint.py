@@ -101,7 +101,9 @@ class Checkpoints:
             self._set_aside(damaged)
             return path, found
         raise CheckpointError(
-            f"no usable checkpoint in {self.folder}", fix="start the run anew; its config.yaml is still there"
+            f"no usable checkpoint in {self.folder}",
+            why="all are damaged" if damaged else "the run ended before its first one",
+            fix=f"start it anew: halfstep train {self.folder.parent / 'config.yaml'} --out DIR",
         )
 
     def clean_up(self) -> None:

@@ -63,11 +63,7 @@ class RunFolder:
         """A new folder, made by this call alone: an existing one with content is an error."""
         path = Path(out) if out else _unused_name(name)
         if path.is_dir() and any(path.iterdir()):
-            raise CheckpointError(
-                f"{path} already exists and is not empty",
-                why="a run never overwrites another one",
-                fix=f"choose another --out, or continue that run with: halfstep train --resume {path}",
-            )
+            raise _taken(cls(path))
         try:
             (path / "report").mkdir(parents=True)
         except OSError as error:
@@ -87,6 +83,18 @@ class RunFolder:
                 f"{path} is not a run folder: it has no config.yaml", fix="give the folder that `halfstep train` named"
             )
         return folder
+
+
+def _taken(folder: RunFolder) -> CheckpointError:
+    """Only a run with a checkpoint can be continued; one that was killed before its first is of no use to anybody."""
+    fix = "choose another --out"
+    if folder.checkpoints().all():
+        fix += f", or continue that run with: halfstep train --resume {folder.path}"
+    elif folder.config.is_file():
+        fix += f", or remove {folder.path}: that run ended before its first checkpoint"
+    return CheckpointError(
+        f"{folder.path} already exists and is not empty", why="a run never overwrites another one", fix=fix
+    )
 
 
 def _unused_name(name: str) -> Path:

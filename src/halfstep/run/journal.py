@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from halfstep.data.loader import NamedSamples, Samples
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import format_bytes, peak_memory_bytes
 from halfstep.precision.plan import Plan
@@ -27,8 +28,18 @@ METRIC_EVERY_S = 2.0
 class Journal:
     """Turns readings into shown fields and metrics.jsonl records."""
 
-    def __init__(self, report: RunReport, plan: Plan, *, epochs: int, report_every: int, metric: str) -> None:
+    def __init__(
+        self,
+        report: RunReport,
+        plan: Plan,
+        *,
+        epochs: int,
+        report_every: int,
+        metric: str,
+        samples: Samples | None = None,
+    ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
+        self._named = samples if isinstance(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
         self.num_records = 0
@@ -55,7 +66,7 @@ class Journal:
             text = f"step {reading.attempted}: overflow at loss scale {reading.scale:g}, step skipped (routine in fp16)"
             self._event("overflow", reading, text, "info")
         else:
-            text = f"step {reading.attempted} skipped: {reading.reason}; samples {_few(reading.sample_ids)}"
+            text = f"step {reading.attempted} skipped: {reading.reason}; samples {self._samples_of(reading)}"
             self._event("skipped", reading, text, "warning")
 
     def stepped(self, attempted: int, epoch: int, samples_per_s: float, waiting: Waiting) -> None:
@@ -110,8 +121,23 @@ class Journal:
                 "grad_norm": reading.grad_norm,
                 "scale": reading.scale,
                 "sample_ids": list(reading.sample_ids),
+                "files": self._files_of(reading),
             }  # fmt: skip
         )
+
+    def latest_files(self) -> str:
+        """The files of the newest step that was looked at; empty where samples are no files."""
+        return _few(self._files_of(self.latest)) if self.latest is not None else ""
+
+    def _files_of(self, reading: Reading) -> list[str]:
+        if self._named is None:
+            return []
+        return [name for index in reading.sample_ids if (name := self._named.name_of(index))]
+
+    def _samples_of(self, reading: Reading) -> str:
+        files = self._files_of(reading)
+        numbers = _few(reading.sample_ids) or "unknown"
+        return f"{numbers} ({_few(files)})" if files else numbers
 
     def _log(self, record: Mapping[str, object]) -> None:
         self.report.log(record)
@@ -184,7 +210,5 @@ class Journal:
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
 
 
-def _few(sample_ids: tuple[int, ...], most: int = 8) -> str:
-    if not sample_ids:
-        return "unknown"
-    return ", ".join(str(i) for i in sample_ids[:most]) + (", ..." if len(sample_ids) > most else "")
+def _few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
+    return ", ".join(str(thing) for thing in things[:most]) + (", ..." if len(things) > most else "")

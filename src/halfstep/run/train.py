@@ -22,6 +22,7 @@ from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
+from halfstep.run.ending import ended_early, left_nothing
 from halfstep.run.folder import RunFolder
 from halfstep.run.interrupts import interrupts
 from halfstep.run.journal import Journal
@@ -52,7 +53,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
         workload = build_workload(loaded.config)
         plan = plan_for(loaded.config, workload, hardware)
         parts = assemble(loaded.config, workload, plan)
-    except HalfstepError:
+    except BaseException:  # Ctrl-C as well
         if demo is not None:
             shutil.rmtree(demo.path)
         raise
@@ -126,25 +127,31 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         epochs=config.train.epochs,
         report_every=config.train.report_every,
         metric=parts.workload.metric,
+        samples=parts.workload.train_samples,
     )
     parts.guard.on_reading = journal.on_reading
     with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
-        show_header(report, loaded, folder, parts)
-        for note in notes:
-            report.notice(note, "warning" if "damaged" in note or "DEMO" in note else "info")
-        if resumed is not None:
-            _continue(loop, folder, resumed)
-        reset_peak(parts.device)
-        clock, energy = Stopwatch(), EnergyMeter(parts.device)
         try:
+            show_header(report, loaded, folder, parts)
+            for note in notes:
+                report.notice(note, "warning" if "damaged" in note or "DEMO" in note else "info")
+            if resumed is not None:
+                _continue(loop, folder, resumed)
+            reset_peak(parts.device)
+            clock, energy = Stopwatch(), EnergyMeter(parts.device)
             loop.run()
-        except HalfstepError:
-            _draw(folder, report)
-            raise
-        else:
             _draw(folder, report)
             show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
+        except (HalfstepError, KeyboardInterrupt) as error:
+            shown = ended_early(error, loop, folder, is_new=resumed is None)
+            if folder.path.is_dir():
+                _draw(folder, report)
+            raise shown from error
+        except Exception:  # somebody's own code: its traceback is what they need, an empty run is not
+            if resumed is None and left_nothing(loop):
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
         finally:
             report.close()
             parts.train_loader.close()

@@ -1,0 +1,65 @@
+"""How a run ends that does not reach its end: what is kept, what is removed, and how to go on from there."""
+
+from __future__ import annotations
+
+import shutil
+
+from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped
+from halfstep.run.folder import RunFolder
+from halfstep.run.loop import Loop
+
+
+def ended_early(
+    error: HalfstepError | KeyboardInterrupt, loop: Loop, folder: RunFolder, *, is_new: bool
+) -> HalfstepError:
+    """The error to show: it says what was kept of the run, and the command to go on with."""
+    if isinstance(error, KeyboardInterrupt):
+        return _stopped_at_once(loop, folder, is_new=is_new)
+    if is_new and left_nothing(loop):
+        return _removed(error, folder)
+    if isinstance(error, DataError):
+        return _kept(error, loop, folder)
+    if isinstance(error, TrainingStopped):
+        names = loop.journal.latest_files()
+        return _added(error, fix=f"files of that step: {names}") if names else error
+    return error
+
+
+def left_nothing(loop: Loop) -> bool:
+    """Whether not one step was taken, so that nobody will miss the folder."""
+    return loop.parts.step.attempted == 0 and not loop.checkpoints.all()
+
+
+def _stopped_at_once(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrupted:
+    what = f"stopped by a second Ctrl-C after step {loop.parts.step.attempted}, without saving"
+    kept = loop.checkpoints.all()
+    if kept:
+        return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=_resume_command(folder))
+    if not is_new:
+        return Interrupted(what)
+    shutil.rmtree(folder.path, ignore_errors=True)
+    return Interrupted(what, why=f"there was no checkpoint yet: {folder.path} was removed")
+
+
+def _removed(error: HalfstepError, folder: RunFolder) -> HalfstepError:
+    shutil.rmtree(folder.path, ignore_errors=True)
+    return _added(error, fix=f"then give the same command again (nothing was trained yet: {folder.path} was removed)")
+
+
+def _kept(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
+    """A bad file in mid-run costs nothing: what was trained is saved as for Ctrl-C."""
+    if loop.position.batch > 0 or not loop.checkpoints.all():
+        try:
+            loop.save()
+        except CheckpointError as unsaved:
+            return _added(error, why=unsaved.what)
+    return _added(error, fix=f"then {_resume_command(folder)}")
+
+
+def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:
+    error.why, error.fix = ("; ".join(filter(None, parts)) for parts in ((error.why, why), (error.fix, fix)))
+    return error
+
+
+def _resume_command(folder: RunFolder) -> str:
+    return f"continue with: halfstep train --resume {folder.path}"

@@ -1,0 +1,141 @@
+"""Runs that end before their time: no folder that cannot be resumed, advice that holds, files by their names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from whole_runs import events, newest, resume, run
+
+from halfstep.config.load import load
+from halfstep.data.demo_segmentation import write_demo
+from halfstep.errors import CheckpointError, DataError, HalfstepError, TrainingStopped
+from halfstep.run.train import train
+
+SMALL = {"data.image_size": 16, "model.base_channels": 2, "model.depth": 1, "train.batch_size": 2, "device": "cpu",
+         "log.quiet": True, "data.num_workers": 0, "precision.default": "fp32", "data.val_fraction": 0.25}  # fmt: skip
+
+
+def unet(out: Path, data: Path, **more: Any) -> Path:
+    settings = {**SMALL, "data.dir": str(data), **{key.replace("__", "."): value for key, value in more.items()}}
+    return train(load("unet", overrides=[f"{key}={json.dumps(value)}" for key, value in settings.items()]), out=out)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_demo(tmp_path / "data", num_images=8, side=16)
+    return tmp_path / "data"
+
+
+def cut_short(path: Path) -> bytes:
+    """A PNG whose header is fine and whose pixels are not there: found only when it is read."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    return whole
+
+
+def test_a_start_that_fails_at_the_first_batch_leaves_nothing_and_can_be_repeated(data: Path, tmp_path: Path) -> None:
+    images = sorted((data / "imgs").iterdir())
+    whole = {path: cut_short(path) for path in images}
+    with pytest.raises(DataError, match="cannot read") as failed:
+        unet(tmp_path / "run", data)
+    assert "--resume" not in str(failed.value)
+    assert "same command" in failed.value.fix
+    assert not (tmp_path / "run").exists()
+    for path, content in whole.items():
+        path.write_bytes(content)
+    unet(tmp_path / "run", data, train__max_steps=1)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_bad_file_in_mid_run_keeps_what_was_trained_and_the_advice_holds(
+    data: Path, tmp_path: Path, split: str
+) -> None:
+    order = files_in_order(data)
+    bad = data / "imgs" / (order["train"][-1] if split == "train" else order["val"][0])
+    content = cut_short(bad)
+    with pytest.raises(DataError, match=bad.name) as failed:
+        unet(tmp_path / "run", data, train__epochs=2)
+    assert f"halfstep train --resume {tmp_path / 'run'}" in failed.value.fix
+    assert newest(tmp_path / "run").state["step"]["attempted"] > 0
+    bad.write_bytes(content)
+    resume(tmp_path / "run")
+    assert newest(tmp_path / "run").state["step"]["attempted"] == 6
+
+
+def files_in_order(data: Path) -> dict[str, list[str]]:
+    """The names of the first epoch's training images as they come, and of the validation images."""
+    from halfstep.data.loader import Loader
+    from halfstep.workloads import build
+
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, "data.dir": str(data)}.items()]
+    workload = build(load("unet", overrides=overrides).config)
+    batches = Loader(workload.train_samples, batch_size=2).epoch(0)
+    indices = [int(index) for batch in batches for index in batch["index"]]
+    return {
+        "train": [workload.train_samples.name_of(index) for index in indices],  # type: ignore[attr-defined]
+        "val": [workload.val_samples.name_of(index) for index in range(len(workload.val_samples))],  # type: ignore[attr-defined]
+    }
+
+
+def test_an_error_of_ones_own_code_before_the_first_step_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tiny_workload
+
+    monkeypatch.setattr(tiny_workload.Samples, "sample", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "run", {})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_was_killed_before_its_first_checkpoint_is_not_advised_to_be_resumed(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", {"train.max_steps": 1})
+    for path in sorted((folder / "checkpoints").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    with pytest.raises(CheckpointError, match="not empty") as refused:
+        run(tmp_path / "run", {})
+    assert "--resume" not in refused.value.fix
+    assert "before its first checkpoint" in refused.value.fix
+    with pytest.raises(HalfstepError, match="no usable checkpoint") as nothing:
+        resume(folder)
+    assert "before its first" in nothing.value.why
+    assert f"halfstep train {folder / 'config.yaml'} --out" in nothing.value.fix
+
+
+def test_skipped_steps_and_the_end_of_a_run_name_the_files(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import halfstep.workloads.unet as workload
+
+    monkeypatch.setattr(workload, "segmentation_loss", lambda logits, *_, **__: logits.sum() * float("nan"))
+    with pytest.raises(TrainingStopped) as stopped:
+        unet(tmp_path / "run", data)
+    first = events(tmp_path / "run", "skipped")[0]
+    assert len(first["files"]) == 2
+    assert all((data / "imgs" / name).is_file() for name in first["files"])
+    said = capsys.readouterr()
+    assert f"({', '.join(first['files'])})" in said.out + said.err
+    last = events(tmp_path / "run", "skipped")[-1]
+    assert f"files of that step: {', '.join(last['files'])}" in stopped.value.fix
+
+
+def test_pictures_in_class_folders_are_named_with_their_class(tmp_path: Path) -> None:
+    from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
+    from halfstep.data.image_folder import FolderLayout, find_images
+    from halfstep.data.pack_folder import PackSettings, open_or_pack
+    from halfstep.data.stored_images import TrainingImages
+
+    for name in ("cat", "dog"):
+        (tmp_path / "all" / name).mkdir(parents=True)
+        for k in range(2):
+            Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "all" / name / f"{k}.png")
+    found = find_images(tmp_path / "all", FolderLayout(val_fraction=0))
+    assert TrainingFiles(found.train, size=8).name_of(2) == "dog/0.png"
+    assert EvaluationFiles(found.train, size=8).name_of(1) == "cat/1.png"
+    pack = open_or_pack(found, tmp_path / "x.pack", PackSettings(size=8, workers=1))
+    assert TrainingImages(pack.train).name_of(3).endswith("dog/1.png")

@@ -1,0 +1,106 @@
+"""Signals: heard at once, saved by the first one, obeyed at once by a second Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from whole_runs import TINY
+
+from halfstep.run.checkpoint import Checkpoints
+from halfstep.run.interrupts import HEARD, interrupts
+
+SLOW = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import tiny_workload
+from tiny_workload import Samples
+
+def slow(self, index, *, key, fetch=Samples.sample):
+    if key[1] >= {slow_from}:
+        print("slow", flush=True)
+        time.sleep(60)
+    return fetch(self, index, key=key)
+
+Samples.sample = slow
+from halfstep.cli.main import main
+main(sys.argv[1:])
+"""
+"""From this epoch on a sample takes a minute: what a user does who waits for the step to finish."""
+
+
+def start(out: Path, *, slow_from: int) -> subprocess.Popen[str]:
+    tests = str(Path(__file__).resolve().parent.parent)
+    settings = [f"{key}={json.dumps(value)}" for key, value in TINY.items()]
+    program = SLOW.format(tests=tests, slow_from=slow_from)
+    command = [sys.executable, "-c", program, "train", "tiny_workload:build", *settings, "--out", str(out)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+def stopped_twice(out: Path, *, slow_from: int) -> tuple[int, str, float]:
+    """Exit code, stderr, and the seconds from the second Ctrl-C to the end."""
+    with start(out, slow_from=slow_from) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "slow" not in process.stdout.readline():
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        heard = process.stderr.readline()
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        code = process.wait(timeout=30)
+        return code, heard + process.stderr.read(), time.monotonic() - sent
+
+
+def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(tmp_path: Path) -> None:
+    code, said, took_s = stopped_twice(tmp_path / "run", slow_from=2)
+    assert code == 130
+    assert took_s < 20
+    assert said.startswith(HEARD + "\n")
+    assert "Traceback" not in said
+    left = Checkpoints(tmp_path / "run" / "checkpoints").all()[-1]
+    assert left.name == "step-00000012"
+    assert f"the newest checkpoint is {left}" in said
+    assert f"halfstep train --resume {tmp_path / 'run'}" in said
+    Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
+
+
+def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_cannot_be_resumed(tmp_path: Path) -> None:
+    code, said, _ = stopped_twice(tmp_path / "run", slow_from=0)
+    assert code == 130
+    assert "no checkpoint yet" in said
+    assert "--resume" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_is_answered_at_once_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with interrupts() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err == HEARD + "\n"
+        assert asked.exit_code == 130
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_closed_terminal_is_handled_as_a_scheduler_that_ends_the_job() -> None:
+    with interrupts() as asked:
+        signal.raise_signal(signal.SIGHUP)
+        assert asked.received is signal.SIGHUP
+        assert asked.exit_code == 129
+
+
+def test_nohup_keeps_its_word() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts() as asked:
+            signal.raise_signal(signal.SIGHUP)
+            assert not asked
+    finally:
+        signal.signal(signal.SIGHUP, former)
