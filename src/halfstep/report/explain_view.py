@@ -1,0 +1,203 @@
+"""`halfstep bench --explain` on the console, and as a picture: one bar, stacked by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
+from halfstep.report.tables import columns_table, pairs_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME_LENGTH = 64
+NAMED_FROM = 0.06
+"""Share of the bar; a narrower piece is named in the legend alone."""
+IDLE = "idle"
+
+
+class KindRow(Protocol):
+    """One kind's part of a step."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def ms(self) -> float: ...
+    @property
+    def share(self) -> float: ...
+    @property
+    def launches(self) -> float: ...
+
+
+class KernelRow(Protocol):
+    """One kernel's part of a step."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def ms(self) -> float: ...
+    @property
+    def launches(self) -> float: ...
+
+
+class ChangeRow(Protocol):
+    """One change and its gain."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def setting(self) -> str: ...
+    @property
+    def gain_ms(self) -> float: ...
+    @property
+    def gain_share(self) -> float: ...
+    @property
+    def arithmetic(self) -> str: ...
+
+
+class Explained(Protocol):
+    """What is shown of an explanation."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def step_ms(self) -> float: ...
+    @property
+    def kernel_ms(self) -> float: ...
+    @property
+    def idle_ms(self) -> float: ...
+    @property
+    def launch_gap_ms(self) -> float: ...
+    @property
+    def data_wait_ms(self) -> float: ...
+    @property
+    def floor_ms(self) -> float | None: ...
+    @property
+    def launches(self) -> float: ...
+    @property
+    def memory_bound_share(self) -> float: ...
+    @property
+    def memory_gb(self) -> float | None: ...
+    @property
+    def cast_share(self) -> float: ...
+    @property
+    def optimizer_share(self) -> float: ...
+    @property
+    def kinds(self) -> Sequence[KindRow]: ...
+    @property
+    def top_kernels(self) -> Sequence[KernelRow]: ...
+    @property
+    def changes(self) -> Sequence[ChangeRow]: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+
+def explain_view(explanation: Explained) -> RenderableType:
+    """Kinds, what they say, the longest kernels, and what to change."""
+    return Group(*_parts(explanation))
+
+
+def _parts(explanation: Explained) -> Iterator[RenderableType]:
+    head = f"{explanation.title} on {explanation.device_name}: {explanation.step_ms:.2f} ms a step"
+    yield Text(f"{head} (mean of {explanation.num_steps})", style="bold")
+    yield ""
+    yield _kinds_table(explanation)
+    yield ""
+    yield pairs_table(_findings(explanation))
+    yield ""
+    yield Text(f"the {len(explanation.top_kernels)} longest", style="bold")
+    yield _kernels_table(explanation)
+    if explanation.changes:
+        yield ""
+        yield Text("what would gain most, each by itself", style="bold")
+        yield from (_change(number, change) for number, change in enumerate(explanation.changes, start=1))
+    yield from (Text(f"note: {note}", style="dim") for note in explanation.notes)
+
+
+def _kinds_table(explanation: Explained) -> RenderableType:
+    rows = explanation.kinds
+    columns = {
+        "kind": [*(row.kind for row in rows), "all"],
+        "ms a step": [*(f"{row.ms:.3f}" for row in rows), f"{explanation.kernel_ms:.3f}"],
+        "share": [*(f"{row.share:.1%}" for row in rows), "100.0%"],
+        "launches": [*(f"{row.launches:.0f}" for row in rows), f"{explanation.launches:.0f}"],
+    }
+    return columns_table(columns, left=("kind",))
+
+
+def _findings(explanation: Explained) -> Iterator[tuple[str, str]]:
+    moved = f", at most {explanation.memory_gb:.1f} GB a step" if explanation.memory_gb is not None else ""
+    yield "memory-bound", f"{explanation.memory_bound_share:.1%}{moved}"
+    yield "casts", f"{explanation.cast_share:.1%}"
+    yield "optimizer", f"{explanation.optimizer_share:.1%}"
+    yield "launch gaps", f"{explanation.launch_gap_ms:.2f} ms"
+    yield "waiting for data", f"{explanation.data_wait_ms:.2f} ms"
+    if explanation.floor_ms is not None:
+        share = explanation.floor_ms / explanation.step_ms
+        yield "floor", f"{explanation.floor_ms:.2f} ms of matrix products at the measured rate: {share:.0%} of the step"
+
+
+def _kernels_table(explanation: Explained) -> RenderableType:
+    rows = explanation.top_kernels
+    columns = {
+        "ms a step": [f"{row.ms:.3f}" for row in rows],
+        "launches": [f"{row.launches:.0f}" for row in rows],
+        "kind": [row.kind for row in rows],
+        "kernel": [_short(row.name) for row in rows],
+    }
+    table = columns_table(columns, left=("kind", "kernel"))
+    table.columns[3].no_wrap, table.columns[3].overflow = False, "fold"
+    return table
+
+
+def _short(name: str) -> str:
+    """Without what stands before every kernel of torch."""
+    text = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
+    return text if len(text) <= NAME_LENGTH else f"{text[: NAME_LENGTH - 1]}…"
+
+
+def _change(number: int, change: ChangeRow) -> RenderableType:
+    gain = f"-{change.gain_ms:.2f} ms, {change.gain_share:.1%}"
+    head = Text.assemble(f"{number}. ", (change.setting, "bold green"), f"  {change.title}: ", (gain, "bold"))
+    return Group(head, Padding(Text(change.arithmetic, style="dim"), (0, 0, 0, 3)))
+
+
+def draw_explanation(explanation: Explained, path: Path) -> None:
+    """Write one bar of the step, stacked by kind, idle time at its end."""
+    figure = new_figure((10.0, 3.2))
+    axes: Axes = figure.subplots()
+    pieces = [(row.kind, row.ms) for row in explanation.kinds if row.ms]
+    pieces += [(IDLE, explanation.idle_ms)] if explanation.idle_ms else []
+    _stack(axes, pieces)
+    axes.set_title(
+        f"{explanation.title} on {explanation.device_name}", loc="left", fontsize=11, fontweight="bold", color=INK
+    )
+    axes.set_xlabel("ms a step", fontsize=9, color=INK)
+    axes.set_yticks([])
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.32), ncols=3, fontsize=8, frameon=False)
+    save_figure(figure, path)
+
+
+def _stack(axes: Axes, pieces: Sequence[tuple[str, float]]) -> None:
+    from matplotlib import colormaps
+
+    total, begin = sum(ms for _, ms in pieces), 0.0
+    for index, (kind, ms) in enumerate(pieces):
+        colour = FAINT if kind == IDLE else colormaps["tab20"](index % 20)
+        axes.barh(0, ms, left=begin, color=colour, label=f"{kind} {ms:.2f} ms", edgecolor="white", linewidth=0.5)
+        if ms >= NAMED_FROM * total:
+            axes.text(begin + ms / 2, 0, f"{ms / total:.0%}", ha="center", va="center", fontsize=8, color=INK)
+        begin += ms

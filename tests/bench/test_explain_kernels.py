@@ -1,0 +1,209 @@
+"""Kinds from names as profilers print them: torch, cuDNN, cuBLAS, CUTLASS, FlashAttention, the compiler's Triton.
+
+Collected from public traces and from torch's own sources; long template arguments are cut.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep.bench.explain_kernels import ARITHMETIC, MEMORY_BOUND, Kind, kind_of_kernel, kind_of_operator
+
+NATIVE = "void at::native::"
+ANONYMOUS = f"{NATIVE}(anonymous namespace)::"
+COPY = "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const::{lambda()#7}"
+LISTS = "at::native::(anonymous namespace)::TensorListMetadata"
+
+KERNELS = {
+    # cuDNN and CUTLASS convolutions
+    "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_warpgroupsize1x1x1_g1_"
+    "execute_segment_k_off_kernel__5x_cudnn": Kind.CONV_FORWARD,
+    "sm86_xmma_fprop_implicit_gemm_indexed_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize64x64x64_stage3_warpsize1x4x1_g8_"
+    "tensor16x8x16_execute_kernel__5x_cudnn": Kind.CONV_FORWARD,
+    "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8>"
+    "(cutlass_tensorop_bf16_s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8::Params)": Kind.CONV_FORWARD,
+    "cudnn_generated_fort_native_sm80_convFwd_pointwise_pointwise": Kind.CONV_FORWARD,
+    "void implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1, false, false, true>(int, int)": (
+        Kind.CONV_FORWARD
+    ),
+    "void convolve_common_engine_float_NHWC<__nv_bfloat16, __nv_bfloat16, 128, 5, 5, 3, 3, 3>": Kind.CONV_FORWARD,
+    "void cudnn::cnn::conv2d_grouped_direct_kernel<false, true, false, false>": Kind.CONV_FORWARD,
+    "void conv2d_c1_k1_nhwc_kernel_specialized<__half, __half, __half, float, float, 5, 1, 8, 3, true>(float)": (
+        Kind.CONV_FORWARD
+    ),
+    "_5x_cudnn_ampere_scudnn_winograd_128x128_ldg1_ldg4_relu_tile148t_nt_v1": Kind.CONV_FORWARD,
+    "void fft2d_r2c_32x32<float, false, 0u, false>(float2*, float const*, int)": Kind.CONV_FORWARD,
+    f"{ANONYMOUS}conv_depthwise2d_forward_kernel<3, c10::BFloat16, int>": Kind.CONV_FORWARD,
+    "sm90_xmma_dgrad_implicit_gemm_f32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x64x32_warpgroupsize1x1x1_g1_"
+    "execute_segment_k_on_kernel__5x_cudnn": Kind.CONV_INPUT_GRADIENT,
+    "sm80_xmma_depthwise_convolution_dgrad_tiling_f16f16_f32f32_f32_nhwckrsc_nhwc_tilesize1x8x8_1x5x5_1x1x1_1x1x1_"
+    "stage2_warpsize4x1x1_g64_betaFalse_execute_helper_kernel__5x_cudnn": Kind.CONV_INPUT_GRADIENT,
+    "void dgrad2d_c1_k1_nhwc_kernel_specialized_window<__half, float, float, 5, 1, true>(float, __half const*)": (
+        Kind.CONV_INPUT_GRADIENT
+    ),
+    f"{ANONYMOUS}conv_depthwise2d_backward_kernel<3, 1, float, int>": Kind.CONV_INPUT_GRADIENT,
+    "sm80_xmma_wgrad_implicit_gemm_indexed_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x16_stage4_warpsize2x2x1_"
+    "g1_tensor16x8x16_execute_kernel__5x_cudnn": Kind.CONV_WEIGHT_GRADIENT,
+    "void cudnn::cnn::wgrad2d_c1_k1_nhwc_reduction_kernel<__half, float, 1, 5, 5>(cudnnTensorStruct)": (
+        Kind.CONV_WEIGHT_GRADIENT
+    ),
+    "void cudnn::winograd_nonfused::winogradWgradData4x4<float, float>": Kind.CONV_WEIGHT_GRADIENT,
+    f"{ANONYMOUS}conv_depthwise2d_grad_weight_kernel<float, int>": Kind.CONV_WEIGHT_GRADIENT,
+    "void conv_depthwise3d_cuda_backward_weight_kernel<c10::Half, float>": Kind.CONV_WEIGHT_GRADIENT,
+    # matrix products
+    "nvjet_hsh_192x192_64x3_2x1_v_bz_coopB_NTN": Kind.MATMUL,
+    "nvjet_sm100_tst_64x16_64x16_2x4_2cta_h_bz_splitK_TNT": Kind.MATMUL,
+    "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_"
+    "cublas": Kind.MATMUL,
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma": Kind.MATMUL,
+    "ampere_bf16_s16816gemm_bf16_256x128_ldg8_f2f_stages_32x3_nn": Kind.MATMUL,
+    "ampere_sgemm_128x64_tn": Kind.MATMUL,
+    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_16x5_tn_align4>(cutlass_80_tensorop::Params)": (
+        Kind.MATMUL
+    ),
+    "void cublasLt::splitKreduce_kernel<32, 16, int, __half, __half, float, false>": Kind.MATMUL,
+    "void gemv2T_kernel_val<int, int, float, float, float, 128, 16, 4, 4, false, false>": Kind.MATMUL,
+    "triton_tem_fused_addmm_3": Kind.MATMUL,
+    # attention
+    "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4>>": Kind.ATTENTION,
+    "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128, 8>>": Kind.ATTENTION,
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)": (
+        Kind.ATTENTION
+    ),
+    "fmha_cutlassB_bf16_aligned_128x64_k65536_sm80": Kind.ATTENTION,
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0": Kind.ATTENTION,
+    "triton_tem_fused_flex_attention_0": Kind.ATTENTION,
+    # the compiler's: what they mention they do not compute
+    "triton_red_fused__native_batch_norm_legit_functional_native_batch_norm_backward_threshold_backward_98": Kind.FUSED,
+    "triton_poi_fused_convolution_relu_3": Kind.FUSED,
+    "triton_poi_fused_convolution_4": Kind.FUSED,
+    "triton_poi_fused_convolution_backward_div_hardtanh_backward_native_batch_norm_backward_4": Kind.FUSED,
+    "triton_per_fused_native_layer_norm_0": Kind.FUSED,
+    "triton_poi_fused_add_addmm_gelu_mul_1": Kind.FUSED,
+    "triton_poi_fused__to_copy_add_mul_relu_18": Kind.FUSED,
+    "triton_per_fused__softmax__to_copy_view_where_14": Kind.FUSED,
+    "triton_poi_fused__to_copy_convolution_0": Kind.CAST,
+    "triton_poi_fused__to_copy_t_0": Kind.CAST,
+    "triton_poi_fused_clone_7": Kind.LAYOUT,
+    "triton_for_fused_0": Kind.OPTIMIZER,
+    # normalisation
+    "void cudnn::bn_fw_tr_1C11_kernel_NCHW<__half, float, int, 512, true, 1, true>(cudnnTensorStruct)": (
+        Kind.NORMALISATION
+    ),
+    "void cudnn::bn_bw_1C11_singleread_spec<__half2, 512, 1, 2, 0>": Kind.NORMALISATION,
+    f"{NATIVE}batch_norm_backward_reduce_channels_last_kernel<4, c10::BFloat16, float, float>": Kind.NORMALISATION,
+    f"{NATIVE}batch_norm_transform_input_channels_last_kernel<c10::BFloat16, float, float, 4>": Kind.NORMALISATION,
+    f"{ANONYMOUS}vectorized_layer_norm_kernel<float, float, false>(int, float)": Kind.NORMALISATION,
+    f"{ANONYMOUS}GammaBetaBackwardCUDAKernelTemplate<float, float, 64u, 16u>": Kind.NORMALISATION,
+    f"{ANONYMOUS}RowwiseMomentsCUDAKernel<c10::BFloat16>(long, float)": Kind.NORMALISATION,
+    # elementwise
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>>": (
+        Kind.ELEMENTWISE
+    ),
+    f"{NATIVE}unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>, 4, "
+    "at::native::memory::LoadWithCast<2>, at::native::memory::StoreWithCast<1>>": Kind.ELEMENTWISE,
+    f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<float, float, "
+    "float, at::native::binary_internal::MulFunctor<float>>>>": Kind.ELEMENTWISE,
+    f"{ANONYMOUS}max_pool_backward_nhwc<c10::BFloat16, float>(c10::BFloat16 const*)": Kind.ELEMENTWISE,
+    "void pooling_bw_kernel_max_nchw_fully_packed_large<float, float, 3, (cudnnNanPropagation_t)0>": Kind.ELEMENTWISE,
+    f"{ANONYMOUS}CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<2u>, unsigned int, 4>": (
+        Kind.ELEMENTWISE
+    ),
+    f"{ANONYMOUS}cunn_SoftMaxForward<4, float, float, float, at::native::SoftMaxForwardEpilogue>": Kind.ELEMENTWISE,
+    f"{ANONYMOUS}nll_loss2d_forward_kernel<float, float, long>(float*, float*)": Kind.ELEMENTWISE,
+    f"{ANONYMOUS}upsample_bilinear2d_out_frame<float, float>(int, float)": Kind.ELEMENTWISE,
+    f"{ANONYMOUS}distribution_elementwise_grid_stride_kernel<float, 4>": Kind.ELEMENTWISE,
+    f"{NATIVE}(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4>": Kind.ELEMENTWISE,
+    # reductions
+    f"{NATIVE}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>>>": (
+        Kind.REDUCTION
+    ),
+    "void at_cuda_detail::cub::DeviceReduceSingleTileKernel<at_cuda_detail::cub::DeviceReducePolicy<int>>": (
+        Kind.REDUCTION
+    ),
+    # casts
+    f"{NATIVE}vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)::"
+    "{lambda(float)#1}, std::array<char*, 2ul>>": Kind.CAST,
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::bfloat16tofloat32_copy_kernel_cuda("
+    "at::TensorIteratorBase&)::{lambda(c10::BFloat16)#1}>": Kind.CAST,
+    f"{NATIVE}vectorized_elementwise_kernel<8, at::native::float16_copy_kernel_cuda(at::TensorIteratorBase&)>": (
+        Kind.CAST
+    ),
+    f"{NATIVE}unrolled_elementwise_kernel<{COPY}, std::array<char*, 2ul>, 4, TrivialOffsetCalculator<1, unsigned int>, "
+    "at::native::memory::LoadWithCast<1>, at::native::memory::StoreWithCast<1>>": Kind.CAST,
+    f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl<{COPY}>>": Kind.CAST,
+    "void cudnn::ops::convertTensor_kernel<float, float, float, (cudnnKernelDataType_t)2>": Kind.CAST,
+    f"{ANONYMOUS}multi_tensor_apply_kernel<{LISTS}<2>, at::native::(anonymous namespace)::UnaryOpFunctor<float, 2, 1, "
+    "1>, at::native::Copy<c10::BFloat16, float>>": Kind.CAST,
+    # layout
+    "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>": Kind.LAYOUT,
+    "void cudnn::ops::nhwcToNchwKernel<__half, __half, float, true, false, (cudnnKernelDataType_t)0>": Kind.LAYOUT,
+    "void nhwcAddPaddingKernel<__nv_bfloat16, __nv_bfloat16, float, true, (cudnnKernelDataType_t)0>": Kind.LAYOUT,
+    f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<{COPY}>>": Kind.LAYOUT,
+    # optimizer
+    f"{ANONYMOUS}multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
+    "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (ADAM_MODE)1, false>>": Kind.OPTIMIZER,
+    f"{ANONYMOUS}multi_tensor_apply_kernel<{LISTS}<2>, at::native::(anonymous namespace)::BinaryOpListAlphaFunctor<"
+    "float, 2, 2, 0>, std::plus<float>, float>": Kind.OPTIMIZER,
+    f"{ANONYMOUS}multi_tensor_apply_kernel<{LISTS}<1>, at::native::LpNormFunctor<float, (at::native::NormType)1>>": (
+        Kind.OPTIMIZER
+    ),
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::lerp_scalar_kernel(at::TensorIteratorBase&)>": (
+        Kind.OPTIMIZER
+    ),
+    # memory
+    "Memcpy HtoD (Pinned -> Device)": Kind.COPY_IN,
+    "Memcpy DtoH (Device -> Pageable)": Kind.COPY_OUT,
+    "Memcpy DtoD (Device -> Device)": Kind.COPY,
+    f"{NATIVE}vectorized_elementwise_kernel<4, {COPY}, std::array<char*, 2ul>>": Kind.COPY,
+    f"{ANONYMOUS}multi_tensor_apply_kernel<{LISTS}<2>, at::native::(anonymous namespace)::UnaryOpFunctor<"
+    "c10::BFloat16, 2, 1, 1>, at::native::Copy<c10::BFloat16, c10::BFloat16>>": Kind.COPY,
+    "Memset (Device)": Kind.FILL,
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul>>": Kind.FILL,
+    "void cudnn::engines_precompiled::setTensor5d_kernel<float>": Kind.FILL,
+    # nobody's
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": Kind.OTHER,
+    "user_kernel": Kind.OTHER,
+}
+
+OPERATORS = {
+    "aten::mkldnn_convolution": Kind.CONV_FORWARD,
+    "aten::_convolution": Kind.CONV_FORWARD,
+    "aten::convolution_backward": Kind.CONV_BACKWARD,
+    "aten::addmm": Kind.MATMUL,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": Kind.ATTENTION,
+    "aten::native_batch_norm_backward": Kind.NORMALISATION,
+    "aten::_fused_adamw_": Kind.OPTIMIZER,
+    "aten::_foreach_mul_": Kind.OPTIMIZER,
+    "aten::copy_ in aten::_to_copy": Kind.CAST,
+    "aten::copy_ in aten::clone": Kind.LAYOUT,
+    "aten::copy_ in aten::add": Kind.COPY,
+    "aten::max_pool2d_with_indices": Kind.ELEMENTWISE,
+    "aten::threshold_backward": Kind.ELEMENTWISE,
+    "aten::sum": Kind.REDUCTION,
+    "aten::zero_": Kind.FILL,
+    "aten::empty_strided": Kind.BOOKKEEPING,
+    "aten::t": Kind.BOOKKEEPING,
+    "autograd::engine::evaluate_function: ConvolutionBackward0": Kind.BOOKKEEPING,
+    "ConvolutionBackward0": Kind.BOOKKEEPING,
+    "graph_0_cpp_fused__log_softmax_relu_3": Kind.FUSED,
+    "my_extension": Kind.OTHER,
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_is_known_by_its_name(name: str) -> None:
+    assert kind_of_kernel(name) is KERNELS[name]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_is_known_by_its_name(name: str) -> None:
+    assert kind_of_operator(name) is OPERATORS[name]
+
+
+def test_every_kind_but_the_cpus_own_has_a_kernel_in_the_table() -> None:
+    assert set(Kind) - set(KERNELS.values()) == {Kind.CONV_BACKWARD, Kind.BOOKKEEPING}
+
+
+def test_no_kind_is_bound_by_memory_and_arithmetic_at_once() -> None:
+    assert not ARITHMETIC & MEMORY_BOUND
