@@ -1,61 +1,187 @@
-"""Activation checkpointing: a block's activations are thrown away and computed again in backward."""
+"""What a model keeps for its backward pass, and what it computes again there. Can be changed on a built model.
+
+    none        everything the kernels ask for is kept: fastest
+    pointwise   outputs of convolutions, matmuls and attention are kept; normalisation, activation, concatenation and
+                pooling are computed again: about half the memory of a convolutional model for a few passes over it
+    blocks      only the inputs of blocks are kept, their convolutions run twice: least memory, about 30 % slower
+
+No layer draws random numbers, so the RNG state need not be kept.
+
+Eager and compiled code differ twice. A compiled model is one region, in which the partitioner interleaves recomputing
+with backward; in eager mode a region is recomputed at once, so it must not be larger than a block, or everything it
+recomputes would be alive together. And a compiled region recomputes only pure values, while in eager mode BatchNorm
+runs a second time and its running statistics need shielding.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Recompute = Literal["none", "pointwise", "blocks"]
+Run = Callable[..., Tensor]
+
+aten = torch.ops.aten
+EXPENSIVE = frozenset(
+    {
+        aten.convolution.default,
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._scaled_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What `pointwise` keeps: operations bound by arithmetic. All others are bound by memory."""
+
+WITH_STATISTICS = frozenset(
+    {
+        aten.native_batch_norm.default,
+        aten.cudnn_batch_norm.default,
+        aten.miopen_batch_norm.default,
+        aten._batch_norm_with_update.default,
+        aten._native_batch_norm_legit.default,
+        aten.native_layer_norm.default,
+        aten.native_group_norm.default,
+    }
+)
+"""Normalisations: their mean and variance are a pass over the input to compute and a few kilobytes to keep."""
 
 
-class Blocks(nn.Sequential):
-    """Blocks one after another, each recomputed in backward where `checkpointing` is set."""
+class Recomputing(nn.Module):
+    """A model, or a row of blocks in one, that can recompute."""
+
+    recompute: Recompute = "none"
+
+
+def set_recompute(model: nn.Module, how: Recompute) -> bool:
+    """Change how a built model recomputes; false where nothing in it can. A compiled model must be compiled again."""
+    able = [module for module in model.modules() if isinstance(module, Recomputing)]
+    for module in able:
+        module.recompute = how
+    return bool(able)
+
+
+def how_it_recomputes(model: nn.Module) -> Recompute:
+    """What `set_recompute` was told last, or the model was built with."""
+    return next((module.recompute for module in model.modules() if isinstance(module, Recomputing)), "none")
+
+
+class Blocks(Recomputing, nn.Sequential):
+    """Blocks one after another."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], *, checkpointing: bool) -> None:
         super().__init__(OrderedDict(blocks))
-        self.checkpointing = checkpointing
+        self.recompute = "blocks" if checkpointing else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        run = block_runner(checkpointing=self.checkpointing)
+        return region_runner(self.recompute)(self._one_by_one, x)
+
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        run = block_runner(self.recompute)
         for block in self:
             x = run(block, x)
         return x
 
 
-def block_runner(*, checkpointing: bool) -> Callable[..., Tensor]:
-    """How a model's forward calls its blocks: plainly, or to be recomputed where a backward will come."""
-    return run_checkpointed if checkpointing and torch.is_grad_enabled() else run
+def region_runner(how: Recompute) -> Run:
+    """How a model's forward calls all its blocks together."""
+    is_one_region = how == "pointwise" and torch.compiler.is_compiling() and torch.is_grad_enabled()
+    return run_pointwise_compiled if is_one_region else run
 
 
-def run(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def block_runner(how: Recompute) -> Run:
+    """How it calls each of them: plainly, or to be recomputed where a backward will come."""
+    if how == "none" or not torch.is_grad_enabled():
+        return run
+    if torch.compiler.is_compiling():
+        return run_checkpointed_compiled if how == "blocks" else run
+    return run_checkpointed if how == "blocks" else run_pointwise
+
+
+def run(block: Run, *inputs: Tensor) -> Tensor:
     """Call the block."""
     return block(*inputs)
 
 
-def run_checkpointed(block: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
     """Call the block and keep only its inputs."""
-    # No layer draws random numbers, so the RNG state need not be kept. A compiled region recomputes only pure
-    # values, so BatchNorm's statistics need shielding in eager mode alone.
-    if torch.compiler.is_compiling():
-        out = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-    else:
-        out = checkpoint(
-            block,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (contextlib.nullcontext(), _spare_statistics(block)),
-        )
+    return _recomputed(block, *inputs, context_fn=lambda: (contextlib.nullcontext(), _spare_statistics(block)))
+
+
+def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
+    """The same inside a compiled region."""
+    return _recomputed(block, *inputs)
+
+
+def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
+    """Call the block and keep its inputs and what was expensive."""
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        keeping, replaying = create_selective_checkpoint_contexts(_keep_expensive)
+        return keeping, _both(_spare_statistics(block), replaying)
+
+    with _no_autocast_cache():
+        return _recomputed(block, *inputs, context_fn=contexts)
+
+
+def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:
+    """The same for a whole region inside compiled code."""
+    return _recomputed(
+        region, *inputs, context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_in_partitioner)
+    )
+
+
+def _recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
+    out = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
     assert isinstance(out, Tensor)
     return out
 
 
+def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_in_partitioner(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if op in WITH_STATISTICS:
+        # No order: the partitioner then keeps the statistics, which are reductions, and recomputes what uses them.
+        return CheckpointPolicy.PREFER_SAVE
+    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 @contextlib.contextmanager
-def _spare_statistics(block: Callable[..., Tensor]) -> Iterator[None]:
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps its copies of weights for the length of a forward. A second forward would then cast nothing, while
+    recomputing it casts again, and a selective region must run the same operations twice."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def _spare_statistics(block: Run) -> Iterator[None]:
     """Recomputing runs BatchNorm a second time: let it write its running statistics into throw-away copies."""
     assert isinstance(block, nn.Module)
     kept = [(norm, dict(norm._buffers)) for norm in block.modules() if isinstance(norm, _BatchNorm)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.models.recompute import block_runner
+from halfstep.models.recompute import Recomputing, block_runner, region_runner
 
 
 class DoubleConv(nn.Module):
@@ -80,7 +80,7 @@ class OutConv(nn.Module):
         return y
 
 
-class UNet(nn.Module):
+class UNet(Recomputing):
     """Image (N, in_channels, H, W) to logits (N, num_classes, H, W)."""
 
     def __init__(
@@ -100,7 +100,8 @@ class UNet(nn.Module):
                 why="each must be at least 1, and the width even with bilinear upsampling, which halves it",
                 fix="the published sizes are base_channels=64, depth=4",
             )
-        self.depth, self.checkpointing = depth, checkpointing
+        self.depth = depth
+        self.recompute = "blocks" if checkpointing else "none"
         widths = [base_channels * 2**level for level in range(depth + 1)]
         shrink = 2 if bilinear else 1
         self.inc = DoubleConv(in_channels, widths[0])
@@ -120,7 +121,10 @@ class UNet(nn.Module):
                 why=f"each level halves the size, so a side needs at least {2**self.depth} pixels",
                 fix="a larger image_size, or a smaller model.depth",
             )
-        run = block_runner(checkpointing=self.checkpointing)
+        return region_runner(self.recompute)(self._down_and_up, x)
+
+    def _down_and_up(self, x: Tensor) -> Tensor:
+        run = block_runner(self.recompute)
         skips = [run(self.inc, x)]
         for level in range(1, self.depth + 1):
             skips.append(run(self.get_submodule(f"down{level}"), skips[-1]))
