@@ -27,6 +27,7 @@ FACTS = StepFacts(
     way="eager",
     channels_last=True,
     fused_optimizer=True,
+    prefetches=False,
     batch_size=4,
     device=torch.device("cpu"),
     device_name="a small CPU",

@@ -176,7 +176,7 @@ def _larger_batch(step: Breakdown, facts: StepFacts) -> _Gain | None:
         title="share the gaps among more samples",
         setting=f"train.batch_size={2 * facts.batch_size}",
         ms=step.launch_gap_ms / 2,
-        arithmetic=f"{step.launch_gap_ms:.2f} ms idle a step, counted for {facts.batch_size} samples of twice as many",
+        arithmetic=f"half of {step.launch_gap_ms:.2f} ms idle, which twice the samples would share",
     )
 
 
@@ -194,8 +194,7 @@ def _data(step: Breakdown, facts: StepFacts) -> _Gain | None:
 
 
 def _prefetch(step: Breakdown, facts: StepFacts) -> _Gain | None:
-    del facts
-    if not step.exposed_copy_ms:
+    if facts.prefetches or not step.exposed_copy_ms:
         return None
     return _Gain(
         title="copy the next batch during the step",

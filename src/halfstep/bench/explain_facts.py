@@ -23,6 +23,8 @@ class StepFacts:
     way: Literal["eager", "compile", "graph"]
     channels_last: bool
     fused_optimizer: bool
+    prefetches: bool
+    """The next batch is copied to the device during the step."""
     batch_size: int
     device: torch.device
     device_name: str

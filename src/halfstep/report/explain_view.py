@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
+from halfstep.report.picture_file import INK, new_figure, save_figure
 from halfstep.report.tables import columns_table, pairs_table
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NAME_LENGTH = 64
 NAMED_FROM = 0.06
 """Share of the bar; a narrower piece is named in the legend alone."""
-IDLE = "idle"
+IDLE, IDLE_COLOUR = "idle", "#e4e7eb"
 
 
 class KindRow(Protocol):
@@ -138,7 +138,7 @@ def _kinds_table(explanation: Explained) -> RenderableType:
 
 
 def _findings(explanation: Explained) -> Iterator[tuple[str, str]]:
-    moved = f", at most {explanation.memory_gb:.1f} GB a step" if explanation.memory_gb is not None else ""
+    moved = f", at most {explanation.memory_gb:.3g} GB a step" if explanation.memory_gb is not None else ""
     yield "memory-bound", f"{explanation.memory_bound_share:.1%}{moved}"
     yield "casts", f"{explanation.cast_share:.1%}"
     yield "optimizer", f"{explanation.optimizer_share:.1%}"
@@ -196,7 +196,7 @@ def _stack(axes: Axes, pieces: Sequence[tuple[str, float]]) -> None:
 
     total, begin = sum(ms for _, ms in pieces), 0.0
     for index, (kind, ms) in enumerate(pieces):
-        colour = FAINT if kind == IDLE else colormaps["tab20"](index % 20)
+        colour = IDLE_COLOUR if kind == IDLE else colormaps["tab20"](index % 20)
         axes.barh(0, ms, left=begin, color=colour, label=f"{kind} {ms:.2f} ms", edgecolor="white", linewidth=0.5)
         if ms >= NAMED_FROM * total:
             axes.text(begin + ms / 2, 0, f"{ms / total:.0%}", ha="center", va="center", fontsize=8, color=INK)
