@@ -24,6 +24,11 @@ def test_a_turing_card_gets_fp16_and_says_why_not_bf16() -> None:
     assert "emulates bf16" in said
 
 
+def test_a_warning_is_said_once() -> None:
+    said = printed("unet", *SMALL, "--precision", "bf16", "--gpu", "RTX 2080 Ti")
+    assert said.count("bf16 asked for, running fp16") == 1
+
+
 def test_json_is_the_plan_a_run_stores() -> None:
     plan = json.loads(printed("unet", *SMALL, "--precision", "bf16", "--gpu", "h200", "--json"))
     assert plan["granted"] == "bf16"

@@ -7,6 +7,7 @@ import json
 import pytest
 from fake_driver import H100, T4, TINY, XEON, FakeDriver
 
+from halfstep.hardware.describe import format_columns
 from halfstep.hardware.gpus import KNOWN, known_gpu
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
@@ -48,6 +49,21 @@ def test_nothing_faster_means_fp32_and_nothing_lost() -> None:
     assert advice.precision == "fp32"
     assert "bf16 and fp16 are emulated on this CPU, measured 1/200x and 1/100x fp32 on matmul" in advice.headline
     assert advice.lost == "nothing"
+
+
+def test_every_sentence_shows_a_number_of_the_table() -> None:
+    slow_matmul = {"matmul fp16": 0.00005, "conv_nchw fp16": 2.0, "conv_nhwc fp32": 1.3, "bf16": 0.00002}
+    driver = FakeDriver(speedups=slow_matmul)
+    hardware = measure(probe(driver=driver), sizes=TINY, driver=driver)
+    columns = format_columns(hardware)
+    fp32, fp16 = columns["format"].index("fp32"), columns["format"].index("fp16")
+    matmul, unit = columns["matmul\nx fp32"][fp16], next(title[-6:] for title in columns if title.startswith("NHWC"))
+    assert f"{matmul}x fp32 on matmul" in advise(hardware).headline
+    note = next(note for note in hardware.notes if note.startswith("fp16 was timed on a small problem only"))
+    assert f"matmul {matmul}x" in note
+    layout = next(s.reason for s in advise(hardware).settings if s.name == "channels_last")
+    nhwc, nchw = columns[f"NHWC\n{unit}"][fp32], columns[f"conv\n{unit}"][fp32]
+    assert f"{nhwc} {unit} against {nchw} {unit}" in layout
 
 
 @pytest.mark.parametrize(("gain", "use"), [(1.8, True), (1.0, False), (0.6, False)])

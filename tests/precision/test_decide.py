@@ -110,7 +110,7 @@ def test_published_rates_count_where_nothing_was_measured() -> None:
         published_tflops=MappingProxyType({"fp32": 10.0, "fp16": 0.2, "bf16": 20.0}),
     )  # fmt: skip
     assert decide("fp16", hardware).granted == "fp32"
-    assert "published 2x fp32" in decide("auto", hardware).reason
+    assert "published 2.0x fp32" in decide("auto", hardware).reason
 
 
 def test_strict_turns_the_fall_into_an_error() -> None:

@@ -36,6 +36,4 @@ def command(
     if as_json:
         typer.echo(decided.to_json())
         return
-    typer.echo(str(decided))
-    for warning in decided.warnings:
-        typer.secho(f"warning: {warning}", fg="yellow", err=True)
+    typer.echo(str(decided))  # its warnings are its last lines

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from halfstep.hardware.facts import Hardware
 
-VERSION = 1
-"""Raised when what is measured changes: older files then no longer count."""
+VERSION = 2
+"""Raised when what is measured, or what its notes say, changes: older files then no longer count."""
 
 
 def cache_key(hardware: Hardware) -> str:

@@ -1,4 +1,4 @@
-"""The facts of a device in words: rows for a table. No torch, no colour."""
+"""The facts of a device in words: rows for a table, and numbers as every sentence on them shows them. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from halfstep.formats import FORMATS
 from halfstep.hardware.facts import Hardware, Measurement, Op
 
 GIB = 2**30
+OP_NAMES: dict[Op, str] = {
+    "matmul": "matmul",
+    "conv_nchw": "convolution",
+    "conv_nhwc": "channels_last convolution",
+}
 
 
 def identity(hardware: Hardware) -> list[tuple[str, str]]:
@@ -41,19 +46,25 @@ def _memory(hardware: Hardware) -> str:
 
 def format_columns(hardware: Hardware) -> dict[str, list[str]]:
     """Column title to cells, one row a format; columns that would be empty are left out."""
-    # A CPU's rates are unreadable in TFLOPS.
-    unit, per_tflops = (
-        ("TFLOPS", 1) if max((m.tflops for m in hardware.measurements), default=1) >= 1 else ("GFLOPS", 1e3)
-    )
+    unit, per_tflops = _unit(hardware)
+
+    def rates(op: Op) -> list[str]:
+        return _measured(hardware, op, lambda m: _number(m.tflops * per_tflops))
+
+    def speedups(op: Op) -> list[str]:
+        return _measured(hardware, op, lambda m: times(m.speedup))
+
     columns: dict[str, list[str]] = {
         "format": list(FORMATS),
         "support": [hardware.has(name) for name in FORMATS],
         "published\nTFLOPS": [_number(hardware.published_tflops.get(name)) for name in FORMATS],
-        f"matmul\n{unit}": _measured(hardware, "matmul", lambda m: _number(m.tflops * per_tflops)),
-        "matmul\nx fp32": _measured(hardware, "matmul", lambda m: _times(m.speedup)),
-        "conv\nx fp32": _measured(hardware, "conv_nchw", lambda m: _times(m.speedup)),
-        "conv NHWC\nx fp32": _measured(hardware, "conv_nhwc", lambda m: _times(m.speedup)),
-        "error": _measured(hardware, "matmul", lambda m: f"{m.error:.0e}"),
+        f"matmul\n{unit}": rates("matmul"),
+        "matmul\nx fp32": speedups("matmul"),
+        "matmul\nerror": _measured(hardware, "matmul", lambda m: f"{m.error:.0e}"),
+        f"conv\n{unit}": rates("conv_nchw"),
+        "conv\nx fp32": speedups("conv_nchw"),
+        f"NHWC\n{unit}": rates("conv_nhwc"),
+        "NHWC\nx fp32": speedups("conv_nhwc"),
     }
     return {title: cells for title, cells in columns.items() if any(cells)}
 
@@ -69,5 +80,18 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _times(speedup: float) -> str:
+def times(speedup: float) -> str:
+    """2.0, or 1/199 where that reads better."""
     return f"{speedup:.1f}" if speedup >= 0.1 else f"1/{1 / speedup:.0f}"
+
+
+def rate(measurement: Measurement, hardware: Hardware) -> str:
+    """As in the table of this device: `31.2 GFLOPS`."""
+    unit, per_tflops = _unit(hardware)
+    return f"{_number(measurement.tflops * per_tflops)} {unit}"
+
+
+def _unit(hardware: Hardware) -> tuple[str, float]:
+    """A CPU's rates are unreadable in TFLOPS."""
+    fastest = max((m.tflops for m in hardware.measurements), default=1.0)
+    return ("TFLOPS", 1.0) if fastest >= 1 else ("GFLOPS", 1e3)

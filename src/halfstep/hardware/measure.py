@@ -2,6 +2,7 @@
 
 Every format starts on a small problem, whose time tells whether the full one fits the budget. Where it does not (bf16
 on a CPU without it is 100 times slower than fp32) the small one is the measurement, and a note says so.
+A note shows the numbers of the table, in the table's words.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from halfstep.errors import HardwareError
 from halfstep.formats import format_named
+from halfstep.hardware.describe import OP_NAMES, times
 from halfstep.hardware.driver import SAMPLES, Driver
 from halfstep.hardware.facts import Hardware, Measurement, Op
 from halfstep.hardware.kernels import Kernel, Problem, copy_kernel, fp32_computes_in, problem
@@ -79,8 +81,8 @@ class _Session:
     sizes: Sizes
     budget_s: float
     notes: list[str] = field(default_factory=list)
-    hopeless: dict[str, list[str]] = field(default_factory=dict)
-    """Format to what was too slow for the full problem."""
+    small_only: dict[str, list[str]] = field(default_factory=dict)
+    """Format to what seemed too slow for the full problem, with its speed on the small one."""
     inexact: dict[str, list[str]] = field(default_factory=dict)
     """Format to what errs by more than rounding its inputs explains."""
     began: float = field(init=False)
@@ -111,8 +113,8 @@ class _Session:
         load = self.driver.load()
         if self.hardware.kind == "cpu" and load > (os.cpu_count() or 1):
             yield f"the CPU had other work (load {load:.1f}), so the rates are rough: --fresh measures again"
-        for name, found in self.hopeless.items():
-            yield f"{name} is hopeless here and was timed on a small problem only: slower by {', '.join(found)}"
+        for name, found in self.small_only.items():
+            yield f"{name} was timed on a small problem only, the full one takes too long: {', '.join(found)} fp32"
         for name, found in self.inexact.items():
             yield f"{name} sums in {name} here, not in fp32: {', '.join(found)}"
 
@@ -130,14 +132,16 @@ class _Session:
         fp32_seconds: dict[Problem, float] = {}
         for format_name in self._formats(op):
             if self.left_s <= 0:
-                self.notes.append(f"{op} in {format_name} not measured: the {self.budget_s:.0f} s were used up")
+                self.notes.append(
+                    f"{OP_NAMES[op]} in {format_name} not measured: the {self.budget_s:.0f} s were used up"
+                )
                 continue
             if format_name != "fp32" and not fp32_seconds:
                 return  # nothing to compare with; the note on fp32 says why
             try:
                 yield self._measure_format(op, format_name, small, full, fp32_seconds)
             except (RuntimeError, ValueError) as error:  # no kernel for it, or no memory: a fact, not a failure
-                self.notes.append(f"{op} in {format_name} does not run here: {_first_line(error)}")
+                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {_first_line(error)}")
 
     def _measure_format(
         self, op: Op, format_name: str, small: Problem, full: Problem, fp32_seconds: dict[Problem, float]
@@ -152,17 +156,18 @@ class _Session:
             chosen, seconds = small, timed(small)
             if format_name == "fp32" or self._fits(seconds * full.flops / small.flops):
                 chosen, seconds = full, timed(full)
-            else:
-                self.hopeless.setdefault(format_name, []).append(f"{op} {seconds / fp32_seconds[small]:.0f}x")
             error = chosen.error(chosen.kernel(format_name)())
+        speedup = fp32_seconds[chosen] / seconds
+        if chosen is small:
+            self.small_only.setdefault(format_name, []).append(f"{OP_NAMES[op]} {times(speedup)}x")
         if format_name != "fp32" and error > format_named(format_name).spacing_at_1:
-            self.inexact.setdefault(format_name, []).append(f"{op} errs by {error:.0e}")
+            self.inexact.setdefault(format_name, []).append(f"{OP_NAMES[op]} errs by {error:.0e}")
         return Measurement(
             op=op,
             format=format_name,
             tflops=chosen.flops / seconds / 1e12,
             error=error,
-            speedup=fp32_seconds[chosen] / seconds,
+            speedup=speedup,
         )
 
     def _fits(self, expected_s: float) -> bool:

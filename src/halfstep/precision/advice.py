@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.formats import FP32, format_named
+from halfstep.hardware.describe import OP_NAMES, rate, times
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
 
 NOUN = {"cpu": "CPU", "tpu": "TPU"}
-OP_NAMES = {"matmul": "matmul", "conv_nchw": "convolution", "conv_nhwc": "channels_last convolution"}
 
 LAYOUT_GAIN = 1.05
 """A layout that gains less than this is within the noise of a few samples."""
@@ -100,8 +100,8 @@ def _headline(precision: str, hardware: Hardware) -> str:
 def _in_favour(precision: str, hardware: Hardware) -> str:
     shown, speedup = hardware.measured("matmul", precision) or hardware.best(precision), hardware.speedup(precision)
     if shown is not None:
-        return f"native, measured {_share(shown.speedup)} fp32 on {OP_NAMES[shown.op]}, error {shown.error:.0e}"
-    return "native, speed not measured" if speedup is None else f"native, published peak {_share(speedup)} fp32"
+        return f"native, measured {times(shown.speedup)}x fp32 on {OP_NAMES[shown.op]}, error {shown.error:.0e}"
+    return "native, speed not measured" if speedup is None else f"native, published peak {times(speedup)}x fp32"
 
 
 def _against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
@@ -123,12 +123,8 @@ def _against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
 
 def _speeds(names: list[str], hardware: Hardware) -> str:
     matmuls = [hardware.measured("matmul", name) for name in names]
-    shares = [_share(matmul.speedup) for matmul in matmuls if matmul is not None]
+    shares = [f"{times(matmul.speedup)}x" for matmul in matmuls if matmul is not None]
     return f", measured {' and '.join(shares)} fp32 on matmul" if shares else ""
-
-
-def _share(speedup: float) -> str:
-    return f"{speedup:.1f}x" if speedup > 0.1 else f"1/{1 / speedup:.0f}x"
 
 
 def _loss_scaling(precision: str) -> Setting:
@@ -141,7 +137,8 @@ def _channels_last(precision: str, hardware: Hardware) -> Setting:
     nchw, nhwc = hardware.measured("conv_nchw", precision), hardware.measured("conv_nhwc", precision)
     if nchw and nhwc:
         gain = nhwc.tflops / nchw.tflops
-        reason = f"convolutions in {precision} run {gain:.2g}x as fast in it (measured)"
+        rates = f"{rate(nhwc, hardware)} against {rate(nchw, hardware)}"
+        reason = f"convolutions in {precision} run {times(gain)}x as fast in it: {rates} (measured)"
         return Setting(name="channels_last", value=gain > LAYOUT_GAIN, reason=reason)
     if hardware.tensor_cores and hardware.kind in ("cuda", "rocm", "xpu"):
         return Setting(name="channels_last", value=True, reason="matrix units read images in this layout; not measured")

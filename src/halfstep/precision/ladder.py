@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep.errors import HardwareError
+from halfstep.hardware.describe import times
 from halfstep.hardware.facts import Hardware
 
 LADDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
@@ -129,8 +130,8 @@ def _simulated(asked: str, hardware: Hardware) -> Grant:
 def _in_favour(precision: str, hardware: Hardware) -> str:
     if precision == "fp32":
         return _strict_fp32(hardware)
-    times = _times(FORMATS_OF[precision][0], hardware)
-    return f"native on {hardware.name}, {times}" if times else f"native on {hardware.name}, speed not measured"
+    speed = _times(FORMATS_OF[precision][0], hardware)
+    return f"native on {hardware.name}, {speed}" if speed else f"native on {hardware.name}, speed not measured"
 
 
 def _strict_fp32(hardware: Hardware) -> str:
@@ -143,7 +144,11 @@ def _strict_fp32(hardware: Hardware) -> str:
 
 def _times(format_name: str, hardware: Hardware) -> str:
     speed = hardware.speedup(format_name)
-    return "" if speed is None else f"{_origin(format_name, hardware)} {speed:.2g}x fp32"
+    if speed is None:
+        return ""
+    is_mean = {"matmul", "conv_nchw"} <= {m.op for m in hardware.measurements if m.format == format_name}
+    over = " over matmul and convolution" if is_mean else ""
+    return f"{_origin(format_name, hardware)} {times(speed)}x fp32{over}"
 
 
 def _origin(format_name: str, hardware: Hardware) -> str:
