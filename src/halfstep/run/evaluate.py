@@ -23,6 +23,7 @@ from halfstep.run.evaluate_segmentation import SegmentationEvaluation
 from halfstep.run.evaluated import Kind, Look, PlainEvaluation
 from halfstep.run.memory_limit import OutOfMemory
 from halfstep.run.open_run import OpenedRun, fresh_folder, open_run, plan_for_use, with_weights, write_text
+from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.randomness import algorithms
 from halfstep.run.validate import evaluating, validate
 from halfstep.workloads import CLASSIFIERS
@@ -87,36 +88,24 @@ def evaluate(
 
 def _with_data(run: OpenedRun, kind: type[Kind], data: Path | None, report: RunReport) -> tuple[RunConfig, Workload]:
     """The run's own validation data; of another folder all there is."""
-    config = run.config
+    config = with_absolute_paths(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
     if data is not None and not data.is_dir():
         raise DataError(f"--data {data} {'is a file' if data.exists() else 'does not exist'}", fix="name a data folder")
     if data is not None and not (stored and stored.is_dir() and data.samefile(stored)):
         workload = kind.on_all(build_workload(kind.config_for(config, data), run.store))
         return kind.config_for(config, data), workload
-    if stored is not None and not stored.is_dir() and kind is not PlainEvaluation:
-        config = _with_moved_demo(run, stored, report)
+    config, notes = with_data_found(run.config, run.folder)
+    for note in notes:
+        report.notice(note, "warning")
     workload = build_workload(config, run.store)
     if len(workload.val_samples) == 0:
         raise DataError(
-            f"the run has no validation data in {stored}",
+            f"the run has no validation data in {config.data.dir}",
             why="it was trained on all of them, and what was trained on proves nothing",
             fix="--data DIR with data that it has not seen",
         )
     return config, workload
-
-
-def _with_moved_demo(run: OpenedRun, stored: Path, report: RunReport) -> RunConfig:
-    """Demo data lie in the run's folder, and move with it."""
-    demo = run.folder.path / "data"
-    if not demo.is_dir():
-        raise DataError(
-            f"the run's data folder {stored} is not there",
-            why="its config.yaml names that folder",
-            fix="--data DIR says where the data are now",
-        )
-    report.notice(f"{stored} is not there: using the demo data in {demo}", "warning")
-    return run.config.model_copy(update={"data": run.config.data.model_copy(update={"dir": str(demo)})})
 
 
 def _validated(

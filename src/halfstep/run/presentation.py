@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from halfstep.config.load import Loaded
+from halfstep.config.statements import DEFAULT
 from halfstep.measure.memory import format_bytes, peak_memory_bytes
 from halfstep.report.config_view import header_lines
 from halfstep.report.run_report import RunReport
@@ -33,6 +34,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
         ("data", f"{len(parts.workload.train_samples)} training, {len(parts.workload.val_samples)} validation samples"),
+        *([("data folder", _with_source(str(config.data.dir), loaded, "data.dir"))] if config.data.dir else []),
         ("batch", batch),
         ("steps", f"{parts.total_steps} in {train.epochs} epochs"),
         ("optimizer", ", ".join(commits)),
@@ -64,6 +66,12 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
     rows += [("best checkpoint", str(best) if best else "none"), ("curves", str(folder.report / "curves.png"))]
     rows.append(("look closer", f"halfstep evaluate {folder.path}"))
     report.finish("done", rows)
+
+
+def _with_source(value: str, loaded: Loaded, key: str) -> str:
+    """A value, and who said it: a folder that was typed as `data` is shown in full beside it."""
+    source = loaded.sources.get(key, DEFAULT)
+    return value if source.layer == "default" else f"{value} ({source})"
 
 
 def _duration(seconds: float) -> str:

@@ -27,6 +27,7 @@ from halfstep.run.folder import RunFolder
 from halfstep.run.interrupts import interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
+from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
 from halfstep.run.resume import Changes, refuse_changes, refuse_other_data
@@ -45,6 +46,7 @@ def train(loaded: Loaded, *, out: Path | None = None, resume: Path | None = None
 
 def _start(loaded: Loaded, out: str | None) -> Path:
     """Everything that can be wrong is found before the run's folder is made; only the demo needs it earlier."""
+    loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
     hardware = probe(loaded.config.device)
     decide(loaded.config.precision, hardware)
     demo = RunFolder.create(out, _run_name(loaded.config)) if loaded.config.data.dir is None else None
@@ -76,8 +78,9 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
 
 def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
     config = loaded.config
-    write_demo(config.workload, folder.path / "data", seed=config.train.seed)
-    data = config.data.model_copy(update={"dir": str(folder.path / "data")})
+    place = folder.path.absolute() / "data"
+    write_demo(config.workload, place, seed=config.train.seed)
+    data = config.data.model_copy(update={"dir": str(place)})
     return dataclasses.replace(loaded, config=config.model_copy(update={"data": data}))
 
 
@@ -91,8 +94,10 @@ class Resumed:
 
 
 def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
-    stored = load(str(folder.config)).config
-    changes = refuse_changes(stored, loaded.config, allow=allow_changes)
+    stored, asked = (with_absolute_paths(config) for config in (load(str(folder.config)).config, loaded.config))
+    changes = refuse_changes(stored, asked, allow=allow_changes)
+    config, moved = with_data_found(loaded.config, folder)
+    loaded = dataclasses.replace(loaded, config=config)
     with folder.locked():
         damaged: list[str] = []
         checkpoints = folder.checkpoints()
@@ -105,7 +110,7 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         if changes.touch("precision.", "device"):
             plan = plan_for(loaded.config, workload, probe(loaded.config.device))
         cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
-        notes = [*damaged, *changes.notes, *other, f"resuming from {path.name}"]
+        notes = [*damaged, *moved, *changes.notes, *other, f"resuming from {path.name}"]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
         _run(loaded, folder, assemble(loaded.config, workload, plan), resumed=resumed, notes=notes)
     return folder.path

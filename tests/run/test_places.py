@@ -1,0 +1,72 @@
+"""Data folders as users type them: relative, with `~`, from another working folder later."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from halfstep.config.load import load
+from halfstep.data.demo_segmentation import write_demo
+from halfstep.errors import DataError
+from halfstep.run.evaluate import evaluate
+from halfstep.run.folder import RunFolder
+from halfstep.run.places import with_absolute_paths, with_data_found
+from halfstep.run.train import train
+from tiny_runs import Told, unet_run
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder and home with data in it."""
+    write_demo(tmp_path / "pictures", num_images=8, side=32)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("typed", ["pictures", "~/pictures", "./pictures"])
+def test_a_run_stores_the_absolute_folder_and_is_used_from_anywhere(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str
+) -> None:
+    folder = unet_run(
+        Path("run"), {"data.dir": typed, "log.quiet": False, "train.batch_size": 2, "data.num_workers": 0}
+    )
+    assert f"{home / 'pictures'} (data.dir=" in capsys.readouterr().out
+    assert load(str(folder / "config.yaml")).config.data.dir == str(home / "pictures")
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    told = Told(home)
+    assert evaluate(home / "run", report=told.report).data == str(home / "pictures")
+    train(load(str(home / "run" / "config.yaml"), overrides=["train.max_steps=7"]), resume=home / "run")
+
+
+def test_an_older_run_with_a_relative_folder_works_where_it_fits_and_else_names_both(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder((home / "run").absolute())
+    config = load("unet", overrides=["data.dir=pictures", "data.val_list=val.txt"]).config
+    found, notes = with_data_found(config, folder)
+    assert found.data.dir == str(home / "pictures")
+    assert found == with_absolute_paths(config)
+    assert not notes
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    with pytest.raises(DataError, match="data folder pictures is not there") as missing:
+        with_data_found(config, folder)
+    assert str(home / "elsewhere" / "pictures") in missing.value.why
+
+
+def test_a_moved_demo_run_is_resumed_with_the_data_in_its_folder(tmp_path: Path) -> None:
+    folder = unet_run(tmp_path / "first")
+    shutil.move(folder, tmp_path / "second")
+    moved = tmp_path / "second"
+    train(load(str(moved / "config.yaml"), overrides=["train.max_steps=7"]), resume=moved)
+
+
+def test_what_only_an_own_workload_understands_is_left_alone(home: Path) -> None:
+    for value in ("cifar10", "s3://bucket/images"):
+        assert with_absolute_paths(load("my_mod:build", overrides=[f"data.dir={value}"]).config).data.dir == value
+    there = with_absolute_paths(load("my_mod:build", overrides=["data.dir=pictures"]).config)
+    assert there.data.dir == str(home / "pictures")
