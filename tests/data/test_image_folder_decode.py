@@ -12,7 +12,7 @@ from PIL import Image
 from data.picture_folders import smooth_picture, write_split
 from halfstep.data.decode import ORIENTATION, open_picture
 from halfstep.data.files import BadFiles
-from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
+from halfstep.data.folder_samples import OPEN_AT_ONCE, EvaluationFiles, TrainingFiles
 from halfstep.data.image_check import check_images
 from halfstep.data.image_folder import FolderLayout, Listing, find_images
 from halfstep.data.loader import Loader
@@ -185,3 +185,13 @@ def test_samples_depend_on_seed_and_epoch_and_not_on_workers(tmp_path: Path) -> 
     boxes = [files.sample(0, key=key) for key in keys]
     assert not torch.equal(boxes[0]["image"], boxes[1]["image"])
     assert not torch.equal(boxes[0]["image"], boxes[2]["image"])
+
+
+def test_a_batch_of_files_is_made_whole_in_shared_memory_and_equals_its_samples(tmp_path: Path) -> None:
+    files = TrainingFiles(find_images(write_split(tmp_path, train=10), FolderLayout()).train, size=16)
+    assert len(files) > OPEN_AT_ONCE
+    (batch,) = Loader(files, batch_size=20, seed=3, num_workers=1).epoch(1)
+    assert batch["image"].is_shared()
+    for row, index in enumerate(batch["index"].tolist()):
+        alone = files.sample(index, key=(3, 1, index))
+        assert all(torch.equal(batch[name][row], alone[name]) for name in alone)

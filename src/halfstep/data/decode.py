@@ -37,6 +37,10 @@ class Picture:
         self.size = (height, width) if self._orientation >= 5 else (width, height)
         """Width and height as the picture is meant to be seen."""
 
+    def close(self) -> None:
+        """Let go of file and pixels."""
+        self._image.close()
+
     def rgb(self, *, reduction: float = 1.0) -> Image.Image:
         """All pixels, upright; up to `reduction` times smaller where the file can be decoded so."""
         try:
