@@ -18,7 +18,7 @@ from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import WARM_UP_STEPS
 from halfstep.bench.runner import AfterStep
 from halfstep.errors import ConfigError, HardwareError
-from halfstep.report.explain_view import draw_explanation, explain_view
+from halfstep.report.explain_view import draw_explanations, explain_view
 
 STEPS = 4
 
@@ -123,7 +123,7 @@ def test_the_console_shows_kinds_findings_and_notes(explanation: Explanation) ->
 
 def test_the_picture_is_written(explanation: Explanation, tmp_path: Path) -> None:
     path = tmp_path / "explained.png"
-    draw_explanation(explanation, path)
+    draw_explanations([explanation, explanation], path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -104,7 +104,7 @@ def _kinds(step: Breakdown) -> tuple[KindTime, ...]:
 def _notes(step: Breakdown, facts: StepFacts, changes: tuple[Change, ...]) -> tuple[str, ...]:
     notes = []
     if len(changes) < MOST_CHANGES:
-        found = f"only {len(changes)} settings gain" if changes else "no setting gains"
+        found = {0: "no setting gains", 1: "only one setting gains", 2: "only two settings gain"}[len(changes)]
         notes.append(f"{found} {WORTH_SAYING:.0%} of the step or more; the others are on, or have nothing to save")
     if is_host_bound(step, facts):
         notes.append("the host is slower than the device: shorter kernels alone change little")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAME_LENGTH = 64
-NAMED_FROM = 0.06
-"""Share of the bar; a narrower piece is named in the legend alone."""
+NUMBERED_FROM = 0.06
+"""Share of its bar from which a piece has room for its milliseconds."""
 IDLE, IDLE_COLOUR = "idle", "#e4e7eb"
 
 
@@ -174,30 +174,49 @@ def _change(number: int, change: ChangeRow) -> RenderableType:
     return Group(head, Padding(Text(change.arithmetic, style="dim"), (0, 0, 0, 3)))
 
 
-def draw_explanation(explanation: Explained, path: Path) -> None:
-    """Write one bar of the step, stacked by kind, idle time at its end."""
-    figure = new_figure((10.0, 3.2))
+def draw_explanations(explanations: Sequence[Explained], path: Path) -> None:
+    """Write one bar a step, stacked by kind, idle time at its end; a kind has the same colour in each."""
+    figure = new_figure((10.0, 2.6 + 0.6 * len(explanations)))
     axes: Axes = figure.subplots()
-    pieces = [(row.kind, row.ms) for row in explanation.kinds if row.ms]
-    pieces += [(IDLE, explanation.idle_ms)] if explanation.idle_ms else []
-    _stack(axes, pieces)
+    bars = [_pieces(explanation) for explanation in explanations]
+    kinds = dict.fromkeys(kind for bar in bars for kind in bar if kind != IDLE)
+    colours = {kind: _colour(index) for index, kind in enumerate(kinds)} | {IDLE: IDLE_COLOUR}
+    for row, bar in enumerate(bars):
+        _stack(axes, row, bar, colours)
+    axes.set_yticks(range(len(bars)), [explanation.title for explanation in explanations], fontsize=9)
+    axes.invert_yaxis()
     axes.set_title(
-        f"{explanation.title} on {explanation.device_name}", loc="left", fontsize=11, fontweight="bold", color=INK
+        f"where a step goes on {explanations[0].device_name}", loc="left", fontsize=11, fontweight="bold", color=INK
     )
     axes.set_xlabel("ms a step", fontsize=9, color=INK)
-    axes.set_yticks([])
+    axes.tick_params(axis="y", length=0)
     axes.spines[["top", "left", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.32), ncols=3, fontsize=8, frameon=False)
+    _name_kinds(axes, colours if any(IDLE in bar for bar in bars) else {kind: colours[kind] for kind in kinds})
     save_figure(figure, path)
 
 
-def _stack(axes: Axes, pieces: Sequence[tuple[str, float]]) -> None:
+def _pieces(explanation: Explained) -> dict[str, float]:
+    idle = {IDLE: explanation.idle_ms} if explanation.idle_ms else {}
+    return {row.kind: row.ms for row in explanation.kinds if row.ms} | idle
+
+
+def _colour(index: int) -> Any:
     from matplotlib import colormaps
 
-    total, begin = sum(ms for _, ms in pieces), 0.0
-    for index, (kind, ms) in enumerate(pieces):
-        colour = IDLE_COLOUR if kind == IDLE else colormaps["tab20"](index % 20)
-        axes.barh(0, ms, left=begin, color=colour, label=f"{kind} {ms:.2f} ms", edgecolor="white", linewidth=0.5)
-        if ms >= NAMED_FROM * total:
-            axes.text(begin + ms / 2, 0, f"{ms / total:.0%}", ha="center", va="center", fontsize=8, color=INK)
+    return colormaps["tab20"](index % 20)
+
+
+def _stack(axes: Axes, row: int, bar: Mapping[str, float], colours: Mapping[str, Any]) -> None:
+    total, begin = sum(bar.values()), 0.0
+    for kind, ms in bar.items():
+        axes.barh(row, ms, left=begin, height=0.7, color=colours[kind], edgecolor="white", linewidth=0.5)
+        if ms >= NUMBERED_FROM * total:
+            axes.text(begin + ms / 2, row, f"{ms:.3g}", ha="center", va="center", fontsize=8, color=INK)
         begin += ms
+
+
+def _name_kinds(axes: Axes, colours: Mapping[str, Any]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colour, label=kind) for kind, colour in colours.items()]
+    axes.figure.legend(handles=patches, loc="outside lower left", ncols=4, fontsize=8, frameon=False)
