@@ -1,0 +1,64 @@
+"""Against an earlier bench: which rows got slower or larger by more than their windows vary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfstep.bench.record import read, rows_of
+from halfstep.bench.row import Row
+from halfstep.errors import ConfigError
+from halfstep.measure.memory import format_bytes
+
+SAME = ("torch", "cuda", "driver")
+"""Versions that must be equal. halfstep's own is what a comparison is about, and a peer's counts for its rows only."""
+TIME_BOUND = 0.02
+"""Runs of the same program part by a percent or so, however steady their windows are."""
+MEMORY_BOUND = {"cuda": 0.01, "cpu": 0.10}
+"""The allocator repeats itself; the resident memory of a process does not."""
+
+
+def earlier_rows(path: Path, now: Mapping[str, Any]) -> dict[str, Row]:
+    """The measured rows of the file; refuses one of another device, other versions or another problem."""
+    earlier = read(path)
+    if differences := _differences(earlier, now):
+        raise ConfigError(
+            f"{path} cannot be compared with this bench",
+            why="; ".join(differences),
+            fix="save a new baseline here: --save FILE",
+        )
+    return {row.label: row for row in rows_of(earlier, path) if row.is_measured}
+
+
+def regressions(before: Mapping[str, Row], rows: Sequence[Row], device_type: str) -> list[str]:
+    """What got worse, in words."""
+    if not any(row.label in before for row in rows):
+        raise ConfigError(
+            f"the baseline has none of these rows: {', '.join(row.label for row in rows)}",
+            fix=f"it has {', '.join(before)}",
+        )
+    return [line for row in rows if row.label in before for line in _worse(before[row.label], row, device_type)]
+
+
+def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    pairs = [("device", earlier.get("device"), now["device"])]
+    pairs += [(name, earlier.get("versions", {}).get(name), now["versions"][name]) for name in SAME]
+    pairs += [(name, earlier.get("problem", {}).get(name), value) for name, value in now["problem"].items()]
+    return [f"{name} was {before}, is {after}" for name, before, after in pairs if before != after]
+
+
+def _worse(before: Row, now: Row, device_type: str) -> list[str]:
+    if not now.is_measured:
+        return [f"{now.label} was measured then, and now: {now.reason}"]
+    found = []
+    if now.ms > before.ms + max(before.spread_ms + now.spread_ms, TIME_BOUND * before.ms):
+        spread = before.spread_ms + now.spread_ms
+        found.append(
+            f"{now.label} is slower: {now.ms:.4g} ms a step against {before.ms:.4g} "
+            f"({now.ms / before.ms - 1:+.1%}, windows vary by {spread:.2g} ms together)"
+        )
+    bound = MEMORY_BOUND.get(device_type, MEMORY_BOUND["cpu"])
+    if now.peak_bytes and before.peak_bytes and now.peak_bytes > (1 + bound) * before.peak_bytes:
+        found.append(f"{now.label} is larger: {format_bytes(now.peak_bytes)} against {format_bytes(before.peak_bytes)}")
+    return found

@@ -1,0 +1,160 @@
+"""Every row of a bench, one after the other, and what they say together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from halfstep.bench.conditions import shared_with
+from halfstep.bench.floor import floor_s
+from halfstep.bench.laps import Schedule
+from halfstep.bench.measure_row import measured_row, not_measured, why_not
+from halfstep.bench.ours import Ours
+from halfstep.bench.peers import peers
+from halfstep.bench.row import Row
+from halfstep.bench.runner import Problem, Runner
+from halfstep.bench.settings import Way
+from halfstep.errors import HalfstepError, HardwareError
+from halfstep.hardware.facts import Hardware
+from halfstep.precision.ladder import lacks
+
+LOSS_BOUND = 0.1
+"""Relative distance to the reference's loss after the same steps; random data are learned by heart, which is chaotic
+enough that bf16 and fp32 part by a few percent."""
+DRIFT_BOUND = 0.02
+"""Relative change of the repeated row beyond its own spread."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Which rows, and how long each."""
+
+    precisions: tuple[str, ...]
+    ways: tuple[Way, ...]
+    against: tuple[str, ...] = ()
+    schedule: Schedule
+    cold_start: bool = False
+    repeat_first: bool = True
+    """Measure the first row again at the end: did the machine change meanwhile?"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benched:
+    """All rows, and what a reader must know of them."""
+
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...]
+    reference: str
+    """The row whose loss the others were held against."""
+    repeated: Row | None = None
+    """The first measured row once more, at the end."""
+
+
+def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, tell: Tell) -> Benched:
+    """Measure what was asked for; `hardware` brings the matmul rates to hold `flops` of a step against."""
+    busy = shared_with(problem.device)
+    rows: list[Row] = []
+    first: Runner | None = None
+    for runner in _runners(problem, request, hardware):
+        if isinstance(runner, Row):
+            rows.append(runner)
+            continue
+        tell(f"{runner.name} {runner.variant} {runner.precision}")
+        row = _completed(measured_row(runner, problem, request.schedule, cold_start=request.cold_start), runner)
+        floor = floor_s(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
+        rows.append(dataclasses.replace(row, floor_ms=floor * 1e3 if floor is not None else None))
+        first = first or (runner if row.is_measured else None)
+    repeated = None
+    if request.repeat_first and first is not None:
+        tell(f"{first.name} {first.variant} {first.precision} again")
+        repeated = _completed(measured_row(first, problem, request.schedule, cold_start=False), first)
+    rows = with_speedups(rows)
+    reference = loss_reference(rows)
+    warnings = [busy, *loss_warnings(rows, reference), drift_warning(rows, repeated)]
+    return Benched(
+        rows=tuple(rows),
+        warnings=tuple(filter(None, warnings)),
+        reference=reference.label if reference else "",
+        repeated=repeated,
+    )
+
+
+def _runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[Runner | Row]:
+    """Those who run, and a finished row for each who cannot."""
+    on_cpu = problem.device.type == "cpu"
+    for precision in request.precisions:
+        missing = lacks(precision, dataclasses.replace(hardware, measurements=()))
+        for way in request.ways:
+            if way == "graph" and problem.device.type != "cuda":
+                yield not_measured("halfstep", way, precision, "needs CUDA")
+            else:
+                yield Ours(problem, precision, way, hardware, simulate=bool(missing) and on_cpu)
+        for name in request.against:
+            yield from _peers(name, problem, precision, missing)
+
+
+def _peers(name: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
+    try:
+        if missing:
+            raise HardwareError(missing)
+        yield from peers([name], problem, precision)
+    except HalfstepError as error:
+        yield not_measured(name, "", precision, why_not(error))
+
+
+def _completed(row: Row, runner: Runner) -> Row:
+    """What only halfstep's own runner can tell."""
+    if not isinstance(runner, Ours) or not row.is_measured:
+        return row
+    said = ("simulated: no speed",) if runner.simulated else ()
+    return dataclasses.replace(row, simulated=runner.simulated, remarks=(*said, *runner.remarks, *row.remarks))
+
+
+def with_speedups(rows: Sequence[Row]) -> list[Row]:
+    """Each row's speed over strict fp32 and over TF32, as halfstep runs them eagerly, or else as they were run."""
+    bases = {name: baseline(rows, name) for name in ("fp32", "tf32")}
+
+    def over(name: str, row: Row) -> float | None:
+        base = bases[name]
+        return base.ms / row.ms if base and row.is_measured and not row.simulated else None
+
+    return [dataclasses.replace(row, speedup_fp32=over("fp32", row), speedup_tf32=over("tf32", row)) for row in rows]
+
+
+def baseline(rows: Sequence[Row], precision: str) -> Row | None:
+    """The row that speedups over this precision refer to: eager where it was measured."""
+    there = [row for row in rows if row.precision == precision and row.is_measured and not row.simulated]
+    return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
+
+
+def loss_reference(rows: Sequence[Row]) -> Row | None:
+    """Eager fp32 where it was measured, else the first row that was."""
+    return baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
+
+
+def loss_warnings(rows: Sequence[Row], reference: Row | None) -> list[str]:
+    """Rows that trained to another loss than the reference: fast is not enough."""
+    if reference is None or reference.loss is None:
+        return []
+    return [
+        f"{row.label}: loss {row.loss:.4g} after the same steps, {reference.label} has {reference.loss:.4g}: "
+        f"more than {LOSS_BOUND:.0%} apart"
+        for row in rows
+        if row.loss is not None and not abs(row.loss - reference.loss) <= LOSS_BOUND * abs(reference.loss)
+    ]
+
+
+def drift_warning(rows: Sequence[Row], repeated: Row | None) -> str:
+    """Whether the first row came out otherwise when it was measured again."""
+    first = next((row for row in rows if row.is_measured), None)
+    if first is None or repeated is None:
+        return ""
+    if not repeated.is_measured:
+        return f"{first.label} could not be measured again at the end: {repeated.reason}"
+    change = repeated.ms / first.ms - 1
+    if abs(repeated.ms - first.ms) <= max(first.spread_ms + repeated.spread_ms, DRIFT_BOUND * first.ms):
+        return ""
+    return f"the machine drifted: {first.label} took {change:+.1%} when it was measured again at the end"

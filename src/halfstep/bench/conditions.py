@@ -1,0 +1,37 @@
+"""What makes a measurement worth less: another user on the GPU, clocks held down, a loaded CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from halfstep.hardware.driver import Driver
+from halfstep.measure.nvml import ask_nvml
+
+LIMITS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "temperature (software)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
+"""Bits of NVML's clock event reasons that slow a busy GPU; the other bits are idling and settings (nvml.h)."""
+
+
+def clock_limits(device: torch.device) -> tuple[str, ...]:
+    """What holds the GPU's clocks down at this moment; empty where nothing does, or nobody can tell."""
+
+    # The older of its two names: drivers before 535 know no other.
+    bits = ask_nvml(device, lambda nvml, handle: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) or 0
+    return tuple(name for bit, name in LIMITS.items() if bits & bit)
+
+
+def shared_with(device: torch.device, driver: Driver | None = None) -> str:
+    """Why others may disturb the measurement, in words; empty where nobody does."""
+    driver = driver or Driver()
+    if device.type == "cpu":
+        load, cores = driver.load(), os.cpu_count() or 1
+        return f"the CPU has other work: load {load:.1f} on {cores} cores" if load > cores else ""
+    others = driver.used_by_others(str(device))
+    return f"the GPU is in use by others ({others}): times will be too long" if others else ""

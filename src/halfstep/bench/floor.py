@@ -1,0 +1,27 @@
+"""The floor of a step: its counted arithmetic at the rate that this device's matmuls were measured at."""
+
+from __future__ import annotations
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from halfstep.bench.runner import Problem
+from halfstep.hardware.facts import Hardware
+
+MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
+"""A precision's format in the measurements, where it has another name."""
+
+
+def step_flops(problem: Problem) -> int:
+    """Matmuls, convolutions and attention of forward and backward, counted on tensors without content."""
+    received = {name: tensor.to(problem.device) for name, tensor in problem.host_batch.items()}
+    prepared = {name: tensor.to("meta") for name, tensor in problem.prepare(received).items()}
+    model = problem.make_model().to("meta").train()
+    with FlopCounterMode(display=False) as counter:
+        problem.loss(model, prepared).backward()
+    return int(counter.get_total_flops())
+
+
+def floor_s(flops: int, hardware: Hardware, precision: str) -> float | None:
+    """The shortest step this arithmetic allows; None where the format's rate was not measured."""
+    measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
+    return flops / (measured.tflops * 1e12) if measured is not None else None

@@ -1,0 +1,93 @@
+"""One runner, measured apart from all others; whatever stops it becomes the row's reason."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from halfstep.bench.apart import apart, clean
+from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
+from halfstep.bench.laps import Laps, Schedule, wait_for
+from halfstep.bench.row import Row
+from halfstep.bench.runner import Problem, Runner
+from halfstep.errors import HalfstepError, MemoryLimitError
+from halfstep.measure.memory import format_bytes
+from halfstep.run.memory_limit import first_line
+
+START_MATTERS = 1.05
+"""A start that takes this much more memory than the training after it is told."""
+
+
+def measured_row(runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool) -> Row:
+    """The row of this runner; `cold_start` also times its first step with an empty compiler cache."""
+    with apart(problem.device):
+        try:
+            return _measured(runner, problem, schedule, cold_start=cold_start)
+        # Anything at all: a peer's own error must cost its own row and no other.
+        except Exception as error:
+            error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
+            return not_measured(runner.name, runner.variant, runner.precision, why_not(error))
+
+
+def not_measured(name: str, variant: str, precision: str, reason: str) -> Row:
+    return Row(name=name, variant=variant, precision=precision, reason=reason)
+
+
+def why_not(error: Exception) -> str:
+    """One line of what stopped a row."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryLimitError):
+        return f"out of memory: {first_line(error)}"
+    if isinstance(error, HalfstepError):
+        return f"{error.what} ({error.fix})" if error.fix else error.what
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool) -> Row:
+    device = problem.device
+    with empty_cache() if cold_start else contextlib.nullcontext():
+        cold_start_s, compiled = _cold_start(runner, device) if cold_start else (None, False)
+        watch, laps = CacheWatch(), Laps(schedule, device)
+        loss = runner.train(schedule.steps, laps)
+        found, cache = laps.found(), watch.found()
+    ms = tuple(1e3 * seconds for seconds in found.window_s)
+    return Row(
+        name=runner.name,
+        variant=runner.variant,
+        precision=runner.precision,
+        window_ms=ms,
+        peak_bytes=found.peak_bytes,
+        start_peak_bytes=found.start_peak_bytes,
+        reserved_bytes=found.reserved_bytes,
+        joules_per_sample=found.joules_a_step / problem.samples if found.joules_a_step is not None else None,
+        loss=loss,
+        start_s=found.start_s,
+        cold_start_s=cold_start_s if compiled else None,
+        cache=cache,
+        samples_per_s=problem.samples * len(ms) / sum(ms) * 1e3,
+        remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes, found.clock_limits)),
+    )
+
+
+def _cold_start(runner: Runner, device: torch.device) -> tuple[float, bool]:
+    """Seconds to the first step with nothing compiled before, and whether anything was compiled at all."""
+    watch, began = CacheWatch(), time.perf_counter()
+    seconds: list[float] = []
+
+    def after_step() -> None:
+        wait_for(device)
+        seconds.append(time.perf_counter() - began)
+
+    runner.train(1, after_step)
+    compiled = watch.found() != ""
+    clean(device)
+    forget_in_memory()
+    return seconds[0], compiled
+
+
+def _remarks(peak: int | None, start_peak: int | None, limits: tuple[str, ...]) -> list[str]:
+    remarks = [f"clocks held down by {', '.join(limits)}"] if limits else []
+    if peak and start_peak and start_peak > START_MATTERS * peak:
+        remarks.append(f"its start takes {format_bytes(start_peak)}")
+    return remarks

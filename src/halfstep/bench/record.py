@@ -1,0 +1,138 @@
+"""A bench as plain JSON: the rows with all that they depend on. `--save` writes it, `--baseline` reads it back."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep import __version__
+from halfstep.bench.bench import LOSS_BOUND, Benched, Request
+from halfstep.bench.row import Row
+from halfstep.bench.runner import Problem
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.hardware.facts import Hardware
+from halfstep.run.whole_file import write_whole
+
+VERSION = 1
+"""Of the file's layout."""
+PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
+"""Names under which a peer may be installed."""
+
+Record = dict[str, Any]
+
+
+def circumstances(problem: Problem, request: Request, hardware: Hardware, flops: int, command: str) -> Record:
+    """All that the rows depend on, known before the first one is measured."""
+    return {
+        "bench": VERSION,
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "device": hardware.name,
+        "versions": versions(hardware, request.against),
+        "problem": identity(problem, flops),
+        "steps": request.schedule.steps,
+        "window_steps": request.schedule.window,
+        "memory": memory_meaning(hardware),
+    }
+
+
+def results(benched: Benched) -> Record:
+    """What was measured, and what it says."""
+    return {
+        "loss_reference": benched.reference,
+        "loss_bound": LOSS_BOUND,
+        "rows": [row.to_dict() for row in benched.rows],
+        "repeated": benched.repeated.to_dict() if benched.repeated else None,
+        "warnings": list(benched.warnings),
+    }
+
+
+def identity(problem: Problem, flops: int) -> dict[str, Any]:
+    """What must be equal for two times to be comparable."""
+    config = problem.config
+    return {
+        "workload": config.workload,
+        "batch_size": config.train.batch_size,
+        "image_size": config.data.image_size,
+        "parameters": sum(parameter.numel() for parameter in problem.make_model().parameters()),
+        "flops": flops,
+        "optimizer": config.optimizer.name,
+        "clip_norm": config.train.clip_norm,
+        "memory": config.train.memory,
+        "activation_checkpointing": config.train.activation_checkpointing,
+        "ema": config.ema.enabled,
+    }
+
+
+def versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None]:
+    """Of everything that makes a step fast or slow."""
+    found: dict[str, str | None] = {
+        "halfstep": __version__,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "driver": hardware.driver,
+        "python": platform.python_version(),
+    }
+    return found | {name: _version_of(name) for name in against if name in PACKAGES}
+
+
+def _version_of(peer: str) -> str | None:
+    for package in PACKAGES[peer]:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def memory_meaning(hardware: Hardware) -> str:
+    """What the column of memory counts."""
+    if hardware.kind == "cpu":
+        return "peak resident memory of the whole process"
+    return "peak of torch's tensors while training, what captured graphs hold included; reserved: all that torch took"
+
+
+def refuse_to_overwrite(paths: Sequence[Path | None], *, force: bool) -> None:
+    """Before minutes of measuring: a file that is there, or a folder that is not."""
+    for path in filter(None, paths):
+        if path.exists() and not force:
+            raise ConfigError(f"{path} exists already", fix="another name, or --force to overwrite it")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path.parent} is no folder", fix="make it first, or another name")
+
+
+def save(found: Record, path: Path) -> None:
+    """Write the record, whole or not at all."""
+    write_whole(path, json.dumps(found, indent=2) + "\n")
+
+
+def read(path: Path) -> Record:
+    """A record that `save` wrote."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise _no_record(path) from error
+    if not isinstance(found, dict) or found.get("bench") != VERSION:
+        raise _no_record(path)
+    return found
+
+
+def rows_of(found: Mapping[str, Any], path: Path) -> list[Row]:
+    """The rows of a record."""
+    try:
+        return [Row.from_dict(row) for row in found["rows"]]
+    except (LookupError, TypeError, ValueError) as error:
+        raise _no_record(path) from error
+
+
+def _no_record(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} was not written by this version's halfstep bench --save", fix="save a new one")

@@ -1,0 +1,183 @@
+"""`halfstep bench`: how fast is a training step here, in which precision and way, and against whom?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halfstep.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from halfstep.bench.bench import Request
+    from halfstep.bench.runner import Problem
+    from halfstep.hardware.facts import Hardware
+
+WAYS = ("eager", "compile", "graph", "auto")
+PEERS = ("plain", "lightning", "accelerate")
+STEPS = {"cuda": 100, "cpu": 20}
+"""Timed steps by default."""
+PIPE_WIDTH = 200
+
+WHAT, OUTPUT = "What is measured", "What becomes of it"
+
+
+def command(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What would be trained, then settings."),
+    ],
+    batch_size: Annotated[int | None, typer.Option(help="Samples of a step.", rich_help_panel=WHAT)] = None,
+    image_size: Annotated[int | None, typer.Option(help="Side of the images.", rich_help_panel=WHAT)] = None,
+    precisions: Annotated[
+        str, typer.Option(help="fp32,tf32,bf16,fp16,fp8; default: those this device has.", rich_help_panel=WHAT)
+    ] = "",
+    ways: Annotated[
+        str, typer.Option(help="eager,compile,graph,auto; default: all the device can.", rich_help_panel=WHAT)
+    ] = "",
+    against: Annotated[
+        str, typer.Option(help="plain,lightning,accelerate: the same step by others.", rich_help_panel=WHAT)
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option(help="Timed steps a row; default 100, on a CPU 20.", rich_help_panel=WHAT)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", rich_help_panel=WHAT)] = None,
+    cold_start: Annotated[
+        bool,
+        typer.Option("--cold-start", help="Also time the start with an empty compiler cache.", rich_help_panel=WHAT),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw a bar chart.", rich_help_panel=OUTPUT)] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the result as JSON.", rich_help_panel=OUTPUT)] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="A file of --save: exit 1 where a row is slower or larger now.", rich_help_panel=OUTPUT),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files.", rich_help_panel=OUTPUT)] = False,
+) -> None:
+    """How fast is a training step here, in which precision and way, and against whom? No data are needed.
+
+    One row for each precision and way: time with spread, speedup over strict fp32 and over TF32, memory, energy,
+    share of what the device's matmuls allow, loss as a sanity check, time to the first step.
+
+    Example:
+
+        halfstep bench unet --batch-size 8 --image-size 512 --precisions fp32,tf32,bf16
+
+        halfstep bench resnet50 --precisions bf16 --ways auto --against lightning,accelerate,plain --picture speed.png
+
+        halfstep bench unet --save before.json, and after a change: halfstep bench unet --baseline before.json
+    """
+    from halfstep.bench.record import refuse_to_overwrite
+
+    refuse_to_overwrite([picture, save], force=force)
+    flags = {"batch_size": batch_size, "image_size": image_size, "device": device}
+    hardware, problem, request = prepared(words, flags, split(precisions), ways, against, steps, cold_start=cold_start)
+    found, worse = measured(hardware, problem, request, baseline)
+    show(found, as_json=as_json)
+    if save:
+        from halfstep.bench.record import save as save_record
+
+        save_record(found, save)
+    if picture:
+        from halfstep.report.bench_picture import draw_bench
+
+        draw_bench(found, picture)
+    for line in worse:
+        typer.secho(f"regression: {line}", fg="red", err=True)
+    if worse or not any(row["window_ms"] for row in found["rows"]):
+        raise typer.Exit(1)
+
+
+def split(text: str, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """`a,b` as its words, in the order given; a word that is not allowed is refused."""
+    found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
+    for word in found:
+        if allowed and word not in allowed:
+            raise ConfigError(f"{word!r} is not known here", fix=nearest(word, allowed))
+    return found
+
+
+def prepared(
+    words: list[str],
+    flags: Mapping[str, object],
+    precisions: tuple[str, ...],
+    ways: str,
+    against: str,
+    steps: int | None,
+    *,
+    cold_start: bool,
+) -> tuple[Hardware, Problem, Request]:
+    """Everything that can be wrong is found here, before anything is measured."""
+    named = tuple(split(ways, WAYS)), tuple(split(against, PEERS))
+    from halfstep.config.aliases import precision_name
+
+    asked = tuple(dict.fromkeys(precision_name(word, "--precisions") for word in precisions))
+    import torch
+
+    from halfstep.bench.bench import Request
+    from halfstep.bench.laps import schedule_for
+    from halfstep.bench.problem import problem_for
+    from halfstep.bench.settings import bench_config, default_precisions, default_ways
+    from halfstep.hardware.probe import probe
+
+    hardware = probe(str(flags["device"] or "auto"))
+    place = torch.device(hardware.device)
+    schedule = schedule_for(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
+    config = bench_config(words[0], words[1:], flags, small=hardware.kind == "cpu", against=named[1])
+    request = Request(
+        precisions=asked or default_precisions(hardware),
+        ways=named[0] or default_ways(place),  # type: ignore[arg-type]
+        against=named[1],
+        schedule=schedule,
+        cold_start=cold_start,
+    )
+    return hardware, problem_for(config, place), request
+
+
+def measured(
+    hardware: Hardware, problem: Problem, request: Request, baseline: Path | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The record, and what is worse than in the baseline. Nothing that runs inside can write to standard output."""
+    import contextlib
+    import os
+    import shlex
+
+    from rich.console import Console
+
+    from halfstep.bench.baseline import earlier_rows, regressions
+    from halfstep.bench.bench import bench
+    from halfstep.bench.floor import step_flops
+    from halfstep.bench.record import circumstances, results
+    from halfstep.cli.detect import cache_directory
+    from halfstep.hardware.cache import measured_once
+    from halfstep.hardware.measure import measure
+
+    progress = Console(stderr=True)
+    with contextlib.redirect_stdout(sys.stderr), progress.status("counting") as status:
+        flops = step_flops(problem)
+        about = circumstances(problem, request, hardware, flops, f"halfstep {shlex.join(sys.argv[1:])}")
+        before = earlier_rows(baseline, about) if baseline else {}
+        status.update("measuring matmuls")
+        rated = measured_once(hardware, cache_directory(os.environ), measure)
+        benched = bench(problem, request, rated, flops, lambda row: status.update(f"measuring {row}"))
+    worse = regressions(before, benched.rows, problem.device.type) if baseline else []
+    return {**about, **results(benched), "regressions": worse}, worse
+
+
+def show(found: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+
+    from halfstep.report.bench_table import show_bench
+
+    console = Console()
+    # A file or a pipe has no width; rich would squeeze the table into 80 columns.
+    show_bench(found, console if console.is_terminal else Console(width=PIPE_WIDTH))

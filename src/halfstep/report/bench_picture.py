@@ -1,0 +1,67 @@
+"""The bench as a picture: a bar a row, time on the left and memory on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.report.bench_table import digits, title
+from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, Any]
+
+COLOURS = {"fp32": "#616e7c", "tf32": "#8e44ad", "bf16": "#2f6fde", "fp16": "#0b9ac0", "fp8": "#12805c"}
+OTHER = "#b7791f"
+PEER_ALPHA = 0.45
+"""Peers stand back behind halfstep's own rows."""
+INCHES_A_ROW = 0.36
+ROOM_FOR_LABELS = 1.42
+"""Of the longest bar: the numbers stand behind the bars."""
+
+
+def draw_bench(record: Mapping[str, Any], path: Path) -> None:
+    """Write the picture; rows that say nothing about speed are left out of it."""
+    rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
+    figure = new_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
+    figure.suptitle(title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
+    time_axes, memory_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _bars(time_axes, rows, [row["ms"] for row in rows], "time a step, ms (line: fastest to slowest window)")
+    _spreads(time_axes, rows)
+    _labels(time_axes, [row["ms_max"] for row in rows], [_time_label(row) for row in rows])
+    sizes = [(row["peak_bytes"] or 0) / 1e9 for row in rows]
+    _bars(memory_axes, rows, sizes, "peak memory, GB")
+    _labels(memory_axes, sizes, [f"{digits(size)} GB" if size else "not counted" for size in sizes])
+    save_figure(figure, path)
+
+
+def _bars(axes: Axes, rows: Sequence[Row], lengths: Sequence[float], name: str) -> None:
+    places = range(len(rows))
+    bars = axes.barh(places, lengths, height=0.7, color=[COLOURS.get(row["precision"], OTHER) for row in rows])
+    for bar, row in zip(bars, rows, strict=True):
+        bar.set_alpha(1.0 if row["name"] == "halfstep" else PEER_ALPHA)
+    axes.set_yticks(places, [f"{row['name']} {row['variant']}  {row['precision']}" for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # the first row on top
+    axes.set_xlim(0, ROOM_FOR_LABELS * max(lengths, default=1.0) or 1.0)
+    axes.set_xlabel(name, fontsize=9, color=FAINT)
+    axes.tick_params(labelsize=9, labelcolor=INK, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _spreads(axes: Axes, rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        axes.plot([row["ms_min"], row["ms_max"]], [place, place], color=INK, linewidth=1.6, solid_capstyle="butt")
+
+
+def _labels(axes: Axes, ends: Sequence[float], labels: Sequence[str]) -> None:
+    for place, (end, label) in enumerate(zip(ends, labels, strict=True)):
+        axes.annotate(label, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
+
+
+def _time_label(row: Row) -> str:
+    facts = [f"{digits(row['ms'], 4)} ms", f"{digits(row['samples_per_s'], 4)}/s"]
+    facts += [f"{row['speedup_fp32']:.1f}x fp32"] if row["speedup_fp32"] is not None else []
+    return "  ".join(facts)
