@@ -48,6 +48,17 @@ class Buffers:
             elif bool(bad):  # made, dropped or resized: only the host can put that back
                 module._buffers[name] = before
 
+    @property
+    def are_replaced(self) -> bool:
+        """Whether the last window made new tensors instead of writing into the old ones."""
+        return bool(self._replaced())
+
+    def forget(self) -> None:
+        """Drop the copies; a buffer that was replaced since they were made is put back as it was."""
+        for module, name, before, _ in self._replaced():
+            module._buffers[name] = before
+        self.before, self.snapshot = [], Snapshot(())
+
     def _replaced(self) -> list[tuple[nn.Module, str, Tensor | None, Tensor | None]]:
         live = ((module, name, module._buffers[name]) for module, name in self.slots)
         pairs = zip(live, self.before, strict=False)

@@ -53,7 +53,7 @@ class Ema:
             shadow, now = self.shadows[position], gather(group)
             if shadow.is_floating_point():
                 now = torch.lerp(now.float(), shadow, keep)
-            self.shadows[position] = torch.where(bad, shadow, now)
+            shadow.copy_(torch.where(bad, shadow, now))
 
     def _decay_at(self, committed: Tensor) -> Tensor:
         """Rises with the steps up to `decay`: an early average must not hold on to the random start."""

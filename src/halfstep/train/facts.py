@@ -50,7 +50,8 @@ class Facts:
     """One step's findings as device tensors, with the sample ids and RNG state that identify the step."""
 
     __slots__ = (
-        "_event", "_host", "attempted", "bad", "empty", "grad_norm", "ids", "loss", "rng", "ruined", "scale", "spike",
+        "_event", "_host", "attempted", "bad", "empty", "grad_norm", "ids", "loss", "packed", "rng", "ruined", "scale",
+        "spike",
     )  # fmt: skip
 
     def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
@@ -59,15 +60,28 @@ class Facts:
         self.bad = self.spike = self.empty = self.ruined = torch.zeros((), dtype=torch.bool, device=loss.device)
         self.ids: tuple[Tensor, ...] = ()
         self.rng: dict[str, Tensor] = {}
+        self.packed = torch.empty(0)
+        """All fields in one device tensor, once the step is committed."""
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
-    def send(self, committed: Tensor, lr: Tensor) -> None:
-        """Start the copy to the host, behind the step's work. float64 holds every field exactly."""
+    def pack(self, committed: Tensor, lr: Tensor) -> None:
+        """Gather the fields on the device; float64 holds every one exactly."""
         values: Sequence[Tensor] = (
             self.loss, self.grad_norm, self.bad, self.spike, self.empty, self.ruined, self.scale, committed, lr,
         )  # fmt: skip
-        self._host = _to_host(torch.stack([value.detach().double() for value in values]))
+        self.packed = torch.stack([value.detach().double() for value in values])
+
+    def replayed(self, attempted: int) -> Facts:
+        """The facts of a later step that a graph wrote into the same device tensors; to be sent before the next."""
+        facts = Facts(attempted=attempted, loss=self.loss, grad_norm=self.grad_norm, scale=self.scale)
+        facts.bad, facts.spike, facts.empty, facts.ruined = self.bad, self.spike, self.empty, self.ruined
+        facts.packed = self.packed
+        return facts
+
+    def send(self) -> None:
+        """Start the copy to the host, behind the step's work."""
+        self._host = _to_host(self.packed)
         self.ids = tuple(_to_host(ids.flatten()) for ids in self.ids)
         if self.loss.is_cuda:
             self._event = torch.cuda.Event()

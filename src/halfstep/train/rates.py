@@ -14,7 +14,7 @@ from halfstep.errors import ConfigError
 from halfstep.train.schedule import Schedule
 
 TABLE_CHUNK = 4096
-"""The table grows by so many steps when a run outlives it: 16 KB a group."""
+"""The table starts with so many steps, 16 KB a group, and doubles when a run outlives it."""
 
 
 class Rates:
@@ -54,7 +54,7 @@ class Rates:
         """The multipliers of the next steps. A schedule may end (a list, torch's OneCycleLR): only running into its
         end is an error, looking ahead over it is not."""
         columns: list[list[float]] = []
-        for step in range(known, attempted + TABLE_CHUNK):
+        for step in range(known, attempted + max(known, TABLE_CHUNK)):
             try:
                 columns.append([schedule(step) for schedule in self.schedules])
             except (ValueError, IndexError) as error:

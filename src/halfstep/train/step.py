@@ -77,6 +77,8 @@ class Step:
         self.spikes = spikes or SpikeMeter(self.device)
         self.agree = agree
         self.attempted = 0
+        self.generation = 0
+        """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
         self._buffers = Buffers(model)
         self._rng: dict[str, Tensor] = {}
@@ -105,43 +107,69 @@ class Step:
                 why="iterating over a batch would train on its rows or its keys",
                 fix="step(loss_fn, [batch]), or loop over step.windows(loader)",
             )
-        parameters = self._trained_parameters()
         self._rng = rng_state(self.device)
-        self._buffers.save()
-        self._clear_gradients()
         try:
-            loss, weight = self._accumulate(loss_fn, window)
+            facts = self.judge(loss_fn, window)
         except BaseException:
             self.abandon()
             raise
-        facts = self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
         facts.ids, facts.rng = sample_ids(window), self._rng
         return facts
 
+    def judge(self, loss_fn: LossFn, window: Window) -> Facts:
+        """The part of `compute` that the device does: what a CUDA graph can hold."""
+        parameters = self._trained_parameters()
+        self._buffers.save()
+        self.clear_gradients()
+        loss, weight = self._accumulate(loss_fn, window)
+        return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
+
     def abandon(self) -> None:
         """Undo a compute() that did not finish: buffers and generators as before, no gradients. Twice does no harm."""
-        self._clear_gradients()
+        self.clear_gradients()
         self._buffers.restore_where(torch.ones((), dtype=torch.bool, device=self.device))
         restore_rng(self._rng, self.device)
 
-    @torch.no_grad()
     def commit(self, facts: Facts) -> None:
         """Let the device commit or drop the step, in every place alike."""
-        bad = facts.bad
         if self.rates is not None:
             self.rates.cover(facts.attempted)
+        self.settle(facts)
+        self.attempted += 1
+        facts.send()
+
+    @torch.no_grad()
+    def settle(self, facts: Facts) -> None:
+        """The part of `commit` that the device does; everything is written in place, so that a graph can hold it."""
+        bad = facts.bad
+        if self.rates is not None:
             self.rates.refresh(self.committed)
         lr = self._first_rate()
         for committer in self.committers:
             committer.commit(bad)
         self._buffers.restore_where(bad)
-        self.committed = self.committed + ~bad
+        self.committed.add_(~bad)
         if self.ema is not None:
             self.ema.update(self.committed, bad)
         self.spikes.remember(facts.loss, bad)
         self.scaler.update(bad, unjudged=facts.empty | facts.spike & bad)
-        self.attempted += 1
-        facts.send(self.committed, lr)
+        facts.pack(self.committed, lr)
+
+    def why_not_captured(self) -> str:
+        """What keeps this step from being replayed as a CUDA graph; empty where nothing does."""
+        if self._buffers.are_replaced:
+            return "the model replaces a buffer in its forward pass instead of writing into it"
+        by_host = [c.name for c in self.committers if c.way == "host"]
+        if by_host:
+            return f"{', '.join(by_host)} commits by the host's decision"
+        return "" if all(c.settled for c in self.committers) else "an optimizer has not made its first step"
+
+    def forget_capture(self) -> None:
+        """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
+        self.clear_gradients()
+        self._buffers.forget()
+        for committer in self.committers:
+            committer.snapshot = None
 
     def _accumulate(self, loss_fn: LossFn, window: Window) -> tuple[Tensor, Tensor]:
         """Backward over the window. Micro-batches count by weight, relative to the first one's, so that a window of
@@ -191,7 +219,7 @@ class Step:
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return _checked(list({id(p): p for group in groups for p in group["params"]}.values()))
 
-    def _clear_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)  # also of weights that no optimizer holds: they would only pile up
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -227,7 +255,8 @@ class Step:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.attempted = int(state["attempted"])
-        self.committed = torch.full_like(self.committed, int(state["committed"]))
+        self.generation += 1
+        self.committed.fill_(int(state["committed"]))
         self.scaler.load_state_dict(state["scaler"])
         self.spikes.load_state_dict(state["spikes"])
         if self.ema is not None:

@@ -1,0 +1,104 @@
+"""A whole step as one CUDA graph: forward, backward, verdict, clipping, optimizer, average and counters in one launch.
+
+A graph replays the same kernels on the same memory. So it holds for windows of one shape, its inputs are copied into
+tensors of its own, and whatever the step writes it writes in place. The verdict, the loss scale and the schedule are
+device tensors already (see step.py), so a bad step is dropped inside the graph as it is outside of it.
+
+Capturing runs nothing: weights, counters and generators are the same before and after, whether it works or not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfstep.train.facts import Facts, restore_rng, rng_state
+from halfstep.train.step import LossFn, Step, sample_ids
+
+Batch: TypeAlias = dict[str, Tensor]
+Shape: TypeAlias = tuple[object, ...]
+Pool: TypeAlias = Any
+"""What `torch.cuda.graph_pool_handle()` gives: memory that several graphs share."""
+
+
+class CaptureFailed(Exception):
+    """The step cannot be captured; the message says why in one line."""
+
+
+def shape_of(window: list[Batch]) -> Shape:
+    """What must be equal for two windows to share a graph."""
+    return tuple(
+        (name, tuple(value.shape), value.stride(), value.dtype)
+        for batch in window
+        for name, value in sorted(batch.items())
+    )
+
+
+class GraphedStep:
+    """A step captured for windows of one shape."""
+
+    def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Pool) -> None:
+        reason = step.why_not_captured()
+        if reason:
+            raise CaptureFailed(reason)
+        self.step, self.generation = step, step.generation
+        self.table = step.rates.table if step.rates is not None else None
+        self.inputs = [
+            {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
+        ]
+        self.graph = torch.cuda.CUDAGraph()
+        self.facts = self._captured(loss_fn, pool)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the tensors it was captured with are still the step's."""
+        rates = self.step.rates
+        return self.generation == self.step.generation and (rates is None or rates.table is self.table)
+
+    def __call__(self, window: list[Batch]) -> Facts:
+        """Make one step; nothing is waited for."""
+        step = self.step
+        rng = rng_state(step.device)
+        for own, batch in zip(self.inputs, window, strict=True):
+            for name, value in batch.items():
+                own[name].copy_(value, non_blocking=True)
+        self.graph.replay()
+        facts = self.facts.replayed(step.attempted)
+        facts.ids, facts.rng = sample_ids(window), rng
+        step.attempted += 1
+        facts.send()
+        return facts
+
+    def _captured(self, loss_fn: LossFn, pool: Pool) -> Facts:
+        step = self.step
+        rng = rng_state(step.device)
+        _let_fused_optimizers_in(step)
+        step.clear_gradients()
+        try:
+            # Other threads (a loader's, a logger's) may use the device meanwhile.
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                facts = step.judge(loss_fn, self.inputs)
+                step.settle(facts)
+                reason = step.why_not_captured()
+                if reason:
+                    raise CaptureFailed(reason)
+        except CaptureFailed:
+            raise
+        except Exception as error:
+            torch.cuda.synchronize(step.device)
+            line = str(error).strip().splitlines() or [type(error).__name__]
+            raise CaptureFailed(line[0]) from error
+        finally:
+            step.forget_capture()
+            restore_rng(rng, step.device)
+        return facts
+
+
+def _let_fused_optimizers_in(step: Step) -> None:
+    """Fused optimizers keep their counters on the device anyway, but refuse to be captured without this word."""
+    for optimizer in step.optimizers:
+        for group in optimizer.param_groups:
+            if group.get("fused") and "capturable" in group:
+                group["capturable"] = True
