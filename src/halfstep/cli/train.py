@@ -123,7 +123,9 @@ def loaded_from(words: list[str], flags: dict[str, object], resume: Path | None)
 
     target, overrides = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
     if resume:
-        stored = load(str(resume / "config.yaml"), flags=flags, overrides=overrides)
+        from halfstep.run.folder import RunFolder
+
+        stored = load(str(RunFolder.open(str(resume)).config), flags=flags, overrides=overrides)
         if target not in ("", stored.config.workload):
             raise ConfigError(
                 f"--resume {resume} is a {stored.config.workload} run, not {target}", fix=f"leave {target} out"

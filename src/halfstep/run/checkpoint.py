@@ -179,6 +179,9 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     files = {path.name: _fingerprint(path) for path in sorted(folder.glob("*.safetensors"))}
     document = {"layout": LAYOUT_VERSION, "files": files, "state": packed}
     (folder / STATE).write_text(json.dumps(document))
+    for name in files:
+        # safetensors writes through a private temporary file; colleagues may read what they may read of the rest.
+        (folder / name).chmod((folder / STATE).stat().st_mode)
 
 
 def _fingerprint(path: Path) -> dict[str, int]:

@@ -22,6 +22,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run.assemble import placed
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder
+from halfstep.run.loose_buffers import put_back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +78,14 @@ def plan_for_use(run: OpenedRun, model: nn.Module, *, device: str | None, precis
 def with_weights(run: OpenedRun, model: nn.Module, plan: Plan) -> nn.Module:
     """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
     model = placed(run.config, model, plan)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     try:
         model.load_state_dict(run.checkpoint.model)
+        put_back(model, run.checkpoint.state.get("buffers", {}))
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
             for name, average in run.checkpoint.ema.items():
                 tensors[name].copy_(average)
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{run.path.name} does not hold the weights of this run's {run.config.workload}",
             why=" ".join(str(error).split())[:300],

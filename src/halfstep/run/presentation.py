@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from halfstep.config.load import Loaded
@@ -36,7 +37,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("data", f"{len(parts.workload.train_samples)} training, {len(parts.workload.val_samples)} validation samples"),
         *([("data folder", _with_source(str(config.data.dir), loaded, "data.dir"))] if config.data.dir else []),
         ("batch", batch),
-        ("steps", f"{parts.total_steps} in {train.epochs} epochs"),
+        ("steps", _length(parts)),
         ("optimizer", ", ".join(commits)),
         ("run", str(folder.path)),
     ]
@@ -66,6 +67,15 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
     rows += [("best checkpoint", str(best) if best else "none"), ("curves", str(folder.report / "curves.png"))]
     rows.append(("look closer", f"halfstep evaluate {folder.path}"))
     report.finish("done", rows)
+
+
+def _length(parts: Assembly) -> str:
+    """`600 = 20 epochs of 30`, or what train.max_steps leaves of them."""
+    train = parts.config.train
+    steps = math.ceil(len(parts.train_loader) / train.accumulate)
+    if parts.total_steps == train.epochs * steps:
+        return f"{parts.total_steps} = {train.epochs} epochs of {steps}"
+    return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
 
 
 def _with_source(value: str, loaded: Loaded, key: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, HardwareError
+from halfstep.hardware.probe import probe
+from halfstep.precision.plan import Plan
 
 FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
@@ -18,6 +20,9 @@ FREE = (
 )  # fmt: skip
 """Keys that change how long a run goes on or what it tells. A schedule that follows the length of the run changes
 with `train.epochs` and `train.max_steps`, too: that is said."""
+
+NOT_STORED = ("log.quiet",)
+"""How one call is to be watched is no part of the run."""
 
 FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")
 """Schedules that end where the run ends."""
@@ -46,7 +51,7 @@ def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
 def refuse_changes(stored: RunConfig, asked: RunConfig, *, allow: bool) -> Changes:
     """The differences; those that would change what a step computes are refused unless allowed."""
     before, now = flattened(stored), flattened(asked)
-    changed = [key for key in now if now[key] != before.get(key)]
+    changed = [key for key in now if now[key] != before.get(key) and key not in NOT_STORED]
     notes = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
     binding = [note for key, note in zip(changed, notes, strict=True) if not key.startswith(FREE)]
     if binding and not allow:
@@ -80,3 +85,27 @@ def refuse_other_data(stored: Sequence[int], found: Sequence[int], *, allow: boo
             fix="put the data back, or accept a run of two halves with --allow-changes",
         )
     return [note]
+
+
+def refuse_missing_device(plan: Plan) -> None:
+    """Another device computes other bits: it is taken when asked for, never by itself."""
+    try:
+        probe(plan.device)
+    except HardwareError as error:
+        raise CheckpointError(
+            f"this run was trained on {plan.device} ({plan.device_name}), which is not here",
+            why=error.why,
+            fix=f"--device {probe().device} --allow-changes goes on there, close to but not bit for bit the same run",
+        ) from error
+
+
+def why_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
+    """What ended the run and how to go on all the same; empty where there is something left to do."""
+    train, epochs, steps = config.train, state["position"]["epoch"], state["step"]["attempted"]
+    if epochs >= train.epochs:
+        return f"already finished: {epochs} epochs; train.epochs={2 * epochs} to go on"
+    if 0 < train.max_steps <= steps:
+        return f"already finished: {steps} steps; train.max_steps={2 * steps} to go on, 0 for all {train.epochs} epochs"
+    if 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
+        return f"already finished: early stopping after {epochs} epochs; train.early_stopping_patience=0 to go on"
+    return ""

@@ -30,9 +30,10 @@ from halfstep.run.loop import Loop
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
-from halfstep.run.resume import Changes, refuse_changes, refuse_other_data
+from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
 from halfstep.run.whole_file import write_whole
 from halfstep.workloads import write_demo
+from halfstep.workloads.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on images generated into {}; yours go in with --data-dir DIR"
 
@@ -73,7 +74,8 @@ def _start(loaded: Loaded, out: str | None) -> Path:
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
     write_whole(folder.plan, plan.to_json())
-    write_whole(folder.config, to_yaml(config))  # last: a folder with it is a run
+    kept = config.model_copy(update={"log": config.log.model_copy(update={"quiet": False})})
+    write_whole(folder.config, to_yaml(kept))  # last: a folder with it is a run
 
 
 def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
@@ -103,17 +105,32 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         checkpoints = folder.checkpoints()
         checkpoints.clean_up()
         path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
+        if (finished := why_finished(config, checkpoint.state)) and _is_tidy(folder, path, checkpoint):
+            RunReport(folder.path).notice(f"{folder.path} is {finished}")
+            return folder.path
         workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
         found = [len(workload.train_samples), len(workload.val_samples)]
         other = refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
-        plan = Plan.from_json(_text(folder.plan))
-        if changes.touch("precision.", "device"):
-            plan = plan_for(loaded.config, workload, probe(loaded.config.device))
+        plan = _plan_to_go_on(loaded.config, workload, folder, changes)
         cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
         notes = [*damaged, *moved, *changes.notes, *other, f"resuming from {path.name}"]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
         _run(loaded, folder, assemble(loaded.config, workload, plan), resumed=resumed, notes=notes)
     return folder.path
+
+
+def _is_tidy(folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
+    """Whether a kill between the last checkpoint and the end left nothing undone."""
+    is_marked = not checkpoint.state["is_best"] or folder.checkpoints().best() == path
+    return is_marked and (folder.report / "curves.png").is_file()
+
+
+def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes) -> Plan:
+    if changes.touch("precision.", "device"):
+        return plan_for(config, workload, probe(config.device))
+    plan = Plan.from_json(_text(folder.plan))
+    refuse_missing_device(plan)
+    return plan
 
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:

@@ -1,0 +1,125 @@
+"""Resuming what need not, or cannot, be resumed; and what is no part of a run."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from whole_runs import newest, resume, run, stored_lines
+
+from halfstep.cli.main import main
+from halfstep.config.load import load
+from halfstep.errors import CheckpointError
+from halfstep.precision.plan import Plan
+from halfstep.run.checkpoint import Checkpoint, Checkpoints
+from halfstep.run.open_run import open_run, with_weights
+from tiny_workload import Net
+
+
+def test_a_finished_run_says_so_and_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run", {"train.epochs": 2})
+    capsys.readouterr()
+    main_exits_with(0, "train", "--resume", str(folder))
+    said = capsys.readouterr().out
+    assert said == f"{folder} is already finished: 2 epochs; train.epochs=4 to go on\n"
+    resume(folder, "train.epochs=4")
+    assert newest(folder).state["step"]["attempted"] == 24
+
+
+def main_exits_with(code: int, *words: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert (stopped.value.code or 0) == code
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train.max_steps": 3}, "already finished: 3 steps; train.max_steps=6 to go on, 0 for all 100 epochs"),
+        ({"train.early_stopping_patience": 1, "optimizer.lr": 1e-12}, "early stopping after 2 epochs"),
+    ],
+)
+def test_other_ends_are_named_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, object], said: str
+) -> None:
+    folder = run(tmp_path / "run", settings)
+    before = stored_lines(folder)
+    capsys.readouterr()
+    resume(folder)
+    assert said in capsys.readouterr().out
+    assert stored_lines(folder) == before
+
+
+@pytest.mark.parametrize(("name", "said"), [("nowhere", "there is no run folder"), ("empty", "is not a run folder")])
+def test_resuming_what_is_no_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    main_exits_with(2, "train", "--resume", str(tmp_path / name))
+    error = capsys.readouterr().err
+    assert said in error
+    assert "give the folder that `halfstep train` named" in error
+
+
+def test_a_run_from_a_device_that_is_not_here_names_the_flag_to_go_on(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", {"train.max_steps": 2})
+    plan = (folder / "plan.json").read_text()
+    (folder / "plan.json").write_text(plan.replace('"device": "cpu"', '"device": "cuda:5"'))
+    assert Plan.from_json((folder / "plan.json").read_text()).device == "cuda:5"
+    with pytest.raises(CheckpointError, match="trained on cuda:5") as refused:
+        resume(folder, "train.max_steps=3")
+    assert "--device cpu --allow-changes" in refused.value.fix or "--device cuda:0" in refused.value.fix
+
+
+def test_the_header_tells_how_long_in_words_that_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "whole", {"train.epochs": 2, "log.quiet": False})
+    assert "steps: 12 = 2 epochs of 6" in capsys.readouterr().out
+    run(tmp_path / "part", {"train.max_steps": 3, "log.quiet": False})
+    assert "steps: 3 (train.max_steps), 0.5 epochs of 6" in capsys.readouterr().out
+
+
+def test_quiet_is_for_one_call_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run", {"train.epochs": 1, "log.quiet": True})
+    assert not load(str(folder / "config.yaml")).config.log.quiet
+    capsys.readouterr()
+    resume(folder, "train.epochs=2")
+    assert "Epoch 2/2 [Train]" in capsys.readouterr().out
+    resume(folder, "train.epochs=3", "log.quiet=true")
+    said = capsys.readouterr().out
+    assert "Epoch 3/3" not in said
+    assert not load(str(folder / "config.yaml")).config.log.quiet
+
+
+def test_checkpoint_files_have_the_mode_of_any_other_file(tmp_path: Path) -> None:
+    former = os.umask(0o027)
+    try:
+        whole = Checkpoint(model={"w": torch.ones(2)}, ema={}, state={})
+        path = Checkpoints(tmp_path).save(1, whole)
+    finally:
+        os.umask(former)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o640}
+
+
+def test_a_stored_run_is_used_with_the_buffers_that_state_dict_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tiny_workload
+
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.seen += 1
+            return super().forward(x)
+
+    monkeypatch.setattr(tiny_workload, "Net", Counting)
+    folder = run(tmp_path / "run", {"train.max_steps": 3})
+    opened = open_run(folder, checkpoint="last")
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    assert with_weights(opened, Counting(), plan).get_buffer("seen") == 3
