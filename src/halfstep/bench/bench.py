@@ -58,7 +58,7 @@ def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, te
     busy = shared_with(problem.device)
     rows: list[Row] = []
     first: Runner | None = None
-    for runner in _runners(problem, request, hardware):
+    for runner in runners(problem, request, hardware):
         if isinstance(runner, Row):
             rows.append(runner)
             continue
@@ -82,7 +82,7 @@ def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, te
     )
 
 
-def _runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[Runner | Row]:
+def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[Runner | Row]:
     """Those who run, and a finished row for each who cannot."""
     on_cpu = problem.device.type == "cpu"
     for precision in request.precisions:

@@ -49,6 +49,13 @@ def command(
         bool,
         typer.Option("--cold-start", help="Also time the start with an empty compiler cache.", rich_help_panel=WHAT),
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Where the time goes, and what would gain most.", rich_help_panel=WHAT)
+    ] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Where the time goes, and what would gain most.", rich_help_panel=WHAT),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw a bar chart.", rich_help_panel=OUTPUT)] = None,
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON.", rich_help_panel=OUTPUT)] = None,
@@ -69,13 +76,25 @@ def command(
 
         halfstep bench resnet50 --precisions bf16 --ways auto --against lightning,accelerate,plain --picture speed.png
 
+        halfstep bench unet --explain
+
         halfstep bench unet --save before.json, and after a change: halfstep bench unet --baseline before.json
+
+        halfstep bench unet --precisions bf16 --ways eager,graph --explain
     """
+    if explain and baseline:
+        raise ConfigError("--explain takes a step apart, --baseline compares whole ones", fix="one of them")
     from halfstep.bench.record import refuse_to_overwrite
 
     refuse_to_overwrite([picture, save], force=force)
     flags = {"batch_size": batch_size, "image_size": image_size, "device": device}
-    hardware, problem, request = prepared(words, flags, split(precisions), ways, against, steps, cold_start=cold_start)
+    timed = None if explain else steps
+    hardware, problem, request = prepared(words, flags, split(precisions), ways, against, timed, cold_start=cold_start)
+    if explain:
+        from halfstep.cli.bench_explain import explain_request, show_explanations
+
+        rows = explain_request(hardware, problem, request, steps=steps, any_precision=not precisions)
+        return show_explanations(rows, as_json=as_json, picture=picture, save=save)
     found, worse = measured(hardware, problem, request, baseline)
     show(found, as_json=as_json)
     if save:
@@ -90,6 +109,17 @@ def command(
         typer.secho(f"regression: {line}", fg="red", err=True)
     if worse or not any(row["window_ms"] for row in found["rows"]):
         raise typer.Exit(1)
+    return None
+
+
+def refuse_beside_explain(baseline: Path | None, *, cold_start: bool) -> None:
+    """What compares times has nothing to say about one that is taken apart."""
+    if baseline or cold_start:
+        raise ConfigError(
+            f"{'--baseline' if baseline else '--cold-start'} does not go with --explain",
+            why="an explained row is profiled, not timed against others",
+            fix="run them one after the other",
+        )
 
 
 def split(text: str, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
