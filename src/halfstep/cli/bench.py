@@ -52,10 +52,6 @@ def command(
     explain: Annotated[
         bool, typer.Option("--explain", help="Where the time goes, and what would gain most.", rich_help_panel=WHAT)
     ] = False,
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Where the time goes, and what would gain most.", rich_help_panel=WHAT),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw a bar chart.", rich_help_panel=OUTPUT)] = None,
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON.", rich_help_panel=OUTPUT)] = None,
@@ -79,11 +75,10 @@ def command(
         halfstep bench unet --explain
 
         halfstep bench unet --save before.json, and after a change: halfstep bench unet --baseline before.json
-
-        halfstep bench unet --precisions bf16 --ways eager,graph --explain
     """
-    if explain and baseline:
-        raise ConfigError("--explain takes a step apart, --baseline compares whole ones", fix="one of them")
+    if explain and (baseline or cold_start):
+        other = "--baseline" if baseline else "--cold-start"
+        raise ConfigError(f"--explain takes a step apart, {other} times whole ones", fix="one of them")
     from halfstep.bench.record import refuse_to_overwrite
 
     refuse_to_overwrite([picture, save], force=force)
@@ -110,16 +105,6 @@ def command(
     if worse or not any(row["window_ms"] for row in found["rows"]):
         raise typer.Exit(1)
     return None
-
-
-def refuse_beside_explain(baseline: Path | None, *, cold_start: bool) -> None:
-    """What compares times has nothing to say about one that is taken apart."""
-    if baseline or cold_start:
-        raise ConfigError(
-            f"{'--baseline' if baseline else '--cold-start'} does not go with --explain",
-            why="an explained row is profiled, not timed against others",
-            fix="run them one after the other",
-        )
 
 
 def split(text: str, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -1,0 +1,105 @@
+"""Which rows of a bench are explained, and what is known of each beside its profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from halfstep.bench.apart import apart
+from halfstep.bench.explain import Explanation, explain
+from halfstep.bench.explain_facts import StepFacts
+from halfstep.bench.floor import MATMUL_FORMAT
+from halfstep.bench.measure_row import why_not
+from halfstep.bench.ours import Ours
+from halfstep.bench.peers import PeerRunner
+from halfstep.bench.problem import random_workload
+from halfstep.bench.row import Row
+from halfstep.bench.runner import Problem, Runner
+from halfstep.errors import ConfigError, HardwareError
+from halfstep.hardware.facts import Hardware
+from halfstep.run.assemble import plan_for
+from halfstep.run.layout import wants_channels_last
+from halfstep.train.optimizers import FUSED, FUSED_DEVICES
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+Way = Literal["eager", "compile", "graph"]
+OUR_WAYS: dict[str, Way] = {"eager": "eager", "compile": "compile", "graph": "graph"}
+PEER_WAYS: dict[str, Way] = {"documented": "compile", "tuned": "compile", "graphs": "graph"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotExplained:
+    """A row that could not be run, and why."""
+
+    title: str
+    reason: str
+
+
+def explain_rows(
+    runners: Iterable[Runner | Row], problem: Problem, hardware: Hardware, *, steps: int, flops: int
+) -> Iterator[Explanation | NotExplained]:
+    """Each runner's explanation, one after the other; a row stands for one who cannot run here."""
+    for runner in runners:
+        if isinstance(runner, Row):
+            yield NotExplained(title=runner.label, reason=runner.reason)
+            continue
+        with apart(problem.device):
+            try:
+                yield explain(runner, steps=steps, facts=facts_of(runner, problem, hardware, flops))
+            # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
+            except Exception as error:
+                error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
+                yield NotExplained(title=f"{runner.name} {runner.variant} {runner.precision}", reason=why_not(error))
+
+
+def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -> StepFacts:
+    """How this runner makes its step."""
+    way, channels_last, is_fused, prefetches = _habits(runner, problem, hardware)
+    return StepFacts(
+        precision=runner.precision,
+        way=way,
+        channels_last=channels_last,
+        fused_optimizer=is_fused,
+        prefetches=prefetches,
+        batch_size=problem.samples,
+        device=problem.device,
+        device_name=hardware.name,
+        flops=flops,
+        matmul_tflops=_matmul_rates(hardware),
+        channels_last_speedup=_channels_last_speedup(hardware, runner.precision),
+        bandwidth_gb_s=hardware.bandwidth_gb_s,
+    )
+
+
+def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Way, bool, bool, bool]:
+    """Way, channels_last, fused optimizer, prefetch."""
+    if isinstance(runner, PeerRunner):
+        return PEER_WAYS[runner.variant], runner.setup.by_hand, runner.setup.by_hand, False
+    assert isinstance(runner, Ours), f"no facts are known of {type(runner).__name__}"
+    if runner.simulated:
+        raise HardwareError(f"{runner.precision} is simulated here", why="a simulation's time says nothing about it")
+    if runner.variant not in OUR_WAYS:
+        raise ConfigError(
+            f"--ways {runner.variant} cannot be explained", why="it is one of the others", fix=f"{', '.join(OUR_WAYS)}"
+        )
+    config, kind = runner.config, problem.device.type
+    workload = random_workload(config, problem.make_model(), problem.host_batch)
+    optimizer = config.optimizer.name
+    return (
+        OUR_WAYS[runner.variant],
+        wants_channels_last(config, plan_for(config, workload, hardware)),
+        optimizer in FUSED and kind in FUSED_DEVICES.get(optimizer, (kind,)),
+        True,
+    )
+
+
+def _matmul_rates(hardware: Hardware) -> dict[str, float]:
+    measured = ((name, hardware.measured("matmul", MATMUL_FORMAT.get(name, name))) for name in PRECISIONS)
+    return {name: found.tflops for name, found in measured if found is not None}
+
+
+def _channels_last_speedup(hardware: Hardware, precision: str) -> float | None:
+    last, first = hardware.measured("conv_nhwc", precision), hardware.measured("conv_nchw", precision)
+    return last.tflops / first.tflops if last and first else None

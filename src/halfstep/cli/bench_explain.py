@@ -1,0 +1,88 @@
+"""`halfstep bench --explain`: the same rows, taken apart instead of timed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from halfstep.bench.bench import Request, runners
+from halfstep.bench.explain import Explanation
+from halfstep.bench.explain_rows import NotExplained, explain_rows
+from halfstep.bench.floor import step_flops
+from halfstep.cli.detect import cache_directory
+from halfstep.hardware.cache import measured_once
+from halfstep.hardware.measure import measure
+from halfstep.precision.decide import decide
+from halfstep.report.explain_view import draw_explanations, explain_view
+
+if TYPE_CHECKING:
+    from halfstep.bench.runner import Problem
+    from halfstep.hardware.facts import Hardware
+
+STEPS = {"cuda": 10, "cpu": 5}
+"""Timed, and then profiled, by default: kernels vary far less than whole steps."""
+PIPE_WIDTH = 120
+
+
+def explain_request(
+    hardware: Hardware, problem: Problem, request: Request, *, steps: int | None, any_precision: bool
+) -> list[Explanation | NotExplained]:
+    """Every row of the request; with no precision named, in the one that `auto` takes here."""
+    progress = Console(stderr=True)
+    with contextlib.redirect_stdout(sys.stderr), progress.status("measuring matmuls") as status:
+        rated = measured_once(hardware, cache_directory(os.environ), measure)
+        if any_precision:
+            request = dataclasses.replace(request, precisions=(decide("auto", rated).granted,))
+        status.update("profiling")
+        return list(
+            explain_rows(
+                runners(problem, request, rated),
+                problem,
+                rated,
+                steps=STEPS.get(problem.device.type, STEPS["cpu"]) if steps is None else steps,
+                flops=step_flops(problem),
+            )
+        )
+
+
+def show_explanations(
+    found: list[Explanation | NotExplained], *, as_json: bool, picture: Path | None, save: Path | None
+) -> None:
+    """Print, draw and write; exit 1 where nothing could be explained."""
+    explained = [row for row in found if isinstance(row, Explanation)]
+    refused = [row for row in found if isinstance(row, NotExplained)]
+    content = {
+        "explained": [row.to_json() for row in explained],
+        "not_explained": [dataclasses.asdict(row) for row in refused],
+    }
+    text = json.dumps(content, indent=2)
+    if as_json:
+        typer.echo(text)
+    else:
+        _print(explained)
+    for row in refused:
+        typer.secho(f"not explained: {row.title}: {row.reason}", fg="yellow", err=True)
+    if save:
+        from halfstep.run.whole_file import write_whole
+
+        write_whole(save, text + "\n")
+    if picture and explained:
+        draw_explanations(explained, picture)
+    if not explained:
+        raise typer.Exit(1)
+
+
+def _print(explained: list[Explanation]) -> None:
+    console = Console()
+    # A file or a pipe has no width; rich would squeeze the tables into 80 columns.
+    console = console if console.is_terminal else Console(width=PIPE_WIDTH)
+    for row in explained:
+        console.print(explain_view(row), "")

@@ -1,0 +1,84 @@
+"""What is known of halfstep's own rows and of a peer's, and rows that cannot be explained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from halfstep.bench.explain import Explanation
+from halfstep.bench.explain_rows import NotExplained, explain_rows, facts_of
+from halfstep.bench.ours import Ours
+from halfstep.bench.peers import peers
+from halfstep.bench.problem import problem_for
+from halfstep.bench.row import Row
+from halfstep.bench.runner import AfterStep, Problem
+from halfstep.bench.settings import bench_config
+from halfstep.hardware.facts import Hardware, Measurement
+from halfstep.hardware.probe import probe
+
+FLOPS = 10**6
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    size = ["model.base_channels=4", "model.depth=1", "train.batch_size=2", "data.image_size=16"]
+    return problem_for(bench_config("unet", size, {"device": "cpu"}, small=True), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    """This CPU, with rates as a measurement would find them."""
+
+    def rate(op: str, name: str, tflops: float) -> Measurement:
+        return Measurement(op=op, format=name, tflops=tflops, error=0.0, speedup=1.0)  # type: ignore[arg-type]
+
+    rates = (rate("matmul", "fp32", 0.1), rate("conv_nchw", "fp32", 0.02), rate("conv_nhwc", "fp32", 0.03))
+    return dataclasses.replace(probe("cpu"), measurements=rates, bandwidth_gb_s=12.0)
+
+
+def ours(problem: Problem, hardware: Hardware, way: str = "eager", *, simulate: bool = False) -> Ours:
+    return Ours(problem, "bf16" if simulate else "fp32", way, hardware, simulate=simulate)  # type: ignore[arg-type]
+
+
+def test_halfsteps_own_step_is_known_to_be_fused_prefetched_and_in_its_layout(
+    problem: Problem, hardware: Hardware
+) -> None:
+    facts = facts_of(ours(problem, hardware), problem, hardware, FLOPS)
+    assert (facts.way, facts.channels_last, facts.fused_optimizer, facts.prefetches) == ("eager", True, True, True)
+    assert (facts.batch_size, facts.bandwidth_gb_s) == (2, 12.0)
+    assert facts.channels_last_speedup == pytest.approx(1.5)
+    assert facts.floor_ms == pytest.approx(FLOPS / 0.1e12 * 1e3)
+
+
+@pytest.mark.parametrize(("variant", "by_hand"), [("documented", False), ("tuned", True)])
+def test_a_peer_is_known_by_how_far_its_user_went(
+    problem: Problem, hardware: Hardware, variant: str, by_hand: bool
+) -> None:
+    [peer] = peers(["plain"], problem, "fp32", variants=[variant])  # type: ignore[list-item]
+    facts = facts_of(peer, problem, hardware, FLOPS)
+    assert (facts.way, facts.channels_last, facts.fused_optimizer) == ("compile", by_hand, by_hand)
+    assert not facts.prefetches
+
+
+def test_rows_are_explained_or_say_why_not(problem: Problem, hardware: Hardware) -> None:
+    class OutOfMemory(Ours):
+        def train(self, steps: int, after_step: AfterStep) -> float:
+            raise torch.OutOfMemoryError("tried to allocate too much")
+
+    rows = [
+        ours(problem, hardware, simulate=True),
+        ours(problem, hardware, "auto"),
+        OutOfMemory(problem, "fp32", "eager", hardware, simulate=False),
+        Row(name="halfstep", variant="graph", precision="fp32", reason="needs CUDA"),
+        ours(problem, hardware),
+    ]
+    *refused, explained = explain_rows(rows, problem, hardware, steps=3, flops=FLOPS)
+    reasons = [row.reason for row in refused if isinstance(row, NotExplained)]
+    assert all(
+        words in reason for words, reason in zip(("simulated", "auto", "out of memory", "CUDA"), reasons, strict=True)
+    )
+    assert isinstance(explained, Explanation)
+    assert explained.title == "halfstep eager fp32"
+    assert not any("prefetch" in change.setting for change in explained.changes)

@@ -1,0 +1,48 @@
+"""`halfstep bench --explain` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from halfstep.bench.explain_kernels import Kind
+from halfstep.cli.main import main
+
+TINY = ["bench", "unet", "model.base_channels=4", "model.depth=1", "--batch-size", "2", "--image-size", "16"]
+EXPLAIN = [*TINY, "--device", "cpu", "--ways", "eager", "--explain"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured rates are kept; tests must not write into the user's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, saved = tmp_path / "kinds.png", tmp_path / "kinds.json"
+    main([*EXPLAIN, "--precisions", "fp32", "--json", "--picture", str(picture), "--save", str(saved)])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(saved.read_text())
+    [row] = printed["explained"]
+    assert row["title"] == "halfstep eager fp32"
+    assert Kind.CONV_BACKWARD in {kind["kind"] for kind in row["kinds"]}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_explained_exits_1_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*TINY, "--device", "cpu", "--ways", "graph", "--precisions", "fp32", "--explain"])
+    assert ended.value.code == 1
+    assert "needs CUDA" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [["--baseline", "before.json"], ["--cold-start"]])
+def test_what_times_whole_steps_is_refused_beside_it(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*EXPLAIN, *other])
+    assert ended.value.code == 2
+    assert f"--explain takes a step apart, {other[0]}" in capsys.readouterr().err
