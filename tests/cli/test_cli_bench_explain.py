@@ -24,7 +24,9 @@ def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, saved = tmp_path / "kinds.png", tmp_path / "kinds.json"
-    main([*EXPLAIN, "--precisions", "fp32", "--json", "--picture", str(picture), "--save", str(saved)])
+    with pytest.raises(SystemExit) as ended:
+        main([*EXPLAIN, "--precisions", "fp32", "--json", "--picture", str(picture), "--save", str(saved)])
+    assert ended.value.code == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(saved.read_text())
     [row] = printed["explained"]
