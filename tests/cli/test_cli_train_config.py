@@ -130,7 +130,7 @@ def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp
         (["unet", "epohcs=3"], "did you mean train.epochs?"),
         (["unet", "--mixed_precision", "bf16"], "--precision bf16"),
         (["unet", "--json"], "--json needs --show-config"),
-        (["--resume", "nowhere"], "nowhere/config.yaml"),
+        (["--resume", "nowhere"], "there is no run folder nowhere"),
     ],
 )
 def test_a_mistake_is_exit_code_2_and_a_message(words: list[str], says: str, capsys: Capture) -> None:

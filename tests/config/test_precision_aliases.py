@@ -144,7 +144,7 @@ def test_a_disagreement_in_a_file_names_file_key_and_line(tmp_path: Path) -> Non
 def test_a_type_alone_is_fp32_and_says_so() -> None:
     loaded = load("unet", flags={"precision_type": "bf16"})
     assert loaded.config.precision.default == "fp32"
-    assert loaded.notes == (
+    assert loaded.warnings == (
         "`--precision-type bf16` alone does not switch mixed precision on, so this is fp32: "
         "add --mixed-precision, or say --precision bf16",
     )
@@ -155,7 +155,7 @@ def test_a_type_changes_what_a_lower_layer_switched_on(tmp_path: Path) -> None:
     path.write_text("workload: unet\nuse_amp: true\namp_dtype: bfloat16\n")
     loaded = load(str(path), overrides=["amp_dtype=float16"])
     assert loaded.config.precision.default == "fp16"
-    assert loaded.notes == ()
+    assert loaded.warnings == ()
 
 
 def test_a_switch_takes_the_type_a_lower_layer_named(tmp_path: Path) -> None:

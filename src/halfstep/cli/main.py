@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import re
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import typer
 
+from halfstep.cli.output import flush_or_drop, make_patient
 from halfstep.errors import HalfstepError, Interrupted
 
 COMMANDS = ("bench", "check", "detect", "evaluate", "formats", "guide", "pack", "plan", "predict", "train")
@@ -64,17 +66,23 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 only when what it says holds, 1 for findings, 2 for the user's own mistake."""
     words = with_dashes(sys.argv[1:] if argv is None else argv)
+    make_patient()
     try:
         app_with(names_for(words))(words)
     except HalfstepError as error:
         show_error(error)
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # `halfstep formats | head`: the reader has seen enough.
-        sys.stderr.close()
-        sys.exit(0)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        from halfstep.report.run_report import unwritable_output
+
+        show_error(unwritable_output(error))
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        flush_or_drop()
 
 
 def show_error(error: HalfstepError) -> None:

@@ -32,7 +32,8 @@ def command(
     from halfstep.run.plan import plan
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
-    decided = plan(load(words[0], flags=flags, overrides=words[1:]).config, gpu=gpu)
+    loaded = load(words[0], flags=flags, overrides=words[1:])
+    decided = plan(loaded.config, gpu=gpu)
     if as_json:
         typer.echo(decided.to_json())
         return

@@ -40,6 +40,8 @@ class Loaded:
     sources: Mapping[str, Source]
     overridden: tuple[Override, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What a user most likely did not mean; shown even when quiet."""
 
 
 def load(
@@ -80,14 +82,14 @@ def resolve(said: Sequence[Statement]) -> Loaded:
     settings = [setting for statement in said if (setting := canonical(statement, schema))]
     settings += meant_by_globals(settings, used)
     settings += demo_statements(settings, schema)
-    precision, precision_notes = precision_statements([s for s in settings if s.path in PRECISION_KEYS])
+    precision, warnings = precision_statements([s for s in settings if s.path in PRECISION_KEYS])
     others = [settled_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
     chosen, overridden = layered([*precision, *others])
     config = validated(chosen, schema)
     sources = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
     sources |= {path: statement.source for path, statement in chosen.items()}
-    notes = (*precision_notes, *unused_globals(said, used), *unused_options(config), *scaled_rate(config))
-    return Loaded(config=config, sources=sources, overridden=tuple(overridden), notes=notes)
+    notes = (*unused_globals(said, used), *unused_options(config), *scaled_rate(config))
+    return Loaded(config=config, sources=sources, overridden=tuple(overridden), notes=notes, warnings=warnings)
 
 
 def strongest(path: str, said: Iterable[Statement]) -> Statement | None:
@@ -131,7 +133,7 @@ def demo_statements(settings: Sequence[Statement], schema: type[RunConfig]) -> l
 
 
 def precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
-    """One statement for each layer that speaks of the default precision, and the notes of the strongest."""
+    """One statement for each layer that speaks of the default precision, and the warnings of the strongest."""
     found: list[Statement] = []
     below = Stated()
     for layer in LAYERS:

@@ -61,6 +61,7 @@ def config_as_json(loaded: Loaded) -> dict[str, Any]:
         },
         "overridden": [asdict(override) for override in loaded.overridden],
         "notes": list(loaded.notes),
+        "warnings": list(loaded.warnings),
     }
 
 
@@ -70,6 +71,8 @@ def show_config(loaded: Loaded, console: Console) -> None:
     show(list(settings(loaded)), console)
     for line in header_lines(loaded):
         console.print(escape(line))
+    for warning in loaded.warnings:
+        console.print(escape(f"warning: {warning}"), style="yellow")
 
 
 def show_table(rows: list[Setting], console: Console) -> None:

@@ -1,14 +1,15 @@
 """Everything a run tells: header, bars, notices, epoch summaries and the end on the console, records on disk.
 
 On a terminal it is alive; elsewhere it writes plain lines; `quiet` leaves warnings, errors and the final summary.
+Warnings go to standard error, where `> log` does not hide them.
 Only strings and numbers come in here: a tensor would make the host wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from halfstep.errors import ConfigError
 from halfstep.report.metrics_file import MetricsFile, last_step
 from halfstep.report.progress import Bar, LineBar, alive
 from halfstep.report.tracking import Tracker
@@ -28,12 +30,32 @@ STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold r
 Rows = Sequence[tuple[str, str]]
 
 
+GONE = (errno.EPIPE, errno.EIO)
+"""The reader left (`| head`), or the terminal was closed."""
+
+
 class DeafConsole(Console):
     """Goes on when nobody reads any more: `halfstep train ... | head` must not end a run. The records stay complete."""
 
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno not in GONE:
+                raise unwritable_output(error) from error
+            self.on_broken_pipe()
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+def unwritable_output(error: OSError) -> ConfigError:
+    """What is printed cannot be written: a disk that is full, mostly."""
+    return ConfigError(
+        f"cannot write what is printed: {error.strerror}",
+        fix="make room where the output goes, or send it elsewhere: > FILE",
+    )
 
 
 class RunReport:
@@ -43,6 +65,7 @@ class RunReport:
         self, folder: Path, *, quiet: bool = False, tensorboard: bool = False, console: Console | None = None
     ) -> None:
         self._console = console or DeafConsole()
+        self._warnings = console or DeafConsole(stderr=True)
         self._quiet = quiet
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         after_step = last_step(self._metrics.path) if tensorboard else None
@@ -71,7 +94,7 @@ class RunReport:
     def notice(self, text: str, level: Level = "info") -> None:
         """One message, above the bar where there is one."""
         if level != "info":
-            self._line(f"{level}: {text}", style=STYLES[level])
+            self._line(f"{level}: {text}", style=STYLES[level], console=self._warnings)
         elif not self._quiet:
             self._line(text, style=STYLES[level])
 
@@ -119,6 +142,6 @@ class RunReport:
         content = Group(grid, Text(), Text(below)) if below else grid
         self._console.print(Panel(content, title=Text(title, style="bold"), border_style=border, expand=False))
 
-    def _line(self, text: str, style: str = "") -> None:
+    def _line(self, text: str, style: str = "", *, console: Console | None = None) -> None:
         # Text, not a string: `[Train]` and file names with brackets are no markup.
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        (console or self._console).print(Text(text, style=style), soft_wrap=True)

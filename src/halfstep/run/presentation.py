@@ -41,8 +41,9 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("optimizer", ", ".join(commits)),
         ("run", str(folder.path)),
     ]
-    report.header(f"halfstep {config.workload}", rows, warnings=plan.warnings)
-    for line in (*header_lines(loaded), *parts.workload.notes):
+    warnings = (*loaded.warnings, *plan.warnings, *_first(parts.workload.notes))
+    report.header(f"halfstep {config.workload}", rows, warnings=warnings)
+    for line in header_lines(loaded):
         report.notice(line)
 
 
@@ -86,6 +87,11 @@ def _with_source(value: str, loaded: Loaded, key: str) -> str:
 
 def _duration(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds >= 60 else f"{seconds:.1f} s"
+
+
+def _first(notes: tuple[str, ...], most: int = 20) -> list[str]:
+    """Of a thousand files that were left out, a screen of names and the number."""
+    return [*notes[:most], *([f"and {len(notes) - most:,} more such files"] if len(notes) > most else [])]
 
 
 def _few(names: list[str], most: int = 4) -> str:

@@ -1,0 +1,43 @@
+"""What is printed where: a reader that leaves, a full disk, warnings that --quiet and > keep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep.cli.main import main
+
+HALFSTEP = f"{sys.executable} -m halfstep"
+
+
+def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=cwd, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("formats", 0), ("check --explain all", 0), ("--help", 0), ("check loop.py", 1)]
+)
+def test_a_reader_that_leaves_does_not_change_the_exit_code(tmp_path: Path, command: str, code: int) -> None:
+    (tmp_path / "loop.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
+    done = shell(f"set -o pipefail; {HALFSTEP} {command} | true; echo ${{PIPESTATUS[0]}}", tmp_path)
+    assert done.stdout.split()[-1] == str(code)
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here: this was NOT tested")
+def test_output_to_a_full_disk_is_an_error_in_words(tmp_path: Path) -> None:
+    done = shell(f"{HALFSTEP} formats > /dev/full", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot write what is printed: No space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_type_that_switches_nothing_on_is_a_warning_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "unet", "--precision-type", "fp16", "--show-config"])
+    assert "warning: `--precision-type fp16` alone does not switch mixed precision on" in " ".join(
+        capsys.readouterr().out.split()
+    )
