@@ -6,7 +6,8 @@ import pytest
 
 from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
-from halfstep.hardware.gpus import KNOWN, find_known, known_gpu, words
+from halfstep.hardware.describe import identity
+from halfstep.hardware.gpus import KNOWN, KnownGPU, find_known, known_gpu, words
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,10 @@ from halfstep.hardware.gpus import KNOWN, find_known, known_gpu, words
         ("4070tisuper", "RTX 4070 Ti Super"),
         ("GeForce GTX 1080 Ti", "GTX 1080 Ti"),
         ("gtx1080ti", "GTX 1080 Ti"),
+        ("GeForce GTX 1060 3GB", "GTX 1060 3GB"),
+        ("NVIDIA GeForce RTX 3080", "RTX 3080"),
+        ("3080 12 GB", "RTX 3080 12GB"),
+        ("3060 8gb", "RTX 3060"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA GH200 480GB", "GH200"),
@@ -74,6 +79,23 @@ def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: object) -> N
     assert all(rate > 0 for rate in hardware.published_tflops.values())
     lacking = [name for name in hardware.published_tflops if hardware.has(name) == "missing"]
     assert not lacking, "a published rate for a format the device lacks"
+
+
+@pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
+def test_every_row_says_how_it_was_checked_and_detect_shows_it(gpu: KnownGPU) -> None:
+    assert gpu.checked in ("datasheet", "secondary", "derived", "recalled")
+    assert dict(identity(known_gpu(gpu.name)))["checked"] == gpu.verification
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.checked == "derived"], ids=lambda gpu: gpu.name)
+def test_a_derived_rate_is_its_units_times_two_times_its_clock(gpu: KnownGPU) -> None:
+    assert gpu.tflops["fp32"] == pytest.approx(gpu.units * 2 * gpu.boost_mhz / 1e6, rel=0.03)
+
+
+def test_only_derived_rows_carry_units_and_only_rows_without_rates_are_unverified() -> None:
+    assert {gpu.name for gpu in KNOWN if gpu.units} == {gpu.name for gpu in KNOWN if gpu.checked == "derived"}
+    assert not any(gpu.tflops for gpu in KNOWN if gpu.checked == "recalled")
+    assert "recalled, not verified" in dict(identity(known_gpu("M3 Max"))).values()
 
 
 def test_no_two_rows_share_their_words() -> None:

@@ -24,6 +24,7 @@ def identity(hardware: Hardware) -> list[tuple[str, str]]:
         ("driver", hardware.driver),
         ("torch", hardware.torch_version),
         ("rates from", hardware.published_source if hardware.published_tflops else ""),
+        ("checked", hardware.published_check),
     ]
     return [(name, value) for name, value in pairs if value]
 

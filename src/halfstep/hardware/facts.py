@@ -56,6 +56,8 @@ class Hardware:
     published_tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Vendor's dense rates per format, from the table of known devices; leads, not measurements."""
     published_source: str = ""
+    published_check: str = ""
+    """How those rates were compared with what their source says."""
     notes: tuple[str, ...] = ()
     """What a reader should know: busy GPU, skipped measurements, shared memory, TPU not run here."""
 

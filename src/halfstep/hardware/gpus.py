@@ -41,12 +41,16 @@ def find_known(name: str) -> KnownGPU | None:
     within = [gpu for gpu in KNOWN if words(gpu.name) <= asked and _only_form_factor(asked - words(gpu.name))]
     if within:
         return max(within, key=lambda gpu: len(words(gpu.name)))
-    # A shorter one: the row that adds least to it, if it is the only such row.
+    # A shorter one: the row that adds least to it, if it is the only such row. `3080 12gb` is a row of its own.
     model = frozenset(word for word in asked if not FORM_FACTOR.fullmatch(word))
-    around = [gpu for gpu in KNOWN if model and model <= words(gpu.name)]
+    around = _rows_around(asked) or _rows_around(model) if model else []
     least = min((len(words(gpu.name)) for gpu in around), default=0)
     nearest_rows = [gpu for gpu in around if len(words(gpu.name)) == least]
     return nearest_rows[0] if len(nearest_rows) == 1 else None
+
+
+def _rows_around(wanted: frozenset[str]) -> list[KnownGPU]:
+    return [gpu for gpu in KNOWN if wanted <= words(gpu.name)]
 
 
 def _only_form_factor(extra: frozenset[str]) -> bool:
@@ -71,6 +75,7 @@ def known_gpu(name: str) -> Hardware:
         source="table",
         published_tflops=gpu.tflops,
         published_source=gpu.source,
+        published_check=gpu.verification,
         notes=(*gpu.notes, *_memory_note(gpu)),
     )
 

@@ -83,6 +83,7 @@ def _accelerator(seen: Accelerator, torch_version: str) -> Hardware:
         torch_version=torch_version,
         published_tflops=known.tflops if known else {},
         published_source=known.source if known else "",
+        published_check=known.verification if known else "",
         notes=known.notes if known else (),
     )
 

@@ -50,7 +50,7 @@ def amd_formats(gfx: str) -> Formats:
 
 
 def intel_formats(*, has_fp64: bool) -> Formats:
-    """Xe-HPG, Xe2 and Xe-HPC: matrix engines (XMX) for both half formats; fp64 in hardware on Max only."""
+    """Xe-HPG, Xe2 and Xe-HPC: matrix engines (XMX) for both half formats; Xe-HPG alone lacks fp64 in hardware."""
     return _formats(native="fp64 fp32 bf16 fp16" if has_fp64 else "fp32 bf16 fp16")
 
 
