@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,12 @@ class Request:
     cold_start: bool = False
     repeat_first: bool = True
     """Measure the first row again at the end: did the machine change meanwhile?"""
+    deadline: float | None = None
+    """Of `time.monotonic`: no row starts after it."""
+
+    @property
+    def is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +68,16 @@ def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, te
     for runner in runners(problem, request, hardware):
         if isinstance(runner, Row):
             rows.append(runner)
-            continue
-        tell(f"{runner.name} {runner.variant} {runner.precision}")
-        row = _completed(measured_row(runner, problem, request.schedule, cold_start=request.cold_start), runner)
-        floor = floor_s(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
-        rows.append(dataclasses.replace(row, floor_ms=floor * 1e3 if floor is not None else None))
-        first = first or (runner if row.is_measured else None)
+        elif request.is_late:
+            rows.append(not_measured(runner.name, runner.variant, runner.precision, "no time was left to start it"))
+        else:
+            tell(f"{runner.name} {runner.variant} {runner.precision}")
+            rows.append(_with_floor(_measured(runner, problem, request), flops, hardware))
+            first = first or (runner if rows[-1].is_measured else None)
     repeated = None
-    if request.repeat_first and first is not None:
+    if request.repeat_first and first is not None and not request.is_late:
         tell(f"{first.name} {first.variant} {first.precision} again")
-        repeated = _completed(measured_row(first, problem, request.schedule, cold_start=False), first)
+        repeated = _measured(first, problem, dataclasses.replace(request, cold_start=False))
     rows = with_speedups(rows)
     reference = loss_reference(rows)
     warnings = [busy, *loss_warnings(rows, reference), drift_warning(rows, repeated)]
@@ -105,12 +112,18 @@ def _peers(name: str, problem: Problem, precision: str, missing: str) -> Iterato
         yield not_measured(name, "", precision, why_not(error))
 
 
-def _completed(row: Row, runner: Runner) -> Row:
-    """What only halfstep's own runner can tell."""
+def _measured(runner: Runner, problem: Problem, request: Request) -> Row:
+    """With what only halfstep's own runner can tell."""
+    row = measured_row(runner, problem, request.schedule, cold_start=request.cold_start)
     if not isinstance(runner, Ours) or not row.is_measured:
         return row
     said = ("simulated: no speed",) if runner.simulated else ()
     return dataclasses.replace(row, simulated=runner.simulated, remarks=(*said, *runner.remarks, *row.remarks))
+
+
+def _with_floor(row: Row, flops: int, hardware: Hardware) -> Row:
+    floor = floor_s(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
+    return dataclasses.replace(row, floor_ms=floor * 1e3 if floor is not None else None)
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:

@@ -1,0 +1,184 @@
+"""Rows are measured apart: errors, memory and switches of one never reach the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings
+from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
+from halfstep.bench.laps import Schedule
+from halfstep.bench.measure_row import measured_row, why_not
+from halfstep.bench.ours import Ours
+from halfstep.bench.problem import problem_for
+from halfstep.bench.runner import AfterStep, Problem
+from halfstep.bench.settings import bench_config
+from halfstep.errors import ConfigError, HardwareError
+from halfstep.hardware.facts import Measurement
+from halfstep.hardware.probe import probe
+from halfstep.precision.backend import effective_leaves
+
+CPU = torch.device("cpu")
+SHORT = Schedule(warm_up=1, ramp=0, window=1)
+TINY = ("data.image_size=16", "model.base_channels=2", "model.depth=1")
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return problem_for(bench_config("unet", TINY, {"batch_size": 2}, small=True), CPU)
+
+
+@dataclass(kw_only=True)
+class Somebody:
+    """A runner that does what a test wants at each step."""
+
+    each_step: Callable[[], None]
+    name: str = "somebody"
+    variant: str = "alone"
+    precision: str = "fp32"
+    trained: list[int] = field(default_factory=list)
+
+    def train(self, steps: int, after_step: AfterStep) -> float:
+        self.trained.append(steps)
+        for _ in range(steps):
+            self.each_step()
+            after_step()
+        return 1.5
+
+
+def test_a_row_has_time_spread_and_loss(problem: Problem) -> None:
+    row = measured_row(Somebody(each_step=lambda: time.sleep(0.004)), problem, SHORT, cold_start=False)
+    assert row.is_measured
+    assert 4 <= row.ms < 12
+    assert min(row.window_ms) <= row.ms <= max(row.window_ms)
+    assert row.loss == 1.5
+    assert row.samples_per_s == pytest.approx(2 / (sum(row.window_ms) / len(row.window_ms) / 1e3))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore"), "out of memory: CUDA out"),
+        (HardwareError("fp8 asked for, but this has none", fix="bf16"), "fp8 asked for, but this has none (bf16)"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_whatever_stops_a_row_is_its_reason(problem: Problem, error: Exception, reason: str) -> None:
+    def stop() -> None:
+        raise error
+
+    row = measured_row(Somebody(each_step=stop), problem, SHORT, cold_start=False)
+    assert not row.is_measured
+    assert row.reason.startswith(reason)
+    assert "\n" not in why_not(error)
+
+
+def test_a_stop_by_the_user_is_no_row(problem: Problem) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measured_row(Somebody(each_step=interrupt), problem, SHORT, cold_start=False)
+
+
+def test_switches_that_a_runner_turns_are_turned_back(problem: Problem) -> None:
+    before = effective_leaves(), torch.backends.cudnn.benchmark
+
+    def meddle() -> None:
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.benchmark = not before[1]
+        torch.set_grad_enabled(False)
+
+    measured_row(Somebody(each_step=meddle), problem, SHORT, cold_start=False)
+    assert (effective_leaves(), torch.backends.cudnn.benchmark) == before
+    assert torch.is_grad_enabled()
+
+
+def test_halfstep_trains_the_problem_and_repeats_itself(problem: Problem) -> None:
+    runner = Ours(problem, "fp32", "eager", probe("cpu"), simulate=False)
+    losses = [runner.train(4, lambda: None) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert losses[0] < runner.train(1, lambda: None)
+
+
+def test_a_bench_has_a_row_for_each_precision_and_way_and_says_why_one_is_missing(problem: Problem) -> None:
+    told: list[str] = []
+    request = Request(precisions=("fp32", "fp8"), ways=("eager", "graph"), schedule=SHORT)
+    hardware = probe("cpu")
+    found = bench(problem, request, hardware, flops=10**9, tell=told.append)
+    rows = {row.label: row for row in found.rows}
+    assert list(rows) == ["halfstep eager fp32", "halfstep graph fp32", "halfstep eager fp8", "halfstep graph fp8"]
+    assert rows["halfstep graph fp32"].reason == "needs CUDA"
+    assert rows["halfstep eager fp32"].speedup_fp32 == 1.0
+    simulated = rows["halfstep eager fp8"]
+    assert simulated.simulated
+    assert simulated.remarks[0] == "simulated: no speed"
+    assert (simulated.speedup_fp32, simulated.floor_ms) == (None, None)
+    assert simulated.loss == pytest.approx(rows["halfstep eager fp32"].loss, rel=0.1)
+    assert found.repeated is not None
+    assert told == ["halfstep eager fp32", "halfstep eager fp8", "halfstep eager fp32 again"]
+
+
+def test_a_simulated_precision_is_not_compiled_and_says_so(problem: Problem) -> None:
+    runner = Ours(problem, "bf16", "compile", probe("cpu"), simulate=True)
+    row = measured_row(runner, problem, SHORT, cold_start=False)
+    assert "cannot be compiled" in row.reason
+
+
+def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> None:
+    rate = Measurement(op="matmul", format="fp32", tflops=2.0, error=0.0, speedup=1.0)
+    hardware = dataclasses.replace(probe("cpu"), measurements=(rate,))
+    request = Request(precisions=("fp32",), ways=("eager",), schedule=SHORT, repeat_first=False)
+    [row] = bench(problem, request, hardware, flops=4 * 10**9, tell=lambda _: None).rows
+    assert row.floor_ms == pytest.approx(2.0)
+    assert row.floor_share == pytest.approx(2.0 / row.ms)
+
+
+def test_rows_after_the_deadline_are_not_started(problem: Problem) -> None:
+    request = Request(precisions=("fp32",), ways=("eager",), schedule=SHORT, deadline=time.monotonic() - 1)
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert "time" in row.reason
+
+
+def test_a_peer_that_is_not_there_costs_its_own_row_only(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    request = Request(
+        precisions=("fp32",), ways=("eager",), against=("accelerate",), schedule=SHORT, repeat_first=False
+    )
+    rows = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert [row.is_measured for row in rows] == [True, False]
+    assert "pip install accelerate" in rows[1].reason
+
+
+def test_a_loss_that_is_not_a_number_is_stored_as_nothing_and_warned_of(problem: Problem) -> None:
+    good = measured_row(Somebody(each_step=lambda: None), problem, SHORT, cold_start=False)
+    bad = dataclasses.replace(good, variant="broken", loss=math.nan)
+    assert bad.to_dict()["loss"] is None
+    [warning] = loss_warnings([good, bad], loss_reference([good, bad]))
+    assert "broken" in warning
+
+
+@pytest.mark.slow
+def test_a_start_knows_whether_the_compilers_cache_was_filled() -> None:
+    def start() -> str:
+        watch = CacheWatch()
+        torch.compile(lambda x: (x * 2 + 1).sum())(torch.ones(8, requires_grad=True)).backward()
+        found = watch.found()
+        forget_in_memory()
+        return found
+
+    with empty_cache():
+        assert [start(), start()] == ["cold", "warm"]
+    assert CacheWatch().found() == ""
+
+
+def test_a_workload_that_cannot_hold_its_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="too small"):
+        problem_for(bench_config("unet", ["model.depth=5"], {"image_size": 16}, small=True), CPU)
