@@ -1,8 +1,9 @@
 """What a model keeps for its backward pass, and what it computes again there. Can be changed on a built model.
 
     none        everything the kernels ask for is kept: fastest
-    pointwise   outputs of convolutions, matmuls and attention are kept; normalisation, activation, concatenation and
-                pooling are computed again: about half the memory of a convolutional model for a few passes over it
+    pointwise   outputs of what is bound by arithmetic are kept: attention, matmuls and most convolutions. What is bound
+                by memory is computed again: normalisation, activation, concatenation, pooling, a convolution of RGB.
+                Less than half the memory of a convolutional model, for a few passes over what was kept
     blocks      only the inputs of blocks are kept, their convolutions run twice: least memory, about 30 % slower
 
 No layer draws random numbers, so the RNG state need not be kept.
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -31,21 +34,26 @@ Recompute = Literal["none", "pointwise", "blocks"]
 Run = Callable[..., Tensor]
 
 aten = torch.ops.aten
-EXPENSIVE = frozenset(
+ATTENTION = frozenset(
     {
-        aten.convolution.default,
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._scaled_mm.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
-"""What `pointwise` keeps: operations bound by arithmetic. All others are bound by memory."""
+MATMULS = {
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten._scaled_mm.default: 0,
+    aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+}
+"""Products, and where their left factor stands among the arguments."""
+
+COMPUTE_BOUND_TERMS = 200
+"""Products summed for one output value above which arithmetic takes longer than memory: in bf16 a value is 2 bytes and
+a product 2 operations, so this is operations a byte. An H200 does 790 TFLOP/s over 4 TB/s, an A100 250 over 1.5."""
 
 WITH_STATISTICS = frozenset(
     {
@@ -72,6 +80,10 @@ def set_recompute(model: nn.Module, how: Recompute) -> bool:
     able = [module for module in model.modules() if isinstance(module, Recomputing)]
     for module in able:
         module.recompute = how
+        for relu in (part for part in module.modules() if isinstance(part, nn.ReLU)):
+            relu.inplace = how != "pointwise"  # a selective region may hold no in-place operation when compiled
+    if how == "pointwise":
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_reminder)
     return bool(able)
 
 
@@ -151,15 +163,40 @@ def _recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_expensive(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_expensive(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keep_in_partitioner(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _keep_in_partitioner(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if op in WITH_STATISTICS:
         # No order: the partitioner then keeps the statistics, which are reductions, and recomputes what uses them.
         return CheckpointPolicy.PREFER_SAVE
-    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    return _keep_expensive(context, op, *args, **kwargs)
+
+
+def _is_expensive(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether running it again costs more than a pass over memory, or its result is small beside what it reads."""
+    if op in ATTENTION:
+        return True
+    if op in MATMULS:
+        left, right = args[MATMULS[op]], args[MATMULS[op] + 1]
+        return bool(left.shape[-1] >= COMPUTE_BOUND_TERMS or right.shape[-1] < left.shape[-1])
+    return bool(op is aten.convolution.default and _is_expensive_convolution(*args))
+
+
+def _is_expensive_convolution(
+    images: Tensor, weight: Tensor, _bias: Any, stride: Any, _p: Any, _d: Any, is_transposed: bool, _o: Any, groups: int
+) -> bool:
+    channels_in = images.shape[1]
+    channels_out = weight.shape[1] * groups if is_transposed else weight.shape[0]
+    zoom = math.prod(stride) if is_transposed else 1 / math.prod(stride)
+    terms = channels_in // groups * math.prod(weight.shape[2:]) / max(zoom, 1)
+    return terms >= COMPUTE_BOUND_TERMS or channels_out * zoom < channels_in
+
+
+def _is_no_reminder(record: logging.LogRecord) -> bool:
+    """torch reminds everybody who compiles a selective region to have no in-place operation in it; we have none."""
+    return "context_fn is passed" not in record.getMessage()
 
 
 @contextlib.contextmanager

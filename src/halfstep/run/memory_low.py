@@ -1,0 +1,214 @@
+"""`train.memory: low`: less memory for a little time, chosen by measurement.
+
+Levers, each tried alone and then the best of each kind together:
+
+    activation budget   inductor recomputes what is cheapest until this share of the activations is left (compiled only)
+    recompute           pointwise: keep what is bound by arithmetic only; blocks: keep the blocks' inputs only
+    optimizer bits      8: AdamW's two moments in a quarter of their bytes
+
+The least memory wins among the settings that take at most TIME_LIMIT of the normal step's time. Here is the decision;
+what measures is passed in, so that no trial knows of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from halfstep.models.recompute import Recompute
+
+TIME_LIMIT = 1.10
+"""Of the normal step's time; beyond it a smaller batch is the better trade."""
+
+WORTH_BYTES = 0.01
+"""A setting that saves less than this share of the peak saves nothing: peaks differ by that much between runs."""
+
+BUDGETS = (0.9, 0.7, 0.5, 0.3)
+"""Shares of the activations that are tried, in this order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySetting:
+    """One position of all levers; the default is the normal step."""
+
+    activation_budget: float = 1.0
+    recompute: Recompute = "none"
+    optimizer_bits: Literal[32, 8] = 32
+
+    def __str__(self) -> str:
+        parts = [
+            f"activation budget {self.activation_budget:g}" if self.activation_budget < 1 else "",
+            f"recompute {self.recompute}" if self.recompute != "none" else "",
+            f"{self.optimizer_bits}-bit optimizer" if self.optimizer_bits < 32 else "",
+        ]
+        return " + ".join(filter(None, parts)) or "normal"
+
+
+NORMAL = MemorySetting()
+
+
+class Cost(NamedTuple):
+    """What one step takes."""
+
+    ms: float
+    peak_bytes: int
+
+
+Measure = Callable[[MemorySetting], Cost]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A setting and what it cost, or why it could not run."""
+
+    setting: MemorySetting
+    cost: Cost | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryChoice:
+    """What was taken, what each lever saved and cost, and what was left out."""
+
+    setting: MemorySetting
+    reason: str
+    trials: tuple[Trial, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For the user, before training starts."""
+        return [
+            f"memory low: {self.setting}, {self.reason}",
+            *(f"  {line}" for line in self._trial_lines()),
+            *(f"  not tried: {note}" for note in self.notes),
+        ]
+
+    def _trial_lines(self) -> Iterator[str]:
+        base = _reference(self.trials)
+        for trial in self.trials:
+            if trial.cost is None:
+                yield f"{trial.setting}: {trial.problem}"
+            elif trial.cost is base:
+                yield f"{trial.setting}: {_gigabytes(trial.cost)}, {trial.cost.ms:.1f} ms"
+            else:
+                yield f"{trial.setting}: {_gigabytes(trial.cost)}, {trial.cost.ms:.1f} ms, {_change(trial.cost, base)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, for the plan and the run's records."""
+        return {
+            "setting": dataclasses.asdict(self.setting),
+            "reason": self.reason,
+            "trials": [
+                {
+                    "setting": dataclasses.asdict(trial.setting),
+                    **(trial.cost._asdict() if trial.cost else {"problem": trial.problem}),
+                }
+                for trial in self.trials
+            ],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> MemoryChoice:
+        """The way back: a resumed run takes the stored choice and measures nothing."""
+        trials = tuple(
+            Trial(
+                setting=MemorySetting(**trial["setting"]),
+                cost=Cost(trial["ms"], trial["peak_bytes"]) if "ms" in trial else None,
+                problem=trial.get("problem", ""),
+            )
+            for trial in stored["trials"]
+        )
+        setting, notes = MemorySetting(**stored["setting"]), tuple(stored["notes"])
+        return cls(setting=setting, reason=stored["reason"], trials=trials, notes=notes)
+
+
+def choose_memory(
+    measure: Measure,
+    levers: Iterable[Sequence[MemorySetting]],
+    *,
+    notes: Sequence[str] = (),
+    may_go_on: Callable[[], bool] = lambda: True,
+) -> MemoryChoice:
+    """Measure the normal step, each lever from its gentlest position on, and the best of each lever together."""
+    trials = [_tried(measure, NORMAL)]
+    for lever in levers:
+        trials += _along(measure, lever, trials, may_go_on)
+    together = _combined(trials)
+    if together is not None and may_go_on():
+        trials.append(_tried(measure, together))
+    if not may_go_on():
+        notes = (*notes, "the rest: the time for trials was used up")
+    return chosen(trials, notes)
+
+
+def chosen(trials: Sequence[Trial], notes: Sequence[str] = ()) -> MemoryChoice:
+    """The decision alone: least memory within the time limit."""
+    base = _reference(trials)
+    fitting = [trial for trial in trials if trial.cost is not None and trial.cost.ms <= TIME_LIMIT * base.ms]
+    best = min(fitting, key=lambda trial: (_whole(trial).peak_bytes, _whole(trial).ms))
+    cost = _whole(best)
+    if trials[0].cost is None:
+        reason = f"{_gigabytes(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({trials[0].problem})"
+    elif best is trials[0] or cost.peak_bytes > (1 - WORTH_BYTES) * base.peak_bytes:
+        best, reason = trials[0], f"nothing lowers the peak of {_gigabytes(base)} within +{TIME_LIMIT - 1:.0%} time"
+    else:
+        reason = f"{_gigabytes(cost)} instead of {_gigabytes(base)}, {_change(cost, base)}"
+    return MemoryChoice(setting=best.setting, reason=reason, trials=tuple(trials), notes=tuple(notes))
+
+
+def _tried(measure: Measure, setting: MemorySetting) -> Trial:
+    try:
+        return Trial(setting=setting, cost=measure(setting))
+    except torch.OutOfMemoryError:
+        return Trial(setting=setting, cost=None, problem="ran out of memory")
+
+
+def _along(
+    measure: Measure, lever: Sequence[MemorySetting], before: Sequence[Trial], may_go_on: Callable[[], bool]
+) -> Iterator[Trial]:
+    """Positions of one lever in order; each saves more and takes longer, so the first too slow one is the last."""
+    normal = before[0].cost
+    for setting in lever:
+        if not may_go_on():
+            return
+        trial = _tried(measure, setting)
+        yield trial
+        if trial.cost is not None and normal is not None and trial.cost.ms > TIME_LIMIT * normal.ms:
+            return
+
+
+def _combined(trials: Sequence[Trial]) -> MemorySetting | None:
+    """The best activation lever with the small optimizer; two activation levers would fight over the same tensors."""
+    best = chosen(trials).setting
+    small = next((trial for trial in trials if trial.setting == MemorySetting(optimizer_bits=8) and trial.cost), None)
+    if small is None or best.optimizer_bits == 8 or best == NORMAL:
+        return None
+    return dataclasses.replace(best, optimizer_bits=8)
+
+
+def _reference(trials: Sequence[Trial]) -> Cost:
+    """What others are compared with: the normal step, or the fastest that ran where that did not fit."""
+    if trials and trials[0].cost is not None:
+        return trials[0].cost
+    ran = [trial.cost for trial in trials if trial.cost is not None]
+    if not ran:
+        raise torch.OutOfMemoryError("no setting of train.memory=low fits the device")
+    return min(ran)
+
+
+def _whole(trial: Trial) -> Cost:
+    assert trial.cost is not None
+    return trial.cost
+
+
+def _gigabytes(cost: Cost) -> str:
+    return f"{cost.peak_bytes / 1e9:.2f} GB"
+
+
+def _change(cost: Cost, base: Cost) -> str:
+    return f"{cost.peak_bytes / base.peak_bytes - 1:+.0%} memory, {cost.ms / base.ms - 1:+.0%} time"
