@@ -189,8 +189,8 @@ def _is_expensive_convolution(
 ) -> bool:
     channels_in = images.shape[1]
     channels_out = weight.shape[1] * groups if is_transposed else weight.shape[0]
-    zoom = math.prod(stride) if is_transposed else 1 / math.prod(stride)
-    terms = channels_in // groups * math.prod(weight.shape[2:]) / max(zoom, 1)
+    zoom: float = math.prod(stride) if is_transposed else 1 / math.prod(stride)
+    terms: float = channels_in // groups * math.prod(weight.shape[2:]) / max(zoom, 1)
     return terms >= COMPUTE_BOUND_TERMS or channels_out * zoom < channels_in
 
 
