@@ -107,7 +107,7 @@ def test_a_preset_flag_replaces_the_files_preset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "values"),
     [
-        ("fast", {"batch_size": 16, "epochs": 50, "fast": "compile", "precision": "bf16"}),
+        ("fast", {"batch_size": 16, "epochs": 50, "fast": "auto", "precision": "bf16"}),
         ("quality", {"batch_size": 8, "epochs": 100, "early_stopping_patience": 20, "precision": "bf16"}),
         ("lowmem", {"batch_size": 4, "accumulate": 2, "activation_checkpointing": True, "precision": "bf16"}),
         ("stable", {"batch_size": 8, "fast": "off", "precision": "fp32"}),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import pytest
 import torch
@@ -163,3 +164,11 @@ def test_prefetching_keeps_batches_order_and_counts_the_waiting() -> None:
     batches = prefetch(slow(), "cpu")  # type: ignore[arg-type]
     assert [int(batch["image"][0]) for batch in batches] == [0, 1, 2]
     assert 0.06 <= batches.waited_s < 5
+
+
+def test_more_workers_than_cores_are_the_users_own_choice_without_a_warning() -> None:
+    loader = Loader(Numbers(4), batch_size=2, num_workers=(os.cpu_count() or 1) + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loader.epoch(0))) == 2
+    loader.close()

@@ -116,7 +116,6 @@ RESNET_PRESETS: dict[str, Preset] = {
         **TRAIN_176_EVALUATE_224,
         "precision.default": "bf16",
         "train.epochs": 50,
-        "train.fast": "compile",
     },
     "quality": TORCHVISION_V2,
     **PURPOSES,
@@ -149,7 +148,7 @@ DEIT: Preset = {
 }
 
 VIT_PRESETS: dict[str, Preset] = {
-    "fast": {"precision.default": "bf16", "train.batch_size": 256, "train.fast": "compile"},
+    "fast": {"precision.default": "bf16", "train.batch_size": 256},
     "quality": DEIT,
     **PURPOSES,
     "deit": DEIT,

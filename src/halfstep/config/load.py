@@ -27,6 +27,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.config.sources import file_statements, flag_statements, layer_statements, override_statements
 from halfstep.config.statements import DEFAULT, LAYERS, OPEN_SECTIONS, Override, Source, Statement, open_section_of
 from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
+from halfstep.config.workers import num_cores
 from halfstep.config.workloads import is_import_path, schema_for
 from halfstep.config.yaml_source import read_yaml
 from halfstep.errors import ConfigError, nearest
@@ -87,6 +88,7 @@ def resolve(said: Sequence[Statement]) -> Loaded:
     chosen, overridden = layered([*precision, *others])
     config = validated(chosen, schema)
     sources = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
+    sources["data.num_workers"] = Source(layer="default", where=f"auto: {num_cores()} cores")
     sources |= {path: statement.source for path, statement in chosen.items()}
     notes = (*unused_globals(said, used), *unused_options(config), *scaled_rate(config))
     return Loaded(config=config, sources=sources, overridden=tuple(overridden), notes=notes, warnings=warnings)

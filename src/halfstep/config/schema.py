@@ -11,8 +11,9 @@ from pydantic import Field, JsonValue, field_validator
 
 from halfstep.config.aliases import precision_name
 from halfstep.config.safety import EmaConfig, GuardConfig, ScalerConfig
-from halfstep.config.section import OffCount, PositiveCount, Section
+from halfstep.config.section import PositiveCount, Section
 from halfstep.config.training import OptimizerConfig, ScheduleConfig, TrainConfig
+from halfstep.config.workers import Workers
 from halfstep.errors import ConfigError
 
 __all__ = [
@@ -72,7 +73,10 @@ class DataConfig(Section):
         default=None, description="Folder of the data set; without one halfstep trains on generated demo data"
     )
     image_size: PositiveCount = Field(default=224, description="Side of the square images the model sees, in pixels")
-    num_workers: OffCount = Field(default=4, description="Processes that read and decode; 0 reads in the main process")
+    num_workers: Workers = Field(
+        default="auto",  # type: ignore[assignment]  # validated as any other value, into a number
+        description="Processes that read and decode; 0 reads in the main process; auto: one a core, at most 8",
+    )
     val_fraction: float = Field(default=0.1, ge=0, lt=1, description="Share of the samples kept for validation")
     on_bad_file: Literal["error", "skip"] = Field(
         default="error", description="A file that cannot be read: stop, or skip and count"
@@ -105,7 +109,7 @@ class RunConfig(Section):
     """Everything one run is made of."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "fast": {"precision.default": "bf16", "train.fast": "compile"},
+        "fast": {"precision.default": "bf16"},
         "quality": {"precision.default": "bf16", "ema.enabled": True},
         "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True},
         "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},

@@ -85,7 +85,7 @@ class UNetConfig(RunConfig):
     """One U-Net run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "fast": {"precision.default": "bf16", "train.batch_size": 16, "train.epochs": 50, "train.fast": "compile"},
+        "fast": {"precision.default": "bf16", "train.batch_size": 16, "train.epochs": 50},
         "quality": {
             "precision.default": "bf16",
             "train.batch_size": 8,

@@ -82,6 +82,7 @@ class Loader:
         with warnings.catch_warnings():
             # Workers are forked before they start threads and touch no lock of ours; Python 3.12 warns all the same.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+            _allow_more_workers_than_cores()
             batches = iter(self._workers)
         return self._checked(batches)
 
@@ -91,8 +92,7 @@ class Loader:
 
     def _start(self) -> DataLoader[Batch | HalfstepError]:
         with warnings.catch_warnings():
-            # torch warns of more workers than cores; how many pay is the user's to try.
-            warnings.filterwarnings("ignore", message=".*worker processes.*", category=UserWarning)
+            _allow_more_workers_than_cores()
             return DataLoader(
                 self._fetch,
                 batch_sampler=self._order,
@@ -175,6 +175,11 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         except HalfstepError as error:
             return error
         return pinned(batch | {"index": indices})
+
+
+def _allow_more_workers_than_cores() -> None:
+    # torch warns of them; how many pay is the user's to try.
+    warnings.filterwarnings("ignore", message=".*worker processes.*", category=UserWarning)
 
 
 def _unchanged(batch: Any) -> Any:

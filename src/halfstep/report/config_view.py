@@ -95,7 +95,7 @@ def show_list(rows: list[Setting], console: Console) -> None:
 
 
 def style_of(row: Setting) -> str:
-    return "dim" if row.source is DEFAULT else "bold"
+    return "dim" if row.source.layer == "default" else "bold"
 
 
 def header_lines(loaded: Loaded) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from halfstep.config.schema import RunConfig
+from halfstep.config.workers import num_cores as num_cores
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples
 
@@ -31,12 +31,6 @@ class Waiting:
     @property
     def is_worth_saying(self) -> bool:
         return self.share > WORTH_SAYING
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def way_out(config: RunConfig, samples: Samples, cores: int) -> str:

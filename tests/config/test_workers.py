@@ -1,0 +1,41 @@
+"""How many workers there are where nobody says it, and that the run's header can say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep.config import workers
+from halfstep.config.dump import json_schema, to_yaml
+from halfstep.config.load import load
+from halfstep.config.schema import DataConfig
+from halfstep.errors import ConfigError
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (6, 6), (64, 8)])
+def test_auto_is_one_worker_a_core_and_at_most_eight(
+    monkeypatch: pytest.MonkeyPatch, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(workers, "num_cores", lambda: cores)
+    assert DataConfig().num_workers == expected
+    assert DataConfig(num_workers="auto").num_workers == expected
+
+
+def test_the_source_of_the_default_says_how_many_cores_there_are() -> None:
+    loaded = load("unet", overrides=["data.dir=x"])
+    assert str(loaded.sources["data.num_workers"]) == f"auto: {workers.num_cores()} cores"
+    assert str(load("unet", overrides=["data.dir=x", "workers=3"]).sources["data.num_workers"]) == "workers=3"
+    assert f"num_workers: {workers.auto_workers()}" in to_yaml(loaded.config)
+
+
+def test_off_and_numbers_and_nonsense() -> None:
+    assert load("unet", overrides=["data.num_workers=null"]).config.data.num_workers == 0
+    assert load("unet", overrides=["data.num_workers=auto"]).config.data.num_workers == workers.auto_workers()
+    with pytest.raises(ConfigError, match="data.num_workers = 'many'"):
+        load("unet", overrides=["data.num_workers=many"])
+    field = json_schema("unet")["$defs"]["UNetDataConfig"]["properties"]["num_workers"]
+    assert {"const": "auto"} in field["anyOf"][0]["anyOf"]
+
+
+@pytest.mark.parametrize("workload", ["unet", "resnet50", "vit_b_16", "my_mod:build"])
+def test_the_fast_preset_leaves_to_the_machine_whether_compiling_pays(workload: str) -> None:
+    assert load(workload, flags={"preset": "fast"}).config.train.fast == "auto"
