@@ -94,3 +94,33 @@ def test_a_command_is_built_alone_and_help_shows_all() -> None:
     assert names_for(["check", "a.yaml"]) == ["check"]
     assert [command.name for command in app_with(["check"]).registered_commands] == ["check"]
     assert names_for(["--help"]) == names_for([]) == names_for(["chek"]) == COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "unet", "--epochs", "3", "--epochs", "4"], "`--epochs 3` and `--epochs 4` disagree"),
+        (["train", "unet", "--data_dir=a", "--data-dir", "b"], "`--data-dir a` and `--data-dir b` disagree"),
+        (["detect", "--gpu", "v100", "--gpu", "a100"], "`--gpu v100` and `--gpu a100` disagree"),
+        (
+            ["train", "unet", "--mixed-precision", "--no-mixed-precision"],
+            "`--mixed-precision` and `--no-mixed-precision` disagree",
+        ),
+    ],
+)
+def test_a_flag_given_twice_with_two_values_names_both(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_flag_may_be_repeated_where_it_says_the_same_or_is_made_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "unet", "--epochs", "3", "--epochs=3", "--show-config", "--json"])
+    assert not stopped.value.code
+    with pytest.raises(SystemExit):
+        main(["check", "--command", "python a.py --fp16", "--command", "python b.py --bf16"])
+    assert "disagree" not in capsys.readouterr().err

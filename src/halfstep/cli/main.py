@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import typer
 
+from halfstep.cli.once import OnceCommand
 from halfstep.cli.output import flush_or_drop, make_patient
 from halfstep.errors import HalfstepError, Interrupted
 
@@ -33,7 +34,7 @@ def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
     app.callback()(root)
     for name in names:
         module = importlib.import_module(f"halfstep.cli.{name}")
-        app.command(name, context_settings=SETTINGS.get(name))(module.command)
+        app.command(name, cls=OnceCommand, context_settings=SETTINGS.get(name))(module.command)
     return app
 
 
