@@ -11,14 +11,14 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.places import with_absolute_paths
-from halfstep.workloads import write_demo
+from halfstep.workloads import has_demo, write_demo
 
 
 def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data where none are given, and decide for the hardware."""
     hardware = known_gpu(gpu) if gpu else probe(config.device)
     config = with_absolute_paths(config)
-    if config.data.dir is not None:
+    if config.data.dir is not None or not has_demo(config.workload):
         return plan_for(config, build_workload(config), hardware)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "demo"

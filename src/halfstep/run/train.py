@@ -32,7 +32,7 @@ from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
 from halfstep.run.whole_file import write_whole
-from halfstep.workloads import write_demo
+from halfstep.workloads import has_demo, write_demo
 from halfstep.workloads.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on images generated into {}; yours go in with --data-dir DIR"
@@ -50,7 +50,8 @@ def _start(loaded: Loaded, out: str | None) -> Path:
     loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
     hardware = probe(loaded.config.device)
     decide(loaded.config.precision, hardware)
-    demo = RunFolder.create(out, _run_name(loaded.config)) if loaded.config.data.dir is None else None
+    is_demo = loaded.config.data.dir is None and has_demo(loaded.config.workload)
+    demo = RunFolder.create(out, f"{_run_name(loaded.config)}-demo") if is_demo else None
     try:
         loaded = _with_demo_data(loaded, demo) if demo is not None else loaded
         workload = build_workload(loaded.config)
@@ -189,8 +190,7 @@ def _draw(folder: RunFolder, report: RunReport) -> None:
 
 
 def _run_name(config: RunConfig) -> str:
-    name = config.workload.replace(":", "-").replace("/", "-")
-    return name if config.data.dir else f"{name}-demo"
+    return config.workload.replace(":", "-").replace("/", "-")
 
 
 def _text(path: Path) -> str:

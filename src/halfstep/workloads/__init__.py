@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import ConfigError, DataError, nearest
-from halfstep.workloads.import_path import imported
+from halfstep.workloads.import_path import imported, refuse_other_form
 
 if TYPE_CHECKING:
     from halfstep.config.schema import RunConfig
@@ -23,6 +23,7 @@ DEMOS = {
     **dict.fromkeys(CLASSIFIERS, "halfstep.data.demo_classification:write_demo"),
 }
 """What writes demo data in the layout that a workload reads."""
+FORM = "build(config, store) -> halfstep.workloads.workload.Workload"
 
 
 def build(config: RunConfig, store: Mapping[str, Any] | None = None) -> Workload:
@@ -31,9 +32,19 @@ def build(config: RunConfig, store: Mapping[str, Any] | None = None) -> Workload
     if ":" not in path:
         fix = nearest(config.workload, BUILDERS) + " Or an import path such as my_pkg.my_mod:build"
         raise ConfigError(f"unknown workload {config.workload!r}", fix=fix)
-    builder = imported(path, what="workload", form="build(config, store) -> Workload")
-    workload: Workload = builder(config, store)
+    builder = imported(path, what="workload", form=FORM)
+    refuse_other_form(builder, path, config, store, form=FORM)
+    workload = builder(config, store)
+    from halfstep.workloads.workload import Workload
+
+    if not isinstance(workload, Workload):
+        raise ConfigError(f"{path} gives a {type(workload).__name__}, not a Workload", fix=f"write {FORM}")
     return workload
+
+
+def has_demo(workload: str) -> bool:
+    """Whether there is something to train on without a data folder; what is not ours has its own data."""
+    return workload in DEMOS
 
 
 def write_demo(workload: str, folder: Path, *, seed: int) -> None:

@@ -1,0 +1,65 @@
+"""`halfstep train my_mod:build`: found where the user stands, without a data folder, with errors about the module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep.config.load import load
+from halfstep.errors import ConfigError
+from halfstep.run.train import train
+from halfstep.workloads import build
+
+TESTS = Path(__file__).resolve().parent.parent
+SETTINGS = ["device=cpu", "train.max_steps=1", "train.batch_size=4", "data.num_workers=0"]
+
+
+def test_a_module_in_the_working_folder_is_found_and_needs_no_data_folder(tmp_path: Path) -> None:
+    (tmp_path / "my_mod.py").write_text((TESTS / "tiny_workload.py").read_text())
+    script = Path(sys.executable).with_name("halfstep")
+    # The console script, not `python -m`, whose path starts with the working folder anyway.
+    done = subprocess.run(
+        [str(script), "train", "my_mod:build", *SETTINGS, "--out", "run"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "DEMO" not in done.stdout + done.stderr
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("json:dumps", "json:dumps cannot be called as build"),
+        ("tiny_workload:Samples", "cannot be called as build"),
+        ("operator:add_to_nothing", "operator has no function 'add_to_nothing'"),
+        ("gives_none:build", "gives_none:build gives a NoneType, not a Workload"),
+        ("tiny_workloda:build", "workload 'tiny_workloda:build' cannot be imported"),
+        ("tiny_workload:biuld", "did you mean 'build'"),
+        ("broken_mod:build", "No module named 'no_such_thing'"),
+    ],
+)
+def test_what_is_no_workload_is_an_error_about_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, says: str
+) -> None:
+    (tmp_path / "broken_mod.py").write_text("import no_such_thing\n")
+    (tmp_path / "gives_none.py").write_text("def build(config, store): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(TESTS))
+    with pytest.raises(ConfigError) as refused:
+        train(load(path, overrides=SETTINGS), out=tmp_path / "run")
+    assert says in str(refused.value)
+    assert "data folder" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_misspelled_module_beside_the_right_one_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_segmentation.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        build(load("my_segmentatoin:build").config)
+    assert "did you mean 'my_segmentation'?" in refused.value.fix
