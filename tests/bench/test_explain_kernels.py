@@ -187,6 +187,10 @@ OPERATORS = {
     "autograd::engine::evaluate_function: ConvolutionBackward0": Kind.BOOKKEEPING,
     "ConvolutionBackward0": Kind.BOOKKEEPING,
     "graph_0_cpp_fused__log_softmax_relu_3": Kind.FUSED,
+    "## Call CompiledFxGraph ficoju6nsttrvieknbiswhfiswzxxkb4f7drxu6nqrmuncr3mmtq ##": Kind.FUSED,
+    "Torch-Compiled Region: 0/0": Kind.BOOKKEEPING,
+    "CompiledFunctionBackward": Kind.BOOKKEEPING,
+    "TorchDynamo Cache Lookup": Kind.BOOKKEEPING,
     "my_extension": Kind.OTHER,
 }
 

@@ -102,7 +102,8 @@ KERNEL_RULES: tuple[tuple[Kind, str], ...] = (
 )
 
 OPERATOR_RULES: tuple[tuple[Kind, str], ...] = (
-    (Kind.FUSED, r"cpp_fused"),
+    # The compiler's C++ kernels are not recorded one by one: they are what their graph does besides operators.
+    (Kind.FUSED, r"cpp_fused|^## Call CompiledFxGraph"),
     (Kind.ATTENTION, r"^aten::_?scaled_dot_product|attention"),
     (Kind.CONV_BACKWARD, r"^aten::\w*convolution\w*_backward|^aten::_slow_conv\w*_backward"),
     (Kind.CONV_FORWARD, r"^aten::\w*convolution|^aten::\w*conv\dd|^mkldnn::_convolution"),
