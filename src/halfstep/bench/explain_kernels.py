@@ -118,10 +118,8 @@ OPERATOR_RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.BOOKKEEPING, r"^aten::(?:empty|as_strided|view|_?reshape|t$|transpose|permute|expand|detach|to$|slice)"),
     (Kind.BOOKKEEPING, r"^aten::(?:_to_copy|clone|contiguous|resize|resolve|flatten|unsqueeze|squeeze|select|item)"),
     (Kind.BOOKKEEPING, r"^aten::(?:_unsafe_view|_local_scalar|alias|set_|lift|result_type|narrow|unbind|split|chunk)"),
-    (
-        Kind.BOOKKEEPING,
-        r"^autograd::|^torch::autograd::|Backward\d+$|^detach|^Torch-Compiled|^## Call|CompiledFunction",
-    ),
+    (Kind.BOOKKEEPING, r"^autograd::|^torch::autograd::|Backward\d+$|^detach"),
+    (Kind.BOOKKEEPING, r"^Torch-Compiled|^CompiledFunction|^TorchDynamo|^AOTDispatcher|^Pregraph"),
     (Kind.ELEMENTWISE, r"^aten::"),
 )
 
