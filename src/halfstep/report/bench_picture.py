@@ -19,7 +19,7 @@ OTHER = "#b7791f"
 PEER_ALPHA = 0.45
 """Peers stand back behind halfstep's own rows."""
 INCHES_A_ROW = 0.36
-ROOM_FOR_LABELS = 1.42
+ROOM_FOR_LABELS = 1.55
 """Of the longest bar: the numbers stand behind the bars."""
 
 

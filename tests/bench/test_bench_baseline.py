@@ -1,0 +1,153 @@
+"""What rows say together, and against an earlier bench."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep.bench.baseline import earlier_rows, regressions
+from halfstep.bench.bench import drift_warning, loss_reference, loss_warnings, with_speedups
+from halfstep.bench.record import read, refuse_to_overwrite, rows_of, save
+from halfstep.bench.row import Row
+from halfstep.errors import CheckpointError, ConfigError
+
+
+def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **others: Any) -> Row:
+    windows = tuple(ms + spread * offset for offset in (-0.5, -0.1, 0.0, 0.1, 0.5))
+    known = {"name": "halfstep", "loss": 1.0, "peak_bytes": 6_000_000_000, **others}
+    return Row(variant=variant, precision=precision, window_ms=windows, **known)
+
+
+def record_of(*rows: Row) -> dict[str, Any]:
+    return {
+        "bench": 1,
+        "device": "NVIDIA H200",
+        "versions": {"halfstep": "0.1.0", "torch": "2.11.0", "cuda": "13.0", "driver": "NVIDIA 580"},
+        "problem": {"workload": "unet", "batch_size": 8},
+        "rows": [r.to_dict() for r in rows],
+    }
+
+
+def worse(tmp_path: Path, before: Row, now: Row) -> list[str]:
+    path = tmp_path / "before.json"
+    save(record_of(before), path)
+    return regressions(earlier_rows(path, record_of(now)), [now], "cuda")
+
+
+def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
+    rows = [row("compile", "fp32", 50.0), row("eager", "fp32", 100.0), row("eager", "tf32", 60.0)]
+    rows += [row("graph", "bf16", 10.0), row("eager", "fp8", 5.0, simulated=True)]
+    found = {r.label: r for r in with_speedups(rows)}
+    fast = found["halfstep graph bf16"]
+    assert (fast.speedup_fp32, fast.speedup_tf32) == (10.0, 6.0)
+    assert found["halfstep compile fp32"].speedup_fp32 == 2.0
+    assert found["halfstep eager fp8"].speedup_fp32 is None
+
+
+def test_without_a_baseline_there_is_no_speedup() -> None:
+    [only] = with_speedups([row("graph", "bf16", 10.0)])
+    assert (only.speedup_fp32, only.speedup_tf32) == (None, None)
+
+
+def test_a_loss_far_from_eager_fp32_is_warned_of_and_a_near_one_is_not() -> None:
+    rows = [row("compile", "bf16", 10.0, loss=1.2), row("eager", "fp32", 100.0), row("eager", "bf16", 20.0, loss=1.05)]
+    [warning] = loss_warnings(rows, loss_reference(rows))
+    assert warning.startswith("halfstep compile bf16: loss 1.2")
+    assert "halfstep eager fp32 has 1" in warning
+
+
+def test_drift_beyond_the_spread_is_warned_of() -> None:
+    first = row("eager", "fp32", 100.0)
+    assert drift_warning([first], row("eager", "fp32", 101.5)) == ""
+    assert "+10.0%" in drift_warning([first], row("eager", "fp32", 110.0))
+    assert drift_warning([first], row("eager", "fp32", 110.0, spread=12.0)) == ""
+    lost = Row(name="halfstep", variant="eager", precision="fp32", reason="out of memory")
+    assert "out of memory" in drift_warning([first], lost)
+
+
+def test_rows_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    rows = [row("eager", "fp32", 100.0), Row(name="halfstep", variant="graph", precision="fp8", reason="no")]
+    save(record_of(*rows), path)
+    assert rows_of(read(path), path) == rows
+
+
+def test_a_slower_row_is_a_regression_only_beyond_both_spreads(tmp_path: Path) -> None:
+    before = row("graph", "bf16", 20.0, spread=1.0)
+    [line] = worse(tmp_path, before, row("graph", "bf16", 22.5, spread=1.0))
+    assert line.startswith("halfstep graph bf16 is slower: 22.5 ms a step against 20 (+12.5%")
+    assert worse(tmp_path, before, row("graph", "bf16", 21.9, spread=1.0)) == []
+    assert worse(tmp_path, before, row("graph", "bf16", 15.0)) == []
+
+
+def test_steady_windows_do_not_make_a_percent_a_regression(tmp_path: Path) -> None:
+    before = row("graph", "bf16", 20.0, spread=0.0)
+    assert worse(tmp_path, before, row("graph", "bf16", 20.3, spread=0.0)) == []
+    assert worse(tmp_path, before, row("graph", "bf16", 20.5, spread=0.0)) != []
+
+
+def test_a_larger_row_and_a_lost_one_are_regressions(tmp_path: Path) -> None:
+    before = row("graph", "bf16", 20.0)
+    [line] = worse(tmp_path, before, dataclasses.replace(before, peak_bytes=6_100_000_000))
+    assert line == "halfstep graph bf16 is larger: 6.1 GB against 6.0 GB"
+    lost = Row(name="halfstep", variant="graph", precision="bf16", reason="out of memory")
+    [line] = worse(tmp_path, before, lost)
+    assert "out of memory" in line
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "said"),
+    [
+        ("", "device", "NVIDIA A100", "device was NVIDIA A100, is NVIDIA H200"),
+        ("versions", "torch", "2.9.0", "torch was 2.9.0, is 2.11.0"),
+        ("problem", "batch_size", 16, "batch_size was 16, is 8"),
+    ],
+)
+def test_another_device_version_or_problem_is_named_and_refused(
+    tmp_path: Path, where: str, name: str, value: object, said: str
+) -> None:
+    now = record_of(row("graph", "bf16", 20.0))
+    earlier = copy.deepcopy(now)
+    (earlier[where] if where else earlier)[name] = value
+    path = tmp_path / "before.json"
+    save(earlier, path)
+    with pytest.raises(ConfigError, match="cannot be compared") as refused:
+        earlier_rows(path, now)
+    assert refused.value.why == said
+
+
+def test_another_version_of_halfstep_is_what_a_baseline_is_for(tmp_path: Path) -> None:
+    now = record_of(row("graph", "bf16", 20.0))
+    earlier = copy.deepcopy(now)
+    earlier["versions"]["halfstep"] = "0.0.9"
+    save(earlier, tmp_path / "before.json")
+    assert list(earlier_rows(tmp_path / "before.json", now)) == ["halfstep graph bf16"]
+
+
+def test_a_baseline_without_any_of_the_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none of these rows: halfstep eager fp32"):
+        worse(tmp_path, row("graph", "bf16", 20.0), row("eager", "fp32", 100.0))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"bench": 1, "rows": [{}]})])
+def test_a_file_that_is_no_bench_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match="was not written by"):
+        rows_of(read(path), path)
+
+
+def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    refuse_to_overwrite([path, None], force=False)
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="exists already"):
+        refuse_to_overwrite([path], force=False)
+    refuse_to_overwrite([path], force=True)
+    with pytest.raises(ConfigError, match="is no folder"):
+        refuse_to_overwrite([tmp_path / "nowhere" / "bench.json"], force=True)

@@ -1,0 +1,100 @@
+"""`halfstep bench` on a CPU, from the command line."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from halfstep.cli.main import main
+from halfstep.hardware.cache import measured_once
+from halfstep.hardware.measure import Sizes, measure
+from halfstep.hardware.probe import probe
+
+TINY = ("unet", "data.image_size=16", "model.base_channels=2", "model.depth=1", "--batch-size", "2", "--steps", "10")
+FP32 = (*TINY, "--precisions", "fp32", "--ways", "eager", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def known_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured matmuls of small size in a cache of the test's own, so that no test takes ten seconds for them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    image = (1, 4, 8)
+    sizes = Sizes(small_matmul=8, small_image=image, full_matmul=16, full_image=image, copy_bytes=2**16, budget_s=0.5)
+    measured_once(probe("cpu"), tmp_path / "cache" / "halfstep", functools.partial(measure, sizes=sizes))
+
+
+def exit_code(*words: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *words])
+    return int(stopped.value.code or 0)
+
+
+def test_one_table_with_simulated_rows_marked_and_missing_ones_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*TINY, "--precisions", "fp32,tf32", "--ways", "eager,graph", "--device", "cpu") == 0
+    said = capsys.readouterr().out
+    assert "unet, 0.00" in said
+    assert "not measured: halfstep graph fp32: needs CUDA" in said
+    assert "halfstep eager tf32: simulated: no speed" in said
+
+
+def test_json_alone_is_on_standard_output_and_files_are_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    assert exit_code(*FP32, "--json", "--save", str(saved), "--picture", str(picture)) == 0
+    found = json.loads(capsys.readouterr().out)
+    [row] = found["rows"]
+    assert row["ms_min"] <= row["ms"] <= row["ms_max"]
+    assert row["floor_share"] > 0
+    assert found["versions"]["torch"]
+    assert found["command"].startswith("halfstep ")
+    assert json.loads(saved.read_text()) == found
+    assert picture.stat().st_size > 1000
+    assert exit_code(*FP32, "--save", str(saved)) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_a_baseline_that_was_faster_ends_with_one_and_an_equal_one_with_zero(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "before.json"
+    assert exit_code(*FP32, "--save", str(saved)) == 0
+    before = json.loads(saved.read_text())
+    for factor, expected in ((1e-3, 1), (1e3, 0)):
+        changed = json.loads(json.dumps(before))
+        changed["rows"][0]["window_ms"] = [factor * ms for ms in before["rows"][0]["window_ms"]]
+        changed["rows"][0]["peak_bytes"] = None  # a process's own memory depends on the tests before
+        saved.write_text(json.dumps(changed))
+        assert exit_code(*FP32, "--baseline", str(saved)) == expected
+        assert ("regression: halfstep eager fp32 is slower" in capsys.readouterr().err) == (expected == 1)
+
+
+def test_another_problems_baseline_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "before.json"
+    assert exit_code(*FP32, "--save", str(saved)) == 0
+    larger = [word.replace("base_channels=2", "base_channels=4") for word in FP32]
+    assert exit_code(*larger, "--baseline", str(saved)) == 2
+    assert "parameters was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("unet", "--steps", "3"), "--steps 3 is too few"),
+        (("unet", "--ways", "eagre"), "'eagre' is not known here"),
+        (("unet", "--against", "keras"), "'keras' is not known here"),
+        (("unet", "--precisions", "fp7"), "fp7"),
+        (("warp", "--steps", "10"), "unknown workload 'warp'"),
+        (("unet", "--save", "/nowhere/at/all.json"), "is no folder"),
+        (("unet", "--baseline", "/nowhere.json"), "cannot read"),
+        (("unet", "--explain", "--baseline", "x.json"), "--explain"),
+    ],
+)
+def test_mistakes_are_clear_errors(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*words, "--device", "cpu") == 2
+    assert said in capsys.readouterr().err
