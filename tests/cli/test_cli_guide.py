@@ -119,7 +119,7 @@ def test_answers_from_a_file_reach_the_config(place: Path, capsys: Capture) -> N
     assert commands_in(text) == ["train", "my run.yaml"]
     config = load("my run.yaml").config
     assert (config.data.dir, config.guard.on_fault, config.precision.default) == (str(folder), "rollback", "fp32")
-    assert (config.train.batch_size, config.data.image_size) == (1, 256)
+    assert (config.train.batch_size, config.data.image_size) == (2, 256)
 
 
 def write_demo_pairs(folder: Path) -> Path:
@@ -313,3 +313,30 @@ def test_ctrl_c_and_ctrl_d_leave_nothing_behind(place: Path, key: str, words: st
     assert words in text
     assert "Traceback" not in text
     assert_nothing_is_left(place)
+
+
+def test_a_person_sees_what_was_measured_and_ctrl_c_after_the_trials_leaves_nothing_behind(place: Path) -> None:
+    with terminal("guide", "--device", "cpu") as person:
+        person.expect("What do you want to train?", within_s=200)
+        person.type("seg\n")
+        person.expect("Where are your data?")
+        person.type("\n")
+        person.expect("What matters most?")
+        person.type("fast\n")
+        shown = " ".join(person.expect("Which one?", within_s=200).split())
+        person.type("\x03")
+        code, _ = person.end()
+    assert "samples/s in one process (measured)" in shown or "samples/s (measured)" in shown
+    assert "(an estimate from measured rates)" in shown
+    assert "; an estimate)" in shown
+    assert code == 128 + signal.SIGINT
+    assert_nothing_is_left(place)
+
+
+def test_without_a_person_no_path_is_shown_that_is_gone_when_it_is_read(place: Path, capsys: Capture) -> None:
+    code, text, _ = run(capsys, *QUICK, "--yes")
+    assert code == 0
+    assert str(place.parent / "scratch") not in text
+    written = text.split("Wrote ")[1].splitlines()[0].split(", ")
+    assert all(Path(name).is_file() for name in written)
+    assert written[1].endswith("-samples.png")

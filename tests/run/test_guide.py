@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from halfstep.run.guide import QUESTIONS, new_yaml_file, write_new
 from halfstep.run.guide_ask import Prompt, Question, path_in, read_answers
 from halfstep.run.guide_data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.run.guide_memory import LiveBytes, StepCost, step_cost
-from halfstep.run.guide_rules import Situation, batch, learning_rate, least_time, workers
+from halfstep.run.guide_rules import Rate, Situation, batch, duration, learning_rate, training_rate, workers
 from halfstep.run.guide_suggest import ORDER, suggestions
+from halfstep.run.guide_trial import Trial, Trials, measured_trial
 from halfstep.workloads import image_classification
 
 CPU = Hardware(
@@ -205,7 +207,23 @@ def test_a_small_set_gets_a_batch_that_makes_ten_steps() -> None:
     paths, facts = batch(few, "quality", config(), CHEAP)
     assert paths == {"train.batch_size": 32, "train.accumulate": 1}
     assert "320 samples make 10 steps" in dict(facts)["batch"]
-    assert batch(situation(look=a_look(3)), "quality", config(), CHEAP)[0]["train.batch_size"] == 1
+
+
+@pytest.mark.parametrize(("num_train", "size", "steps"), [(3, 2, 2), (6, 4, 2), (8, 8, 1), (50, 8, 7)])
+def test_a_tiny_set_gets_a_batch_that_batchnorm_can_use_and_the_true_number_of_steps(
+    num_train: int, size: int, steps: int
+) -> None:
+    paths, facts = batch(situation(look=a_look(num_train)), "quality", config(), CHEAP)
+    assert paths["train.batch_size"] == size
+    assert f"{num_train} samples make {steps} steps an epoch" in dict(facts)["batch"]
+
+
+def test_no_batch_is_named_that_nobody_would_use() -> None:
+    huge = situation(hardware=measured({"fp32": 1.0}, free_gib=100_000))
+    _, facts = batch(huge, "stable", config(), CHEAP)
+    assert dict(facts)["memory"].endswith("free: far more than enough")
+    snug = situation(hardware=measured({"fp32": 1.0}, free_gib=16))
+    assert "would take a batch of 128 (an estimate)" in dict(batch(snug, "stable", config(), CHEAP)[1])["memory"]
 
 
 def test_unknown_memory_is_no_reason_for_a_batch_of_one() -> None:
@@ -233,25 +251,102 @@ def test_the_learning_rate_follows_the_batch_by_a_rule_that_is_shown(
     assert said.optimizer.peak_lr(samples) == pytest.approx(peak)
 
 
-def test_workers_follow_the_measured_rates() -> None:
+def rate(trial: Trial | None = None, **changes: Any) -> Rate:
+    return training_rate(situation(**changes), CHEAP, "bf16", trial)
+
+
+def test_without_a_trial_workers_follow_the_best_rate_that_was_measured() -> None:
     # 100 TFLOPS over 1e10 operations a sample are 10,000 samples/s; one process reads 100.
-    paths, (_, shown) = workers(situation(), config(), CHEAP, "bf16")
+    paths, (_, shown) = workers(situation(), config(), rate())
     assert paths == {"data.num_workers": 8}
-    assert "at most 10,000 samples/s" in shown
+    assert "at most 10,000 samples/s (an estimate" in shown
     assert "halfstep pack /data" in shown
     quick = situation(look=a_look(decoded_per_s=4000.0))
-    paths, (_, shown) = workers(quick, config(), CHEAP, "bf16")
+    paths, (_, shown) = workers(quick, config(), rate())
     assert paths == {"data.num_workers": 3}
     assert "halfstep pack" not in shown
-    unmeasured = situation(hardware=known_gpu("a100"))
-    assert workers(unmeasured, config(), CHEAP, "bf16")[0] == {"data.num_workers": 8}
+    unmeasured = rate(hardware=known_gpu("a100"))
+    assert workers(situation(), config(), unmeasured)[0] == {"data.num_workers": 8}
 
 
-def test_the_least_time_is_told_in_units_a_person_reads() -> None:
+def test_workers_feed_the_rate_of_a_trial() -> None:
+    tried = rate(Trial(samples_per_s=250.0, batch_size=32))
+    paths, (_, shown) = workers(situation(), config(), tried)
+    assert paths == {"data.num_workers": 3}
+    assert "trained 250 samples/s (measured: whole eager steps of 32 samples)" in shown
+
+
+def test_the_time_is_an_estimate_from_the_rate_of_a_trial() -> None:
+    start = config(**{"data.num_workers": 4, "train.epochs": 100})
+    quick = situation(look=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
+    (_, shown), *_ = duration(quick, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    # 100 epochs of 100,000 samples, and 30,000 that only go forward, at 1000/s.
+    assert shown == "100 epochs take about 3.1 hours (an estimate from measured rates)"
+    reading = situation(look=a_look(100_000, num_val=0, decoded_per_s=100.0))
+    (_, shown), *_ = duration(reading, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    assert "about 6.9 hours" in shown, "four workers read 400/s, which is slower than the device"
+    on_cpu = dataclasses.replace(reading, hardware=CPU, num_cores=4)
+    (_, shown), *_ = duration(on_cpu, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    assert "about 9.7 hours" in shown, "on a CPU both take the same cores"
+
+
+def test_without_a_trial_only_the_least_time_is_told() -> None:
     # 10,000 samples/s at best, 100,000 samples, 100 epochs.
-    (_, shown), *_ = least_time(situation(), config(), CHEAP, "bf16")
+    quick = situation(look=a_look(num_val=0, decoded_per_s=1e6))
+    (_, shown), *_ = duration(quick, config(), rate())
     assert shown.startswith("100 epochs take at least 16.7 minutes")
-    assert least_time(situation(hardware=CPU), config(), CHEAP, "fp32") == [], "nothing was measured"
+    assert shown.endswith("(an estimate)")
+    assert duration(quick, config(), rate(hardware=CPU)) == [], "nothing was measured"
+
+
+# Trials.
+
+
+def test_a_trial_takes_the_best_rate_and_grows_the_batch_while_there_is_time() -> None:
+    asked: list[int] = []
+
+    def step(num_samples: int) -> float:
+        asked.append(num_samples)
+        return 0.001 + num_samples * 0.001
+
+    found = measured_trial(step, 32)
+    assert asked == [2, 4, 8, 16, 32, 32, 32, 32]
+    assert found == Trial(samples_per_s=32 / 0.033, batch_size=32)
+    assert measured_trial(lambda num_samples: 10.0, 32) == Trial(samples_per_s=0.2, batch_size=2), "one has to do"
+
+
+def test_a_trial_stops_where_memory_ends() -> None:
+    def step(num_samples: int) -> float:
+        if num_samples > limit:
+            raise torch.OutOfMemoryError("no room")
+        return 0.001
+
+    limit = 8
+    found = measured_trial(step, 32)
+    assert found is not None
+    assert found.batch_size == 8
+    limit = 1
+    assert measured_trial(step, 32) is None
+
+
+def test_a_real_trial_is_near_the_rate_of_real_training(tmp_path: Path) -> None:
+    here = dataclasses.replace(CPU, torch_version=torch.__version__)
+    small = config(**{"data.image_size": 32, "model.width": 8, "model.blocks": (1, 1), "precision": "fp32"})
+    store = {"classes": ["a", "b"]}
+    trials = Trials(here)
+    found = trials(small, store, 16)
+    assert found is not None
+    assert trials(small, store, 16) is found, "the same config is tried once"
+    model = image_classification.model_from_store(small, store)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+    rates = []
+    for _ in range(8):
+        start = time.perf_counter()
+        model(torch.rand(16, 3, 32, 32)).square().mean().backward()
+        optimizer.step()
+        rates.append(16 / (time.perf_counter() - start))
+    # Layouts differ, and the machine has other work: an order of magnitude is what an estimate must not miss.
+    assert 0.1 * max(rates) < found.samples_per_s < 10 * max(rates)
 
 
 # Suggestions.
@@ -277,6 +372,22 @@ def test_every_suggestions_file_loads_as_the_config_that_was_shown(tmp_path: Pat
         path.write_text(one.to_yaml())
         assert load(str(path)).config == one.config
         assert one.config.precision.default == ("fp32" if one.name == "stable" else "bf16")
+
+
+def test_a_suggestion_is_tried_at_its_own_size_and_against_fp32() -> None:
+    tried: list[tuple[str, int, int]] = []
+
+    def try_out(config: Any, store: Any, batch_size: int) -> Trial:
+        tried.append((config.precision.default, config.data.image_size, batch_size))
+        return Trial(samples_per_s=100.0 if config.precision.default == "fp32" else 250.0, batch_size=batch_size)
+
+    first, *_, stable = suggestions(situation(try_out=try_out))
+    facts = dict(first.facts)
+    assert facts["speed"] == "2.5x fp32 (measured: whole eager steps)"
+    assert "an estimate from measured rates" in facts["time"]
+    assert tried[0] == ("bf16", first.config.data.image_size, first.config.train.batch_size)
+    assert tried[1] == ("fp32", *tried[0][1:])
+    assert dict(stable.facts)["speed"] == "that of fp32, by definition"
 
 
 def test_speed_is_what_was_measured_and_no_promise() -> None:

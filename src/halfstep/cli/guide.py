@@ -23,7 +23,9 @@ def command(
         typer.Option(metavar="FILE", help="Answers in YAML or JSON; what it leaves out takes its default."),
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.")] = None,
-    no_measure: Annotated[bool, typer.Option("--no-measure", help="Only look at the device.")] = False,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Only look at the device: estimates instead of trials.")
+    ] = False,
 ) -> None:
     """I don't know the flags: ask me, suggest, start.
 
@@ -83,4 +85,4 @@ def machine_here(device: str | None, *, no_measure: bool) -> Machine:
     from halfstep.run.waiting import num_cores
 
     (hardware,) = devices_here(device or "auto", look_only=no_measure, fresh=False)
-    return Machine(hardware=hardware, num_cores=num_cores(), device=device)
+    return Machine(hardware=hardware, num_cores=num_cores(), device=device, may_measure=not no_measure)

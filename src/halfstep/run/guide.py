@@ -26,6 +26,7 @@ from halfstep.run.guide_ask import Asker, Question, path_in
 from halfstep.run.guide_data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.run.guide_rules import Situation
 from halfstep.run.guide_suggest import Suggestion, suggestions
+from halfstep.run.guide_trial import Trials
 from halfstep.workloads.import_path import imported
 
 TASK = Question(
@@ -87,6 +88,8 @@ class Machine:
     num_cores: int
     device: str | None = None
     """As the user named it; None: halfstep chose."""
+    may_measure: bool = True
+    """Whether suggestions may be tried on the device, for a few seconds each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +115,7 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Ou
         look=look,
         data_dir=data_dir,
         device=machine.device,
+        try_out=Trials(machine.hardware) if machine.may_measure else None,
     )
     chosen = _choice(asker, console, situation)
     file = asker.ask(dataclasses.replace(FILE, default=str(_unused(_file_name(workload, chosen)))), new_yaml_file)
@@ -159,7 +163,9 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
     grid = _grid_path(scratch)
     save_grid(found, grid)
     console.print(pairs_table(describe(found)))
-    console.print(Text(f"A few samples, for you to look at: {grid}"), soft_wrap=True)
+    if asker.is_watched:
+        console.print(Text(f"A few samples, for you to look at: {grid}"), soft_wrap=True)
+        console.print(Text("  (there while you answer, then beside your config)", style="dim"))
     return (None if found.source == "demo" else str(found.folder)), found
 
 
@@ -172,7 +178,7 @@ def existing_folder(answer: str) -> str:
 
 
 def _choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
-    with console.status("working out batch, memory and workers"):
+    with console.status("working out batch, memory and workers, with a few steps of each"):
         offered = {one.name: one for one in suggestions(situation)}
     for number, one in enumerate(offered.values(), 1):
         console.print()

@@ -50,6 +50,11 @@ class Question:
 class Asker(Protocol):
     """Gets the answer to a question; `check` turns it into a value or raises a HalfstepError that says why not."""
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody sees what is shown while the questions are asked."""
+        ...
+
     def ask(self, question: Question, check: Callable[[str], Value]) -> Value: ...
 
     def finish(self) -> None:
@@ -61,6 +66,10 @@ class Prompt:
 
     def __init__(self, console: Console, lines: TextIO) -> None:
         self.console, self.lines = console, lines
+
+    @property
+    def is_watched(self) -> bool:
+        return self.lines.isatty()
 
     def ask(self, question: Question, check: Callable[[str], Value]) -> Value:
         show_question(self.console, question)
@@ -97,6 +106,8 @@ class Prompt:
 
 class Scripted:
     """Answers given in advance, defaults for the rest; every one is printed, a bad one is an error."""
+
+    is_watched = False
 
     def __init__(self, console: Console, answers: Mapping[str, str]) -> None:
         self.console, self.answers = console, answers

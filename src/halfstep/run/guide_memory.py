@@ -54,7 +54,7 @@ class StepCost:
 def step_cost(config: RunConfig, store: Mapping[str, Any], precision: str) -> StepCost:
     """What a step of one of our models costs; `store` says what the data are, as a run would store it."""
     with torch.device("meta"):
-        model = _model(config, store)
+        model = model_for(config, store)
     side = config.data.image_size
     image = (int(store.get("channels", 3)), side, side)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -68,7 +68,8 @@ def step_cost(config: RunConfig, store: Mapping[str, Any], precision: str) -> St
     )
 
 
-def _model(config: RunConfig, store: Mapping[str, Any]) -> nn.Module:
+def model_for(config: RunConfig, store: Mapping[str, Any]) -> nn.Module:
+    """One of our models, freshly initialised, for data of which `store` tells."""
     if isinstance(config, UNetConfig):
         return unet.model_from_store(config, {**store, "image_size": config.data.image_size})
     assert isinstance(config, ClassifierConfig)

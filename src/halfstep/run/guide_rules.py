@@ -6,6 +6,7 @@ Each gives settings by path, and the sentence that explains them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,17 @@ from halfstep.hardware.facts import Hardware
 from halfstep.measure.memory import format_bytes
 from halfstep.run.guide_data import DataLook
 from halfstep.run.guide_memory import StepCost
+from halfstep.run.guide_trial import Trial
 
 STEPS_AN_EPOCH = 10
 """Fewer optimizer steps than this in an epoch, and a small set learns too slowly for its epochs."""
+SMALLEST_BATCH = 8
+"""Not even for that: BatchNorm's statistics over fewer samples are noise (Wu and He 2018, figure 1)."""
+FORWARD_SHARE = 1 / 3
+"""Of a training step's time: backward is two products for one of forward."""
 LARGEST_GROWTH = 4
 """How far `fast` enlarges its preset's batch: much larger ones need more epochs (McCandlish et al. 2018)."""
+TryOut = Callable[[RunConfig, Mapping[str, Any], int], Trial | None]
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -36,6 +43,8 @@ class Situation:
     data_dir: str | None
     device: str | None
     """What the user named, to be written down; None leaves the choice to the run."""
+    try_out: TryOut | None = None
+    """How a suggestion is tried on the device; None: not at all, and what a trial would measure is estimated."""
 
     @property
     def is_demo(self) -> bool:
@@ -57,12 +66,15 @@ def batch(
     # A CPU is no faster with a larger batch.
     grows = preset == "fast" and not situation.is_demo and situation.hardware.kind != "cpu"
     grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
-    by_data = max(1, _power_of_two(num_train // STEPS_AN_EPOCH))
+    # A quarter where the recipe itself is small: a U-Net's BatchNorm sees many pixels of few samples.
+    smallest = min(SMALLEST_BATCH, max(2, recipe // 4), num_train)
+    by_data = _power_of_two(max(num_train // STEPS_AN_EPOCH, smallest))
     a_step = min(grown, by_data)
     micro = max(1, min(start.train.batch_size if preset == "lowmem" else a_step, a_step, fits))
     accumulate = math.ceil(a_step / micro)
     if a_step < grown:
-        why = f"so that {num_train:,} samples make {STEPS_AN_EPOCH} steps an epoch or more"
+        steps = math.ceil(num_train / a_step)
+        why = f"less than the recipe's {recipe}: {num_train:,} samples make {steps} steps an epoch"
     else:
         why = f"the recipe's {recipe}" + (f" times {a_step // recipe}" if a_step > recipe else "")
     times = f" x {accumulate} accumulated" if accumulate > 1 else ""
@@ -77,7 +89,9 @@ def _memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
         return f"{needed}; this device does not say how much it has"
     if not fits:
         return f"{needed}: NOT EVEN ONE SAMPLE FITS {format_bytes(memory)}; smaller data.image_size or model"
-    return f"{needed}; {format_bytes(memory)} would take a batch of {fits:,}"
+    if fits > LARGEST_GROWTH * micro:
+        return f"{needed} of {format_bytes(memory)} free: far more than enough"
+    return f"{needed}; {format_bytes(memory)} free would take a batch of {fits:,} (an estimate)"
 
 
 def _power_of_two(number: int) -> int:
@@ -103,38 +117,62 @@ def learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any], tuple
     return paths, ("learning rate", f"{peak:.4g} = {shown} ({rule})")
 
 
-def workers(
-    situation: Situation, start: RunConfig, cost: StepCost, precision: str
-) -> tuple[dict[str, Any], tuple[str, str]]:
-    """As many as could feed the device at the best rate that was measured on it, at most one a core."""
+def workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict[str, Any], tuple[str, str]]:
+    """As many as feed the device at the rate at which it trains, at most one a core."""
     look, cores = situation.look, situation.num_cores
     assert look is not None
     reading = f"one process reads {look.decoded_per_s:,.0f} samples/s (measured)"
     if situation.is_demo:
         return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
-    trained = trained_per_s(situation.hardware, cost, precision)
-    if trained is None:
+    if trained.per_s is None:
         return {"data.num_workers": cores}, ("workers", f"{cores}: one a core; {reading}")
-    workers = max(1, min(cores, math.ceil(trained / look.decoded_per_s)))
-    limit = f"at its measured rate the device trains at most {trained:,.0f} samples/s"
-    fact = f"{workers} of {cores} cores: {reading}, {limit}"
-    if workers * look.decoded_per_s < trained / 4 and look.counts:
-        # A training step reaches a quarter to a half of a matmul's rate.
+    workers = max(1, min(cores, math.ceil(trained.per_s / look.decoded_per_s)))
+    fact = f"{workers} of {cores} cores: {reading}, the device {trained.words}"
+    # Of an upper limit, a training step reaches a quarter to a half.
+    if workers * look.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and look.counts:
         fact += f"; reading may be the limit: data.cache=true, or `halfstep pack {situation.data_dir}`"
     return {"data.num_workers": workers}, ("workers", fact)
 
 
-def trained_per_s(hardware: Hardware, cost: StepCost, precision: str) -> float | None:
-    """Samples a second if training ran at the best rate that was measured, which it never does; None: not measured."""
-    rates = [m.tflops for m in hardware.measurements if m.format == precision]
-    return max(rates) * 1e12 / cost.sample_flops if rates else None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """How many samples a second the device trains, and how that is known."""
+
+    per_s: float | None
+    """None: nothing was measured."""
+    is_limit: bool
+    """Whether it is only what no training can beat."""
+    words: str
 
 
-def least_time(situation: Situation, config: RunConfig, cost: StepCost, precision: str) -> list[tuple[str, str]]:
-    """The training time that no run can beat on this device."""
-    trained = trained_per_s(situation.hardware, cost, precision)
-    if trained is None or situation.look is None:
+def training_rate(situation: Situation, cost: StepCost, precision: str, trial: Trial | None) -> Rate:
+    """That of a trial; else the best rate of a matmul or convolution here, which training never reaches."""
+    if trial is not None:
+        rate = f"{trial.samples_per_s:,.{0 if trial.samples_per_s >= 10 else 1}f} samples/s"
+        words = f"trained {rate} (measured: whole eager steps of {trial.batch_size} samples)"
+        return Rate(per_s=trial.samples_per_s, is_limit=False, words=words)
+    rates = [m.tflops for m in situation.hardware.measurements if m.format == precision]
+    if not rates:
+        return Rate(per_s=None, is_limit=True, words="was not measured")
+    per_s = max(rates) * 1e12 / cost.sample_flops
+    words = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
+    return Rate(per_s=per_s, is_limit=True, words=words)
+
+
+def duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:
+    """How long training, validation and reading will take; nothing where nothing was measured."""
+    look, train = situation.look, config.train
+    if trained.per_s is None or look is None:
         return []
-    seconds = config.train.epochs * situation.look.num_train / trained
+    validated = train.epochs / train.validate_every * look.num_val
+    computing = (train.epochs * look.num_train + validated * FORWARD_SHARE) / trained.per_s
+    on_cpu, readers = situation.hardware.kind == "cpu", config.data.num_workers
+    # On a CPU workers take their time from the computing, on all cores; elsewhere the slower one sets the pace.
+    rate = look.decoded_per_s * ((situation.num_cores if readers else 1) if on_cpu else max(1, readers))
+    reading = (train.epochs * look.num_train + validated) / rate
+    seconds = computing + reading if on_cpu else max(computing, reading)
     shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
-    return [("time", f"{config.train.epochs} epochs take at least {shown}, most likely a few times as long")]
+    if trained.is_limit:
+        return [("time", f"{train.epochs} epochs take at least {shown}, most likely a few times as long (an estimate)")]
+    compiled = "; compiled it may be shorter" if train.fast == "compile" else ""
+    return [("time", f"{train.epochs} epochs take about {shown} (an estimate from measured rates{compiled})")]

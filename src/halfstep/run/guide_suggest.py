@@ -16,7 +16,8 @@ from halfstep.hardware.facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
 from halfstep.run.guide_memory import step_cost
-from halfstep.run.guide_rules import Situation, batch, learning_rate, least_time, workers
+from halfstep.run.guide_rules import Situation, batch, duration, learning_rate, training_rate, workers
+from halfstep.run.guide_trial import Trial
 
 ORDER = {
     "fast": ("fast", "lowmem", "stable"),
@@ -82,18 +83,22 @@ def _suggestion(situation: Situation, preset: str) -> Suggestion:
     precision = _precision(situation, preset)
     paths = {"precision": precision, **_base(situation, preset)}
     facts = [("why", REASONS[preset]), ("precision", _precision_reason(situation, precision))]
-    facts.append(("speed", _speed(situation.hardware, precision)))
     start = _config(situation, preset, paths)
     if situation.look is None:
+        facts.append(("speed", _speed(situation.hardware, precision)))
         paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
         facts.append(("memory", "not known for your own model: train.auto_batch halves the batch where it must"))
     else:
         cost = step_cost(start, situation.look.store, precision)
         size, size_facts = batch(situation, preset, start, cost)
+        trial, against_fp32 = _tried(situation, preset, paths, size["train.batch_size"])
+        trained = training_rate(situation, cost, precision, trial)
         rate, rate_fact = learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
-        readers, readers_fact = workers(situation, start, cost, precision)
+        readers, readers_fact = workers(situation, start, trained)
         paths |= {**readers, **rate, **size}
-        facts += [*size_facts, rate_fact, readers_fact, *least_time(situation, start, cost, precision)]
+        facts.append(("speed", against_fp32 or _speed(situation.hardware, precision)))
+        facts += [*size_facts, rate_fact, readers_fact]
+        facts += duration(situation, _config(situation, preset, paths), trained)
     facts += _remarks(situation)
     return Suggestion(
         name=preset,
@@ -101,6 +106,20 @@ def _suggestion(situation: Situation, preset: str) -> Suggestion:
         config=_config(situation, preset, paths),
         facts=tuple(facts),
     )
+
+
+def _tried(situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int) -> tuple[Trial | None, str]:
+    """The trial of a config, where trials are made, and what it says of the speed against fp32."""
+    if situation.try_out is None or situation.look is None:
+        return None, ""
+    store, precision = situation.look.store, paths["precision"]
+    found = situation.try_out(_config(situation, preset, paths), store, batch_size)
+    if found is None or precision == "fp32":
+        return found, ""
+    plain = situation.try_out(_config(situation, preset, {**paths, "precision": "fp32"}), store, batch_size)
+    if plain is None:
+        return found, ""
+    return found, f"{found.samples_per_s / plain.samples_per_s:.1f}x fp32 (measured: whole eager steps)"
 
 
 def _base(situation: Situation, preset: str) -> dict[str, Any]:
