@@ -10,7 +10,7 @@ import torch
 from whole_runs import newest, run
 
 from halfstep.errors import MemoryLimitError
-from halfstep.run import loop
+from halfstep.run import engine, loop
 from halfstep.run.loop import Loop
 from halfstep.train.step import Step
 
@@ -30,7 +30,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, at_call
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "at_call"), [(Step, "commit", 8), (loop, "in_layout_of", 8), (loop, "validate", 2)]
+    ("owner", "name", "at_call"), [(Step, "commit", 8), (engine, "in_layout_of", 8), (loop, "validate", 2)]
 )
 def test_it_is_a_clear_error_wherever_it_happens_and_keeps_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at_call: int
@@ -43,7 +43,7 @@ def test_it_is_a_clear_error_wherever_it_happens_and_keeps_the_last_checkpoint(
 
 
 def test_a_window_that_starts_over_counts_its_samples_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_once(monkeypatch, Loop, "_loss", at_call=2, after=True)
+    fail_once(monkeypatch, Step, "compute", at_call=2, after=True)
     counted: list[int] = []
     original = Loop._end_epoch
 

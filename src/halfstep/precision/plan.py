@@ -56,6 +56,14 @@ class Plan:
     rows: tuple[Row, ...] = ()
     warnings: tuple[str, ...] = ()
     """What the user must see once: a fall down the ladder, an ignored wish."""
+    way: Literal["", "eager", "compile", "graph"] = ""
+    """How steps run, once that is chosen; empty before."""
+    way_reason: str = ""
+    """What was measured for it."""
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
 
     @property
     def compute(self) -> str:
@@ -118,6 +126,8 @@ def render(plan: Plan) -> str:
         f"device     {plan.device_name}" + (f" ({plan.device})" if plan.device else " (not on this machine)"),
         f"why        {plan.reason}",
     ]
+    if plan.way:
+        lines.append(f"steps      {plan.way}: {plan.way_reason}")
     if plan.rows:
         body = [(_names(names), row.storage, row.compute, row.reason) for names, row in folded(plan.rows)]
         lines += ["", *_table([("module", "storage", "compute", "why"), *body])]

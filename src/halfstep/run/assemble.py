@@ -7,7 +7,6 @@ so that state_dict names stay as they are and the whole loss lies inside the com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from halfstep.run.layout import wants_channels_last
 from halfstep.run.randomness import seed_everything
 from halfstep.run.snapshots import Snapshots
 from halfstep.run.stopping import EarlyStopping
+from halfstep.run.ways import Region, Way, asked_way, compiled
 from halfstep.train.clip import Clip
 from halfstep.train.ema import Ema
 from halfstep.train.guard import Guard, GuardOptions
@@ -33,9 +33,6 @@ from halfstep.train.schedule import Plateau, ScheduleOptions, build_schedule
 from halfstep.train.spike import SpikeMeter
 from halfstep.train.step import Step
 from halfstep.workloads.workload import Workload
-
-Region = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor | float, Any]]
-"""Forward and loss of one batch: (loss, weight, outputs). This is what gets compiled."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,9 +44,12 @@ class Assembly:
     workload: Workload
     model: nn.Module
     device: torch.device
+    way: Way | None
+    """How steps run; None where the first window's trials decide."""
     region: Region
+    """Forward and loss, compiled when first called."""
     eager: Region
-    """The same without compilation, for where that fails."""
+    """The same as it is."""
     step: Step
     guard: Guard
     snapshots: Snapshots | None
@@ -86,7 +86,8 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         workload=workload,
         model=model,
         device=device,
-        region=_fast_region(config, eager, plan),
+        way=asked_way(config, plan),
+        region=compiled(eager, tuned=config.train.fast == "graph"),
         eager=eager,
         step=step,
         guard=guard,
@@ -124,22 +125,8 @@ def _eager_region(workload: Workload, model: nn.Module) -> Region:
     return forward_and_loss
 
 
-def _fast_region(config: RunConfig, eager: Region, plan: Plan) -> Region:
-    if config.train.fast != "compile":
-        return eager
-    if plan.simulated:
-        raise ConfigError(
-            "a simulated precision cannot be compiled", why="simulation is eager only", fix="train.fast=off"
-        )
-    return torch.compile(eager)
-
-
 def _refuse_unbuilt(config: RunConfig) -> None:
     """Settings that exist for the speed work and do nothing yet must not pretend to."""
-    if config.train.fast == "graph":
-        raise ConfigError(
-            "train.fast=graph is not built yet", why="it comes with the speed work", fix="train.fast=compile"
-        )
     if config.train.memory == "low":
         raise ConfigError(
             "train.memory=low is not built yet",

@@ -6,19 +6,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import Interrupted, TrainingStopped
 from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
+from halfstep.run.engine import Engine
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
-from halfstep.run.layout import in_layout_of
-from halfstep.run.memory_limit import OutOfMemory, announce, explained, first_line, split_window
+from halfstep.run.memory_limit import explained
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import validate
@@ -41,9 +39,8 @@ class Loop:
     def __init__(self, parts: Assembly, checkpoints: Checkpoints, journal: Journal, interrupts: Interrupts) -> None:
         self.parts, self.checkpoints, self.journal, self.interrupts = parts, checkpoints, journal, interrupts
         self.position = Position()
-        self.pieces = 1
-        """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
         self.train_metrics = parts.workload.metrics()
+        self.engine = Engine(parts, parts.way or "eager", journal.notice, self._count)
         journal.train_metric = lambda: self.train_metrics.compute()
         self.throughput = Throughput()
         self.waiting = Waiting()
@@ -58,12 +55,15 @@ class Loop:
         epochs = self.parts.config.train.epochs
         self._keep_a_way_back()
         while self.position.epoch < epochs and not self.is_done and not self.parts.stopping.should_stop:
-            with explained(self.parts.config, lambda: self.pieces, self.parts.device):
+            with explained(self.parts.config, lambda: self.engine.pieces, self.parts.device):
                 self._train_epoch()
                 self._act_on(self.parts.guard.drain())
                 self._end_epoch()
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             self.journal.early_stop(self.position.epoch, self.parts.stopping)
+
+    def _count(self, outputs: Any, batch: dict[str, Tensor]) -> None:
+        self.train_metrics.update(outputs, batch)
 
     # --- one epoch ---
 
@@ -86,50 +86,9 @@ class Loop:
         self.waiting.add(clock.elapsed_s, feed.waited_s)
 
     def _one_step(self, window: list[dict[str, Tensor]]) -> Facts:
-        parts, seed = self.parts, self.parts.config.train.seed
-        prepared = [
-            in_layout_of(parts.model, parts.workload.prepare(batch, key=(seed, parts.step.attempted, k), training=True))
-            for k, batch in enumerate(window)
-        ]
-        facts = self._compute(prepared)
-        parts.step.commit(facts)
-        self.journal.attempted = parts.step.attempted
+        facts = self.engine(window)
+        self.journal.attempted = self.parts.step.attempted
         return facts
-
-    def _compute(self, prepared: list[dict[str, Tensor]]) -> Facts:
-        while True:
-            counted = {name: count.clone() for name, count in self.train_metrics.state_dict().items()}
-            try:
-                return self.parts.step.compute(self._loss, split_window(prepared, self.pieces))
-            except OutOfMemory as error:
-                self._shrink(error)
-            except TorchDynamoException as error:
-                self._go_eager(error)
-            # The window starts over: what its first micro-batches counted must not count twice.
-            self.train_metrics.load_state_dict(counted)
-
-    def _go_eager(self, error: TorchDynamoException) -> None:
-        """What cannot be compiled runs uncompiled, and says why."""
-        self.parts.step.abandon()
-        self.parts.region = self.parts.eager
-        self.journal.notice(f"not compiled, running eager: {first_line(error)}", "warning")
-
-    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
-        loss, weight, outputs = self.parts.region(batch)
-        with torch.no_grad():
-            self.train_metrics.update(outputs, batch)
-        return loss, weight
-
-    def _shrink(self, error: OutOfMemory) -> None:
-        """Halve the micro-batch, keep the effective one; or say what to do."""
-        parts, config = self.parts, self.parts.config
-        if not config.train.auto_batch or self.pieces >= config.train.batch_size:
-            raise error
-        error.__traceback__ = None  # its frames hold the activations that did not fit
-        parts.step.abandon()
-        torch.cuda.empty_cache()
-        self.pieces *= 2
-        self.journal.notice(announce(self.pieces, config, parts.model), "warning")
 
     def _after_step(self, waiting: Waiting) -> None:
         parts, train = self.parts, self.parts.config.train
@@ -219,7 +178,9 @@ class Loop:
 
     def _validated(self, advance: Any) -> dict[str, float]:
         parts = self.parts
-        return validate(parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.pieces, advance=advance)
+        return validate(
+            parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, advance=advance
+        )
 
     # --- what is stored ---
 
@@ -236,7 +197,7 @@ class Loop:
         """One checkpoint of everything, between two windows."""
         own = {
             "position": asdict(self.position),
-            "pieces": self.pieces,
+            "pieces": self.engine.pieces,
             "train_metrics": self.train_metrics.state_dict(),
             "journal": self.journal.state_dict(),
             "is_best": is_best,
@@ -253,7 +214,7 @@ class Loop:
             self.journal.notice(note)
         self._set_rate_factor()
         self.position = Position(**state["position"])
-        self.pieces = int(state["pieces"])
+        self.engine.pieces = int(state["pieces"])
         self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
         self.journal.attempted = self.parts.step.attempted

@@ -1,0 +1,164 @@
+"""The engine: one window through the step, in the fastest way that works.
+
+    eager     kernel by kernel
+    compile   model and loss through torch.compile
+    graph     the whole step, compiled and captured as one CUDA graph, once windows of one shape have come in a row
+
+What cannot be compiled or captured goes on in the next best way, with one line that says why. Batches of another
+size than the full one, such as an epoch's last, run eager: compiling for them would cost more than it gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+
+from halfstep.run.assemble import Assembly
+from halfstep.run.layout import in_layout_of
+from halfstep.run.memory_limit import OutOfMemory, announce, first_line, split_window
+from halfstep.run.ways import Batch, Way
+from halfstep.train.facts import Facts
+from halfstep.train.graph import CaptureFailed, GraphedStep, Shape, shape_of
+from halfstep.train.step import batch_length
+
+UNCAPTURED = 3
+"""Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""
+MOST_GRAPHS = 2
+"""Each keeps memory of its own. Shapes that change more often than that run uncaptured."""
+
+Notice = Callable[[str, Literal["info", "warning"]], None]
+Count = Callable[[Any, Batch], None]
+"""What is done with the outputs of each batch after its step, such as counting hits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A step as a graph, and where it puts the model's outputs."""
+
+    step: GraphedStep
+    outputs: list[Any]
+
+
+class Engine:
+    """Makes the steps of a run."""
+
+    def __init__(self, parts: Assembly, way: Way, notice: Notice, count: Count = lambda outputs, batch: None) -> None:
+        self.parts, self.way, self.notice, self.count = parts, way, notice, count
+        self.pieces = 1
+        """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
+        self.graphs: dict[Shape, Captured] = {}
+        self._shape: Shape = ()
+        self._in_a_row = 0
+        self._pool = torch.cuda.graph_pool_handle() if parts.device.type == "cuda" else None
+
+    def __call__(self, window: list[Batch]) -> Facts:
+        """Prepare, compute and commit one window as it was loaded."""
+        parts, seed = self.parts, self.parts.config.train.seed
+        prepared = [
+            in_layout_of(parts.model, parts.workload.prepare(batch, key=(seed, parts.step.attempted, k), training=True))
+            for k, batch in enumerate(window)
+        ]
+        return self.step(prepared)
+
+    def step(self, prepared: list[Batch]) -> Facts:
+        """Compute and commit a window that is ready for the model."""
+        facts, outputs, pieces = self._made(prepared)
+        with torch.no_grad():
+            for found, batch in zip(outputs, pieces, strict=True):
+                self.count(found, batch)
+        return facts
+
+    def _made(self, prepared: list[Batch]) -> tuple[Facts, list[Any], list[Batch]]:
+        while True:
+            pieces = split_window(prepared, self.pieces)
+            try:
+                captured = self._captured(pieces)
+                if captured is not None:
+                    return captured.step(pieces), captured.outputs, pieces
+                outputs: list[Any] = []
+                facts = self.parts.step.compute(self._loss_into(outputs), pieces)
+            except OutOfMemory as error:
+                self._make_room(error)
+            except TorchDynamoException as error:
+                self._go_eager(error)
+            else:
+                self.parts.step.commit(facts)
+                return facts, outputs, pieces
+
+    def forget_graphs(self) -> None:
+        """Give their memory back; they are captured anew when needed."""
+        self.graphs.clear()
+        torch.cuda.empty_cache()
+
+    def _loss_into(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
+        full = -(-min(self.parts.config.train.batch_size, len(self.parts.workload.train_samples)) // self.pieces)
+
+        def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
+            is_compiled = self.way != "eager" and batch_length(batch) == full
+            value, weight, found = (self.parts.region if is_compiled else self.parts.eager)(batch)
+            outputs.append(_detached(found))
+            return value, weight
+
+        return loss
+
+    # --- capturing ---
+
+    def _captured(self, window: list[Batch]) -> Captured | None:
+        if self.way != "graph":
+            return None
+        shape = shape_of(window)
+        self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
+        self._shape = shape
+        known = self.graphs.get(shape)
+        if known is not None and known.step.is_valid:
+            return known
+        self.graphs.pop(shape, None)
+        return self._capture(shape, window) if self._in_a_row > UNCAPTURED else None
+
+    def _capture(self, shape: Shape, window: list[Batch]) -> Captured | None:
+        if len(self.graphs) >= MOST_GRAPHS:
+            self._stay_uncaptured(f"windows come in more than {MOST_GRAPHS} shapes")
+            return None
+        outputs: list[Any] = []
+        try:
+            step = GraphedStep(self.parts.step, self._loss_into(outputs), window, self._pool)
+        except CaptureFailed as error:
+            self._stay_uncaptured(str(error))
+            return None
+        self.graphs[shape] = Captured(step, outputs)
+        return self.graphs[shape]
+
+    def _stay_uncaptured(self, reason: str) -> None:
+        self.way = "compile"
+        self.forget_graphs()
+        self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
+
+    # --- what went wrong ---
+
+    def _go_eager(self, error: TorchDynamoException) -> None:
+        """What cannot be compiled runs uncompiled, and says why."""
+        self.parts.step.abandon()
+        self.way = "eager"
+        self.notice(f"not compiled, running eager: {first_line(error)}", "warning")
+
+    def _make_room(self, error: OutOfMemory) -> None:
+        """Give up the graphs; then halve the micro-batch and keep the effective one; or say what to do."""
+        parts, config = self.parts, self.parts.config
+        error.__traceback__ = None  # its frames hold the activations that did not fit
+        parts.step.abandon()
+        if self.graphs:
+            return self._stay_uncaptured("its memory is needed by a step outside of it")
+        if not config.train.auto_batch or self.pieces >= config.train.batch_size:
+            raise error
+        torch.cuda.empty_cache()
+        self.pieces *= 2
+        return self.notice(announce(self.pieces, config, parts.model), "warning")
+
+
+def _detached(outputs: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, outputs)
