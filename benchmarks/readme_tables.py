@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,58 @@ def other_table() -> str:
     return "\n".join(lines)
 
 
+def speed_table(problems: dict[str, Any]) -> str:
+    """halfstep beside the fastest peer of each kind; a row not measured is left open, not left out."""
+    first = next(iter(problems.values()))
+    num_windows = max(len(row["window_ms"]) for row in first["rows"])
+    lines = [
+        f"One training step in bf16, AdamW, clip 1.0, copy of the batch included, one {first['device']}, torch "
+        f"{first['versions']['torch']}; median of {num_windows} windows "
+        "(`python benchmarks/speed.py`):",
+        "",
+        "| model, batch | halfstep | fastest peer as documented + compile | fastest peer tuned by hand | "
+        "halfstep is faster by | peak memory, halfstep / peers | first step, empty / filled compiler cache |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for found in problems.values():
+        own = fastest(found["rows"], lambda row: row["name"] == "halfstep")
+        peers = [fastest(found["rows"], lambda row, v=v: row["variant"] == v) for v in ("documented", "tuned")]
+        cells = [found["title"], step_time(own), *(step_time(peer, named=True) for peer in peers)]
+        cells += [", ".join(times(own, peer) for peer in peers), memory(own, *peers), starts(own, found["repeated"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fastest(rows: list[dict[str, Any]], belongs: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    return min((row for row in rows if row["window_ms"] and belongs(row)), key=lambda row: row["ms"], default=None)
+
+
+def step_time(row: dict[str, Any] | None, *, named: bool = False) -> str:
+    if row is None:
+        return "not measured"
+    who = f", {row['name']}" if named else f", {row['variant']}"
+    return f"{row['ms']:.1f} ms ({row['ms_min']:.1f} to {row['ms_max']:.1f}){who}"
+
+
+def times(own: dict[str, Any] | None, peer: dict[str, Any] | None) -> str:
+    return f"{peer['ms'] / own['ms']:.2f}x" if own and peer else "-"
+
+
+def memory(*rows: dict[str, Any] | None) -> str:
+    sizes = [f"{row['peak_bytes'] / 1e9:.2f}" if row and row["peak_bytes"] else "-" for row in rows]
+    return " / ".join(sizes) + " GB"
+
+
+def starts(own: dict[str, Any] | None, repeated: dict[str, Any] | None) -> str:
+    seconds = [f"{row['start_s']:.0f} s" if row and row["start_s"] is not None else "-" for row in (own, repeated)]
+    return " / ".join(seconds)
+
+
 def tables() -> str:
-    return f"{START}\n{unet_table()}\n\n{other_table()}\n{END}"
+    parts = [unet_table(), other_table()]
+    if (HERE / "results" / "speed.json").exists():
+        parts.insert(0, speed_table(result("speed")["problems"]))
+    return "\n\n".join(parts).join((f"{START}\n", f"\n{END}"))
 
 
 def with_tables(readme: str) -> str:

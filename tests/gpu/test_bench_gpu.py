@@ -1,0 +1,116 @@
+"""The bench on a real GPU: device time, a graph's memory, energy, and rows that cannot run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from halfstep.bench.bench import LOSS_BOUND, Request, bench
+from halfstep.bench.conditions import clock_limits, shared_with
+from halfstep.bench.floor import step_flops
+from halfstep.bench.laps import Laps, Schedule
+from halfstep.bench.measure_row import measured_row
+from halfstep.bench.ours import Ours
+from halfstep.bench.problem import problem_for
+from halfstep.bench.row import Row
+from halfstep.bench.runner import Problem
+from halfstep.bench.settings import bench_config
+from halfstep.hardware.probe import probe
+
+pytestmark = pytest.mark.gpu
+
+SHORT = Schedule(warm_up=6, ramp=2, window=5)
+
+
+def unet(batch_size: int, *words: str) -> Problem:
+    size = {"batch_size": batch_size, "image_size": 128}
+    config = bench_config("unet", ["model.base_channels=16", *words], size, small=False)
+    return problem_for(config, torch.device("cuda:0"))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    problem = unet(8)
+    request = Request(precisions=("fp32", "bf16"), ways=("eager", "compile", "graph"), schedule=SHORT)
+    found = bench(problem, request, probe("cuda"), step_flops(problem), tell=print)
+    return {row.label: row for row in found.rows}
+
+
+def test_every_way_is_measured_with_a_spread_and_a_speedup(rows: dict[str, Row]) -> None:
+    assert [row.reason for row in rows.values()] == [""] * 6
+    for row in rows.values():
+        assert len(row.window_ms) == 5
+        assert 0 < min(row.window_ms) <= row.ms <= max(row.window_ms)
+        assert row.speedup_fp32 is not None
+
+
+def test_every_way_trains_to_the_loss_of_eager_fp32(rows: dict[str, Row]) -> None:
+    expected = rows["halfstep eager fp32"].loss
+    for row in rows.values():
+        assert row.loss == pytest.approx(expected, rel=LOSS_BOUND), row.label
+
+
+def test_a_graphs_memory_is_counted(rows: dict[str, Row]) -> None:
+    compiled, graph = rows["halfstep compile bf16"], rows["halfstep graph bf16"]
+    assert compiled.peak_bytes
+    assert graph.peak_bytes
+    # The same activations, in the graph's own pool.
+    assert graph.peak_bytes > 0.8 * compiled.peak_bytes
+    assert graph.reserved_bytes
+    assert graph.reserved_bytes >= graph.peak_bytes
+
+
+def test_energy_is_counted_where_the_gpu_counts(rows: dict[str, Row]) -> None:
+    joules = rows["halfstep eager fp32"].joules_per_sample
+    if joules is None:
+        pytest.skip("this GPU's energy counter cannot be read: this was NOT tested")
+    assert 0 <= joules < 100
+
+
+def test_a_compiled_row_says_how_its_start_found_the_cache(rows: dict[str, Row]) -> None:
+    assert rows["halfstep eager bf16"].cache == ""
+    assert rows["halfstep compile bf16"].cache in ("cold", "warm")
+
+
+def test_windows_are_the_devices_time() -> None:
+    device = torch.device("cuda:0")
+    a = torch.randn(4096, 4096, device=device)
+    laps = Laps(SHORT, device)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(SHORT.steps):
+        for _ in range(10):
+            a = (a @ a).clamp(-1, 1)
+        laps()
+    by_the_clock = (time.perf_counter() - began) / SHORT.steps
+    by_the_device = sum(laps.found().window_s) / 5
+    # The clock sees the first, slow steps, too.
+    assert 0.3 * by_the_clock < by_the_device < 1.3 * by_the_clock
+
+
+def test_out_of_memory_costs_one_row_and_gives_its_memory_back() -> None:
+    small, hardware = unet(2), probe("cuda")
+    huge = unet(20_000)
+    lost = measured_row(Ours(huge, "fp32", "eager", hardware, simulate=False), huge, SHORT, cold_start=False)
+    assert lost.reason.startswith("out of memory")
+    assert torch.cuda.memory_reserved() < 2**30
+    row = measured_row(Ours(small, "fp32", "eager", hardware, simulate=False), small, SHORT, cold_start=False)
+    assert row.is_measured, row.reason
+
+
+def test_a_cold_start_takes_longer_than_a_warm_one() -> None:
+    problem = unet(2, "model.depth=2")
+    runner = Ours(problem, "bf16", "compile", probe("cuda"), simulate=False)
+    row = measured_row(runner, problem, SHORT, cold_start=True)
+    assert row.cold_start_s is not None, row.reason
+    assert row.start_s is not None
+    assert row.cache == "warm"
+    assert row.cold_start_s > row.start_s
+
+
+def test_conditions_can_be_asked_for() -> None:
+    device = torch.device("cuda:0")
+    assert isinstance(clock_limits(device), tuple)
+    assert isinstance(shared_with(device), str)
