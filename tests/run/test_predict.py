@@ -185,3 +185,20 @@ def test_wishes_for_another_kind_of_workload_are_refused(unet: Path, resnet: Pat
         predicted(resnet, large, tile=64)
     with pytest.raises(ConfigError, match="--top-k 3 means nothing for unet"):
         predicted(unet, large, top_k=3)
+
+
+def test_the_paths_that_are_shown_are_those_of_files_that_exist(
+    unet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (answer,) = predicted(unet, unet / "data" / "imgs" / "000.png", out=Path("masks")).answers
+    assert answer.brief["mask"] == str(answer.cells["mask"]) == "masks/masks/000_mask.png"
+    assert Path(answer.brief["mask"]).is_file()
+    assert Path(str(answer.cells["overlay"])).is_file()
+
+
+def test_a_file_with_nan_is_named_with_what_is_wrong_with_it(unet: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "bad.npy", np.full((32, 32, 3), np.nan, dtype=np.float32))
+    good = unet / "data" / "imgs" / "000.png"
+    (failure,) = predicted(unet, tmp_path / "bad.npy", good, out=tmp_path / "out").failed
+    assert failure.why == "holds 3072 values that are NaN or infinite"

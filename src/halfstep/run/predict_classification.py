@@ -20,7 +20,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.evaluate_classification import class_names
 from halfstep.run.inputs import Input
 from halfstep.run.open_run import OpenedRun
-from halfstep.run.predictor import Wishes
+from halfstep.run.predictor import Wishes, failure_of
 from halfstep.run.validate import evaluating
 from halfstep.workloads.classification import TOP
 from halfstep.workloads.classification_evaluate import probabilities
@@ -61,7 +61,7 @@ class ClassPredictor:
             with open_picture(item.path) as picture:
                 return torch.from_numpy(centre_square(picture, evaluation_size(data), self.eval_share))
         except DataError as error:
-            return Failure(file=str(item.path), why=error.why or error.what)
+            return failure_of(item, error)
 
     def _probabilities(
         self, pictures: list[Tensor], model: nn.Module, plan: Plan, device: torch.device

@@ -22,7 +22,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.inputs import Input
 from halfstep.run.memory_limit import OutOfMemory
 from halfstep.run.open_run import OpenedRun
-from halfstep.run.predictor import Wishes
+from halfstep.run.predictor import Wishes, failure_of
 from halfstep.run.validate import evaluating
 from halfstep.workloads.segmentation_pictures import overlay
 from halfstep.workloads.unet import model_from_store, table_of_store
@@ -61,7 +61,7 @@ class MaskPredictor:
                     classes, tile = self._classes(item.path, forward, plan, tile, report)
                     yield self._written(item, classes, out)
             except DataError as error:
-                yield Failure(file=str(item.path), why=error.why or error.what)
+                yield failure_of(item, error)
 
     def _classes(
         self, path: Path, forward: Callable[[Tensor], Tensor], plan: Plan, tile: int, report: RunReport
@@ -88,12 +88,12 @@ class MaskPredictor:
             file=str(item.path),
             found={"mask": str(mask), "overlay": str(picture), "shares": shares},
             cells={
-                "mask": str(mask.relative_to(out)),
-                "overlay": str(picture.relative_to(out)),
+                "mask": str(mask),
+                "overlay": str(picture),
                 **{f"share of {value}": share for value, share in shares.items()},
             },
             brief={
-                "mask": str(mask.relative_to(out)),
+                "mask": str(mask),
                 "share of each mask value": ", ".join(f"{value}: {share:.1%}" for value, share in shares.items()),
             },
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import nn
 
+from halfstep.errors import DataError
 from halfstep.precision.plan import Plan
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.run_report import RunReport
@@ -50,3 +51,10 @@ class Predictor(Protocol):
     ) -> Iterator[Answer | Failure]:
         """One for each input, in order."""
         ...
+
+
+def failure_of(item: Input, error: DataError) -> Failure:
+    """What is wrong with a file, in words that stand behind its name; reasons about training mean nothing here."""
+    about_the_file = error.what.removeprefix(f"{item.path} ")
+    is_said = about_the_file != error.what or not error.why
+    return Failure(file=str(item.path), why=about_the_file if is_said else error.why)
