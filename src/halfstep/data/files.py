@@ -47,6 +47,15 @@ class BadFiles:
             raise error
         self.skipped.append(error)
 
+    def refuse_empty_validation(self, num_before: int, num_left: int) -> None:
+        """Without its validation a run has no best checkpoint and never stops early: not a thing to happen unseen."""
+        if num_before and not num_left:
+            raise DataError(
+                f"no usable file is left for validation: all {num_before} were left out",
+                why=some_of(error.what for error in self.skipped),
+                fix="repair them, split otherwise, or train without validation: data.val_fraction=0",
+            )
+
 
 def readable_files(folder: Path) -> list[Path]:
     """The files of `folder` with a known ending, dotfiles aside, in natural order (2 before 10)."""

@@ -33,6 +33,7 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     lost = [name for number, name in enumerate(folder.classes) if number not in set(kept.train.labels)]
     if lost:
         raise DataError(f"no readable training picture in class {', '.join(lost)}", why=next(iter(found.values())).what)
+    bad_files.refuse_empty_validation(len(folder.val), len(kept.val))
     return kept
 
 

@@ -89,6 +89,7 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: P
             left_out=tuple(f"{error.what}: {error.why}" for error in bad_files.skipped),
         )
         check_classes_left(index)
+        bad_files.refuse_empty_validation(len(folder.val), len(rows) - num_train)
         finish(partial, path, pixels, index)
     return open_pack(path, verify_bytes=1)
 

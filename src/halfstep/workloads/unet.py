@@ -38,10 +38,11 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     bad_files = BadFiles(config.data.on_bad_file)
     train_pairs, val_pairs = _pairs(config, bad_files)
     scan = scan_pairs([*train_pairs, *val_pairs], bad_files=bad_files)
-    usable = set(scan.pairs)
+    usable, num_val = set(scan.pairs), len(val_pairs)
     train_pairs, val_pairs = ([pair for pair in part if pair in usable] for part in (train_pairs, val_pairs))
     if not train_pairs:
         raise DataError("no usable pair is left to train on", why=f"{len(bad_files.skipped)} files were left out")
+    bad_files.refuse_empty_validation(num_val, len(val_pairs))
     if store is None:
         store = _store(config, scan, discover_table(scan.pairs, ignored=config.model.ignore_index, bad_files=bad_files))
     table, image = table_of_store(store), image_format_of_store(store)
