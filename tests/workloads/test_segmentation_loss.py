@@ -149,7 +149,9 @@ def test_the_mean_leaves_out_background_and_classes_that_never_occur() -> None:
     logits[:, 1] = 1
     result = scores(4, [(logits, torch.tensor([[[1, 1], [2, 1]]]).byte())])
     assert result["iou"] == pytest.approx((3 / 4 + 0) / 2)
-    assert set(result) == {"iou", "dice", "accuracy", "iou/1", "iou/2", "dice/1", "dice/2"}
+    of_classes = {f"{name}/{k}" for name in ("iou", "dice", "predicted") for k in (1, 2)}
+    assert set(result) == {"iou", "dice", "accuracy", *of_classes}
+    assert (result["predicted/1"], result["predicted/2"]) == (1, 0)
 
 
 def test_empty_masks_found_empty_score_one_and_false_alarms_zero() -> None:

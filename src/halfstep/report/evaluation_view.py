@@ -38,6 +38,8 @@ class Evaluation:
     """One row a class; every row has the same columns, the first of which names the class."""
     ranking: str = ""
     """The column by which classes are good or bad."""
+    hint: str = ""
+    """What the scores say beyond their numbers, where they do."""
     files: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -74,6 +76,8 @@ def show_evaluation(found: Evaluation, console: Console) -> None:
     console.print()
     whole = {name: value for name, value in found.metrics.items() if "/" not in name}
     console.print(Text("   ".join(f"{name} {value:.4f}" for name, value in whole.items()), style="bold"))
+    if found.hint:
+        console.print(Text(f"hint: {found.hint}", style="yellow"), soft_wrap=True)
     if found.classes:
         console.print()
         _show_classes(found, console)

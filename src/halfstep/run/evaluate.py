@@ -21,6 +21,7 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.evaluate_classification import ClassificationEvaluation
 from halfstep.run.evaluate_segmentation import SegmentationEvaluation
 from halfstep.run.evaluated import Kind, Look, PlainEvaluation
+from halfstep.run.hints import hint_about
 from halfstep.run.memory_limit import OutOfMemory
 from halfstep.run.open_run import OpenedRun, fresh_folder, open_run, plan_for_use, with_weights, write_text
 from halfstep.run.places import with_absolute_paths, with_data_found
@@ -79,6 +80,7 @@ def evaluate(
             metrics=metrics,
             classes=evaluation.classes(),
             ranking=evaluation.ranking,
+            hint=hint_about(config.workload, metrics),
             files=tuple(str(file) for file in (*pictures, summary)),
             seconds=round(clock.elapsed_s, 2),
         )

@@ -37,8 +37,10 @@ class Journal:
         report_every: int,
         metric: str,
         samples: Samples | None = None,
+        hint: Callable[[Mapping[str, float]], str] = lambda scores: "",
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
+        self._hint = hint
         self._named = samples if isinstance(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
@@ -168,6 +170,8 @@ class Journal:
         names = [name for name in val if name != "loss" and "/" not in name]
         rows += [(name, f"{train.get(name, math.nan):.4f}", f"{val[name]:.4f}") for name in names]
         self.report.epoch_summary(epoch + 1, self.epochs, rows)
+        if hint := self._hint(val):
+            self.report.notice(f"hint: {hint}")
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
         self._log({"kind": "val", "step": attempted, "epoch": epoch + 1, **val, **trained, "best": is_best})
         self.loss_sum, self.num_losses = 0.0, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from halfstep.config.dump import to_yaml
@@ -24,6 +25,7 @@ from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.ending import ended_early, left_nothing
 from halfstep.run.folder import RunFolder
+from halfstep.run.hints import hint_about
 from halfstep.run.interrupts import interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
@@ -151,6 +153,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         report_every=config.train.report_every,
         metric=parts.workload.metric,
         samples=parts.workload.train_samples,
+        hint=partial(hint_about, config.workload),
     )
     parts.guard.on_reading = journal.on_reading
     with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:

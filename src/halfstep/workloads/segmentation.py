@@ -95,7 +95,8 @@ class SegmentationMetrics:
         self._counts = counts if self._counts is None else self._counts.to(counts.device) + counts
 
     def compute(self) -> dict[str, float]:
-        """`iou`, `dice`, `accuracy`, and `iou/K`, `dice/K` of each class K that occurs; waits for the device."""
+        """`iou`, `dice`, `accuracy`; of each class K that occurs `iou/K`, `dice/K`, and `predicted/K`, its share of
+        what was predicted. Waits for the device."""
         if self._counts is None:
             return {}
         hit, predicted, true = self._counts.double().cpu()
@@ -103,6 +104,7 @@ class SegmentationMetrics:
         occurs = [k for k in range(self.num_classes) if union[k] > 0]
         scores = {f"iou/{k}": float(hit[k] / union[k]) for k in occurs}
         scores |= {f"dice/{k}": float(2 * hit[k] / (predicted[k] + true[k])) for k in occurs}
+        scores |= {f"predicted/{k}": float(predicted[k] / predicted.sum()) for k in occurs}
         means = {name: _mean([scores[f"{name}/{k}"] for k in occurs if k > 0]) for name in ("iou", "dice")}
         accuracy = float(hit.sum() / true.sum()) if true.sum() > 0 else 1.0
         return means | {"accuracy": accuracy} | scores
@@ -114,6 +116,19 @@ class SegmentationMetrics:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on counting from there."""
         self._counts = state.get("counts")
+
+
+def one_class_everywhere(scores: Mapping[str, float]) -> str:
+    """A hint where these scores of a data set say that every pixel got one class though others were there."""
+    shares = {name.removeprefix("predicted/"): value for name, value in scores.items() if name.startswith("predicted/")}
+    everywhere = [name for name, share in shares.items() if share == 1.0]
+    if not everywhere or len(shares) < 2:
+        return ""
+    kind = "background" if everywhere[0] == "0" else f"class {everywhere[0]}"
+    return (
+        f"every pixel of every image was predicted as {kind}: common in the first epochs; if it stays, try a lower "
+        "optimizer.lr, model.class_weights for rare classes, or look at the masks"
+    )
 
 
 def _mean(values: list[float]) -> float:
