@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.bench.peer_setup import PeerSetup
 from halfstep.bench.peers import PEERS, PeerMissing, peers
 from halfstep.bench.runner import Batch, Problem, Runner
 from halfstep.config.load import load
@@ -149,9 +150,18 @@ def test_only_the_tuned_variant_changes_layout_and_optimizer(name: str, monkeypa
         return adamw(parameters, **options)
 
     monkeypatch.setattr(torch.optim, "AdamW", remembered)
-    for runner in runners(name, Watched().problem):
+    for runner in runners(name, Watched().problem, "bf16"):
         runner.train(1, lambda: None)
     assert built == [{"fused": None, "channels_last": False}, {"fused": True, "channels_last": True}]
+
+
+@pytest.mark.parametrize(("precision", "is_last"), [("fp32", False), ("tf32", True), ("bf16", True), ("fp16", True)])
+def test_tuned_means_channels_last_but_for_strict_fp32_which_it_would_slow(precision: str, is_last: bool) -> None:
+    setup = PeerSetup(problem=Watched().problem, precision=precision, variant="tuned")
+    kernel = max(setup.model().parameters(), key=torch.numel)
+    assert kernel.is_contiguous(memory_format=torch.channels_last) == is_last
+    image = setup.prepared(setup.problem.host_batch)["image"]
+    assert image.is_contiguous(memory_format=torch.channels_last) == is_last
 
 
 @pytest.mark.parametrize("name", INSTALLED)

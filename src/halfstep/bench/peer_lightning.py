@@ -71,7 +71,8 @@ def _module(lightning: Any, setup: PeerSetup) -> Any:
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             # In fp16 it leaves unscaling to a fused optimizer, and clipping before that would clip scaled gradients.
-            return setup.optimizer(self.model, may_fuse=setup.precision != "fp16")
+            clips_scaled = setup.precision == "fp16" and setup.problem.clip_norm > 0
+            return setup.optimizer(self.model, may_fuse=not clips_scaled)
 
     class ClippingModule(PeerModule):
         """Under autocast the Trainer's own clipping refuses every fused optimizer, so its user takes the hook."""

@@ -1,8 +1,9 @@
 """What every peer is given: the same model, the same batches, AdamW, and how far its user went for speed.
 
 `documented` is what a project's own pages show for the precision, with the compiler on. `tuned` adds what somebody who
-reads the performance guides does by hand: channels_last, fused AdamW, the loss inside the compiled region, TF32 for
-what stays fp32, cudnn.benchmark. `graphs` is `tuned` with the compiler's own CUDA graphs (mode `reduce-overhead`).
+reads the performance guides does by hand: channels_last where it helps, fused AdamW, the loss inside the compiled
+region, TF32 for what stays fp32, cudnn.benchmark. `graphs` is `tuned` with the compiler's own CUDA graphs (mode
+`reduce-overhead`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class PeerSetup:
         return self.variant != "documented"
 
     @property
+    def channels_last(self) -> bool:
+        """Not in strict fp32, where it is slower on an H200 (see `halfstep.run.layout`): tuning is to help."""
+        return self.by_hand and self.precision != "fp32"
+
+    @property
     def compile_mode(self) -> str | None:
         return "reduce-overhead" if self.variant == "graphs" else None
 
@@ -49,7 +55,7 @@ class PeerSetup:
         """Seeded and in training mode, still on the host: Lightning and Accelerate move it themselves."""
         model = self.problem.make_model().train()
         # torch knows the keyword, its stubs do not.
-        return cast(nn.Module, model.to(memory_format=torch.channels_last)) if self.by_hand else model  # type: ignore[call-overload]
+        return cast(nn.Module, model.to(memory_format=torch.channels_last)) if self.channels_last else model  # type: ignore[call-overload]
 
     def optimizer(self, model: nn.Module, *, may_fuse: bool = True) -> torch.optim.AdamW:
         """Over all parameters alike, as every guide writes it."""
@@ -64,7 +70,7 @@ class PeerSetup:
     def prepared(self, batch: Batch) -> Batch:
         """What the model sees, images in the model's layout."""
         batch = self.problem.prepare(batch)
-        return {name: _channels_last(part) for name, part in batch.items()} if self.by_hand else batch
+        return {name: _channels_last(part) for name, part in batch.items()} if self.channels_last else batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of a batch as it arrived on the device."""

@@ -19,12 +19,12 @@ from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant
 from halfstep.bench.runner import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, nearest
 
-__all__ = ["PEERS", "PEER_PRECISIONS", "PeerMissing", "PeerRunner", "peers"]
+__all__ = ["PEERS", "PEER_PRECISIONS", "PeerMissing", "PeerRunner", "peers", "require_peers"]
 
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
 IMPORTS: Mapping[str, Callable[[], object]] = {"lightning": import_lightning, "accelerate": import_accelerate}
 PEER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""What all of them document for any model; fp8 is left to transformer layers by each of them."""
+"""What each of them takes without further packages."""
 
 FP16_ON_CPU = {"lightning": "it would train in bf16 instead", "accelerate": "it would train in fp32 instead"}
 """Who cannot, and what it would do without saying so to anybody who reads no warnings."""
@@ -52,6 +52,16 @@ class PeerRunner:
             return self.loop(self.setup, steps, after_step)
 
 
+def require_peers(names: Sequence[str]) -> None:
+    """Raise PeerMissing for one that is not installed: to be known before anything is timed."""
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"unknown peer {name!r}", fix=nearest(name, PEERS))
+        if name in IMPORTS:
+            with quiet():  # their imports warn
+                IMPORTS[name]()
+
+
 def peers(
     names: Sequence[str],
     problem: Problem,
@@ -60,19 +70,14 @@ def peers(
     variants: Sequence[Variant] = ("documented", "tuned"),
     _compiler: str = "inductor",
 ) -> list[Runner]:
-    """Runners of the named peers; a missing one is found before anything is timed. `_compiler` is for tests."""
+    """Runners of the named peers, two each. `_compiler` is for tests: the light backends of torch.compile."""
+    require_peers(names)
     if precision not in PEER_PRECISIONS:
         raise PrecisionError(
             f"peers cannot be timed in {precision!r}",
-            why="they train whole models in fp32, tf32, bf16 or fp16 only",
+            why=f"without further packages they take {', '.join(PEER_PRECISIONS)}",
             fix="leave that precision or --against out",
         )
-    for name in names:
-        if name not in PEERS:
-            raise ConfigError(f"unknown peer {name!r}", fix=nearest(name, PEERS))
-        if name in IMPORTS:
-            with quiet():  # their imports warn
-                IMPORTS[name]()
     return [
         PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
         for name in names
