@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.cli.detect import cache_directory
 from halfstep.cli.main import main
 from halfstep.hardware import measure
+from halfstep.hardware.cache import cache_directory
 from halfstep.hardware.driver import Accelerator, Driver, Processor
 
 TINY = measure.Sizes(

@@ -167,8 +167,7 @@ def measured(
     from halfstep.bench.bench import bench
     from halfstep.bench.floor import step_flops
     from halfstep.bench.record import circumstances, results
-    from halfstep.cli.detect import cache_directory
-    from halfstep.hardware.cache import measured_once
+    from halfstep.hardware.cache import cache_directory, measured_once
     from halfstep.hardware.measure import measure
 
     progress = Console(stderr=True)

@@ -17,8 +17,7 @@ from halfstep.bench.bench import Request, runners
 from halfstep.bench.explain import Explanation
 from halfstep.bench.explain_rows import NotExplained, explain_rows
 from halfstep.bench.floor import step_flops
-from halfstep.cli.detect import cache_directory
-from halfstep.hardware.cache import measured_once
+from halfstep.hardware.cache import cache_directory, measured_once
 from halfstep.hardware.measure import measure
 from halfstep.precision.decide import decide
 from halfstep.report.explain_view import draw_explanations, explain_view

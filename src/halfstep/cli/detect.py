@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -72,7 +69,7 @@ def devices_here(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, 
         found = (probe(name),) if name else probe_all()
     if look_only:
         return found
-    from halfstep.hardware.cache import measured_once
+    from halfstep.hardware.cache import cache_directory, measured_once
     from halfstep.hardware.measure import measure
 
     measured = []
@@ -80,13 +77,6 @@ def devices_here(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, 
         with progress.status(f"measuring {hardware.device} ({hardware.name}), a few seconds"):
             measured.append(measured_once(hardware, cache_directory(os.environ), measure, fresh=fresh))
     return tuple(measured)
-
-
-def cache_directory(environment: Mapping[str, str]) -> Path:
-    """Where measurements are kept: XDG_CACHE_HOME, or what the platform uses."""
-    defaults = {"darwin": Path.home() / "Library" / "Caches", "win32": Path.home() / "AppData" / "Local"}
-    default = defaults.get(sys.platform, Path.home() / ".cache")
-    return Path(environment.get("XDG_CACHE_HOME") or default) / "halfstep"
 
 
 def print_json(answers: list[tuple[Hardware, Advice]]) -> None:

@@ -7,14 +7,23 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from halfstep.hardware.facts import Hardware
 
 VERSION = 2
 """Raised when what is measured, or what its notes say, changes: older files then no longer count."""
+
+
+def cache_directory(environment: Mapping[str, str]) -> Path:
+    """Where measurements are kept: XDG_CACHE_HOME, or what the platform uses."""
+    defaults = {"darwin": Path.home() / "Library" / "Caches", "win32": Path.home() / "AppData" / "Local"}
+    default = defaults.get(sys.platform, Path.home() / ".cache")
+    return Path(environment.get("XDG_CACHE_HOME") or default) / "halfstep"
 
 
 def cache_key(hardware: Hardware) -> str:
@@ -33,7 +42,7 @@ def measured_once(
     if stored is not None:
         return _with_memory_of(hardware, stored)
     result = measure(hardware)
-    problem = _write(path, result) if result.source == "measured" else ""
+    problem = write_json(path, result.to_dict()) if result.source == "measured" else ""
     return dataclasses.replace(result, notes=(*result.notes, *filter(None, (note, problem))))
 
 
@@ -50,21 +59,25 @@ def _with_memory_of(now: Hardware, stored: Hardware) -> Hardware:
 
 def _read(path: Path) -> tuple[Hardware | None, str]:
     try:
-        return Hardware.from_dict(json.loads(path.read_text())), ""
+        return Hardware.from_dict(read_json(path)), ""
     except FileNotFoundError:
         return None, ""
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return None, f"the stored measurement {path} could not be read ({error}); measured again"
 
 
-def _write(path: Path, hardware: Hardware) -> str:
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> str:
     """Whole or not at all: a reader never sees half a file. A cache that cannot be written is told, not raised."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
             with os.fdopen(handle, "w") as file:
-                json.dump(hardware.to_dict(), file, indent=1)
+                json.dump(values, file, indent=1)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import textwrap
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import PrecisionError
@@ -60,6 +60,13 @@ class Plan:
     """How steps run, once that is chosen; empty before."""
     way_reason: str = ""
     """What was measured for it."""
+    channels_last: bool | None = None
+    """The memory layout that was measured to be faster; None where nothing was measured."""
+    tunes_kernels: bool = False
+    """Whether the compiler searches each kernel's block sizes: faster steps, a longer start."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """The setting of `train.memory: low`; empty for the normal step."""
+    memory_reason: str = ""
 
     @property
     def on_cuda(self) -> bool:
@@ -128,6 +135,8 @@ def render(plan: Plan) -> str:
     ]
     if plan.way:
         lines.append(f"steps      {plan.way}: {plan.way_reason}")
+    if plan.memory_reason:
+        lines.append(f"memory     low: {plan.memory_reason}")
     if plan.rows:
         body = [(_names(names), row.storage, row.compute, row.reason) for names, row in folded(plan.rows)]
         lines += ["", *_table([("module", "storage", "compute", "why"), *body])]

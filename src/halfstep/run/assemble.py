@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
+from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.layout import wants_channels_last
+from halfstep.run.memory_levers import optimizer_for
+from halfstep.run.memory_low import MemorySetting
 from halfstep.run.randomness import seed_everything
 from halfstep.run.snapshots import Snapshots
 from halfstep.run.stopping import EarlyStopping
@@ -27,7 +30,7 @@ from halfstep.run.ways import Region, Way, asked_way, compiled
 from halfstep.train.clip import Clip
 from halfstep.train.ema import Ema
 from halfstep.train.guard import Guard, GuardOptions
-from halfstep.train.optimizers import build_optimizer, parameter_groups
+from halfstep.train.optimizers import parameter_groups
 from halfstep.train.scaler import ScalerOptions
 from halfstep.train.schedule import Plateau, ScheduleOptions, build_schedule
 from halfstep.train.spike import SpikeMeter
@@ -67,13 +70,16 @@ def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
 
 def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     """Put a run together from its decided parts."""
-    _refuse_unbuilt(config)
+    setting = MemorySetting(**plan.memory)
     device = torch.device(plan.device)
     model = placed(config, workload.model, plan)
+    if setting.recompute != "none":
+        set_recompute(model, setting.recompute)
     eager = _eager_region(workload, model)
     train_loader, val_loader = _loaders(config, workload)
     total_steps = _total_steps(config, len(train_loader))
-    step = _step(config, model, plan, device, total_steps, len(train_loader))
+    optimizer = _optimizer(config, model, setting)
+    step = _step(config, model, optimizer, plan, total_steps, len(train_loader))
     guard = Guard(
         GuardOptions(**_taken(config.guard, GuardOptions)),
         scaling=plan.needs_loss_scaling,
@@ -87,7 +93,11 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         model=model,
         device=device,
         way=asked_way(config, plan),
-        region=compiled(eager, tuned=config.train.fast == "graph"),
+        region=compiled(
+            eager,
+            tunes_kernels=plan.tunes_kernels or config.train.fast == "graph",
+            activation_budget=setting.activation_budget,
+        ),
         eager=eager,
         step=step,
         guard=guard,
@@ -125,16 +135,6 @@ def _eager_region(workload: Workload, model: nn.Module) -> Region:
     return forward_and_loss
 
 
-def _refuse_unbuilt(config: RunConfig) -> None:
-    """Settings that exist for the speed work and do nothing yet must not pretend to."""
-    if config.train.memory == "low":
-        raise ConfigError(
-            "train.memory=low is not built yet",
-            why="choosing what to trade by measurement is speed work to come",
-            fix="train.activation_checkpointing=true, a smaller train.batch_size with train.accumulate",
-        )
-
-
 def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
     size, seed, workers = config.train.batch_size, config.train.seed, config.data.num_workers
     train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True)
@@ -147,13 +147,17 @@ def _total_steps(config: RunConfig, num_batches: int) -> int:
     return min(planned, config.train.max_steps) if config.train.max_steps else planned
 
 
-def _step(
-    config: RunConfig, model: nn.Module, plan: Plan, device: torch.device, total_steps: int, num_batches: int
-) -> Step:
-    o, guard = config.optimizer, config.guard
+def _optimizer(config: RunConfig, model: nn.Module, setting: MemorySetting) -> Optimizer:
+    o = config.optimizer
     groups = parameter_groups(model, o.weight_decay, decay_all=o.decay_norms_and_biases)
     peak_lr = o.peak_lr(config.train.batch_size * config.train.accumulate)
-    optimizer = build_optimizer(o.name, groups, lr=peak_lr, options=o.options())
+    return optimizer_for(setting, o.name, groups, lr=peak_lr, options=o.options())
+
+
+def _step(
+    config: RunConfig, model: nn.Module, optimizer: Optimizer, plan: Plan, total_steps: int, num_batches: int
+) -> Step:
+    guard, device = config.guard, torch.device(plan.device)
     return Step(
         model,
         optimizer,

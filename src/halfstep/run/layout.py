@@ -15,6 +15,8 @@ def wants_channels_last(config: RunConfig, plan: Plan) -> bool:
     wish = config.train.channels_last
     if wish != "auto":
         return bool(wish)
+    if plan.channels_last is not None:
+        return plan.channels_last
     kind = torch.device(plan.device).type
     return kind == "cpu" or kind == "cuda" and plan.compute != "fp32"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
+from halfstep.run.tune import Say, tuned
 from halfstep.run.whole_file import write_whole
 from halfstep.workloads import has_demo, write_demo
 from halfstep.workloads.workload import Workload
@@ -58,6 +60,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
         loaded = _with_demo_data(loaded, demo) if demo is not None else loaded
         workload = build_workload(loaded.config)
         plan = plan_for(loaded.config, workload, hardware)
+        plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet))
         parts = assemble(loaded.config, workload, plan)
     except BaseException:  # Ctrl-C as well
         if demo is not None:
@@ -182,6 +185,11 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             report.close()
             parts.train_loader.close()
             parts.val_loader.close()
+
+
+def _say_unless(quiet: bool) -> Say:
+    """Before there is a run to report on, trials tell what they do on stderr."""
+    return (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def _draw(folder: RunFolder, report: RunReport) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
+from halfstep.hardware.cache import cache_directory
 from halfstep.precision.plan import Plan
+from halfstep.run.memory_levers import activation_budget as budget
 
 Way: TypeAlias = Literal["eager", "compile", "graph"]
 Batch: TypeAlias = dict[str, Tensor]
@@ -37,16 +40,27 @@ def asked_way(config: RunConfig, plan: Plan) -> Way | None:
     return "eager" if wish == "off" else "compile" if wish == "compile" or not plan.on_cuda else "graph"
 
 
-def compiled(eager: Region, *, tuned: bool) -> Region:
+def compiled(eager: Region, *, tunes_kernels: bool = False, activation_budget: float = 1.0) -> Region:
     """The region as torch.compile makes it, lazily: the compiler is loaded when the first batch comes.
 
     Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
-    `tuned` lets inductor search each kernel's block sizes: 6 % of ResNet-50's step on an H200, a minute more to start.
+    `tunes_kernels` lets inductor search each kernel's block sizes: 6 % of ResNet-50's step on an H200, and a minute
+    more to start. `activation_budget` is the share of activations that backward may keep.
     """
 
     @functools.cache
     def region() -> Region:
-        options: dict[str, Any] = {"coordinate_descent_tuning": True} if tuned else {}
+        keep_compiled_code()
+        options: dict[str, Any] = {"coordinate_descent_tuning": True} if tunes_kernels else {}
         return torch.compile(eager, dynamic=False, options=options)
 
-    return lambda batch: region()(batch)
+    def budgeted(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        with budget(activation_budget):
+            return region()(batch)
+
+    return (lambda batch: region()(batch)) if activation_budget == 1 else budgeted
+
+
+def keep_compiled_code() -> None:
+    """Compiled kernels go where they survive a restart; torch's own default is a temporary folder."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory(os.environ) / "inductor"))

@@ -1,0 +1,112 @@
+"""Timed trial steps on a copy of the model, so that trying leaves the run itself untouched, down to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.loader import Loader
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import Assembly, assemble
+from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.guide_memory import LiveBytes
+from halfstep.run.memory_low import Cost
+from halfstep.run.randomness import algorithms, generator_states, restore_generators
+from halfstep.run.ways import Batch, Way
+from halfstep.workloads.workload import Workload
+
+TIMED_STEPS = 5
+ROUNDS = 3
+"""The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
+
+
+class CannotRun(Exception):
+    """A candidate that failed, with the reason in one line."""
+
+
+@contextmanager
+def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
+    """A copy of the run that is not yet begun, ready to be stepped; nothing of it is left afterwards."""
+    generators = generator_states()
+    copied = dataclasses.replace(workload, model=copy.deepcopy(workload.model))
+    try:
+        with algorithms(deterministic=config.train.deterministic):
+            yield Trial(assemble(config, copied, plan))
+    finally:
+        restore_generators(generators)
+        del copied
+        gc.collect()
+        if plan.on_cuda:
+            torch.cuda.empty_cache()
+
+
+class Trial:
+    """Steps on one window of real data, over and over."""
+
+    def __init__(self, parts: Assembly) -> None:
+        self.parts = parts
+        self.window = _first_window(parts)
+
+    def cost(self, way: Way) -> Cost:
+        """Milliseconds and peak bytes of a step that runs in this way; CannotRun where it does not."""
+        problems: list[str] = []
+        engine = Engine(self.parts, way, lambda text, level: problems.append(text))
+        try:
+            peak = self._warmed_up(engine)
+            found = Cost(self._timed(engine), peak)
+        except torch.OutOfMemoryError as error:
+            raise CannotRun("out of memory") from error
+        finally:
+            engine.forget_graphs()
+        if engine.way != way:
+            raise CannotRun(problems[-1] if problems else f"it runs {engine.way}")
+        return found
+
+    def _warmed_up(self, engine: Engine) -> int:
+        """Enough steps for compilation, first commits and capture; the peak of those that were not captured."""
+        device = self.parts.device
+        for _ in range(UNCAPTURED - 1):
+            engine(self.window)
+        if device.type != "cuda":
+            with LiveBytes() as live:
+                engine(self.window)
+            return int(live.peak)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        engine(self.window)
+        peak = torch.cuda.max_memory_allocated(device)
+        engine(self.window)
+        return peak
+
+    def _timed(self, engine: Engine) -> float:
+        rounds = []
+        for _ in range(ROUNDS):
+            self._finish()
+            start = time.perf_counter()
+            for _ in range(TIMED_STEPS):
+                engine(self.window)
+            self._finish()
+            rounds.append((time.perf_counter() - start) / TIMED_STEPS * 1e3)
+        return statistics.median(rounds)
+
+    def _finish(self) -> None:
+        if self.parts.device.type == "cuda":
+            torch.cuda.synchronize(self.parts.device)
+
+
+def _first_window(parts: Assembly) -> list[Batch]:
+    """What the run will begin with. A sample is a function of seed, epoch and index, so reading it changes nothing."""
+    train = parts.config.train
+    loader = Loader(parts.workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)
+    batches = loader.epoch(0)
+    window = [{name: value.to(parts.device) for name, value in next(batches).items()}]
+    loader.close()
+    return window * train.accumulate

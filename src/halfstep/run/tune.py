@@ -1,0 +1,210 @@
+"""`train.fast: auto` and `train.memory: low`: how steps run is chosen by timed trials before the run begins.
+
+Trials cost time, so they must promise to gain some: nothing is compiled for a run of which the compiling would be more
+than a twentieth, nor on a CPU. What was found is kept on disk for the next run of the same model, shape, device and
+versions, and in the plan of this one, which a resumed run follows without measuring again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.config.schema import RunConfig
+from halfstep.hardware.cache import cache_directory, read_json, write_json
+from halfstep.measure.clock import Stopwatch
+from halfstep.precision.plan import Plan
+from halfstep.run.layout import wants_channels_last
+from halfstep.run.memory_levers import levers_of
+from halfstep.run.memory_low import Cost, MemorySetting, choose_memory
+from halfstep.run.trials import CannotRun, Trial, trial_run
+from halfstep.run.ways import Way, asked_way
+from halfstep.workloads.workload import Workload
+
+COMPILE_S = 45.0
+"""What a cold start of the compiler takes: 40 to 60 s for U-Net, ResNet-50 and ViT-L beside an H200."""
+KERNEL_TUNING_S = 120.0
+"""The same when inductor also searches each kernel's block sizes."""
+SHARE = 0.05
+"""Of the expected run that may be spent on finding out how to run it."""
+MEMORY_TRIALS_S = 240.0
+"""train.memory=low was asked for, so it may take longer: each setting is compiled anew."""
+WORTH = 1.02
+"""A way must be this much faster to be preferred to a simpler one: trials differ by that much."""
+
+Say = Callable[[str], None]
+
+
+def tuned(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
+    """The plan with how steps run; `say` gets what was found."""
+    plan = _with_way(config, workload, plan, say)
+    return _with_memory(config, workload, plan, say) if config.train.memory == "low" else plan
+
+
+# --- the way ---
+
+
+def _with_way(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
+    way = asked_way(config, plan)
+    if way is not None:
+        reason = f"train.fast={config.train.fast}" if config.train.fast != "auto" else _why_unmeasured(config, plan)
+        return dataclasses.replace(plan, way=way, way_reason=reason)
+    kept = Kept(config, workload, plan)
+    found = kept.read()
+    if found is None:
+        say("measuring how fast steps run ...")
+        found = _measured(config, workload, plan)
+        problem = kept.write(found) if found.pop("is_final") else ""
+        if problem:
+            say(problem)
+    else:
+        found["way_reason"] = f"measured before: {found['way_reason']}"
+    say(f"steps run {found['way']}: {found['way_reason']}")
+    return dataclasses.replace(plan, **found)
+
+
+def _why_unmeasured(config: RunConfig, plan: Plan) -> str:
+    if plan.simulated:
+        return "simulation is eager only"
+    return "train.deterministic" if config.train.deterministic else f"trials are for CUDA, this is {plan.device}"
+
+
+def _measured(config: RunConfig, workload: Workload, plan: Plan) -> dict[str, Any]:
+    clock = Stopwatch()
+    found: dict[str, Any] = {"channels_last": wants_channels_last(config, plan)}
+    costs: dict[str, Cost] = {}
+    eager = _eager(config, workload, plan, found, costs)
+    if eager is None:
+        return {**found, "way": "eager", "way_reason": "no trial step fitted the memory", "is_final": False}
+    expected_s = eager.ms / 1e3 * expected_steps(config, workload)
+    if expected_s * SHARE < COMPILE_S:
+        reason = (
+            f"{_line(costs)}; about {_duration(expected_s)} to go is too short to compile for (train.fast=graph does)"
+        )
+        return {**found, "way": "eager", "way_reason": reason, "is_final": False}
+    found["tunes_kernels"] = expected_s * SHARE >= KERNEL_TUNING_S
+    problems: list[str] = []
+    with trial_run(config, workload, dataclasses.replace(plan, **found)) as trial:
+        for way in ("compile", "graph"):
+            _try(trial, way, costs, problems)
+    way = fastest_way(costs)
+    gain = costs_of_ways(costs)["eager"].ms / costs_of_ways(costs)[way].ms
+    reason = "; ".join([f"{_line(costs)}; {gain:.2f}x eager", *problems, f"{clock.elapsed_s:.0f} s of trials"])
+    return {**found, "way": way, "way_reason": reason, "is_final": True}
+
+
+def _eager(
+    config: RunConfig, workload: Workload, plan: Plan, found: dict[str, Any], costs: dict[str, Cost]
+) -> Cost | None:
+    """The eager step in the usual layout, and in the other where that is left open; the faster one is found."""
+    layouts = (found["channels_last"],) if config.train.channels_last != "auto" else (True, False)
+    best: Cost | None = None
+    for channels_last in layouts:
+        with trial_run(config, workload, dataclasses.replace(plan, channels_last=channels_last)) as trial:
+            cost = _try(trial, "eager", costs, [], label="eager" if channels_last else "eager NCHW")
+        if cost is not None and (best is None or cost.ms * WORTH < best.ms):
+            best, found["channels_last"] = cost, channels_last
+    return best
+
+
+def _try(trial: Trial, way: Way, costs: dict[str, Cost], problems: list[str], label: str = "") -> Cost | None:
+    try:
+        costs[label or way] = trial.cost(way)
+    except CannotRun as error:
+        problems.append(f"{way} not possible: {error}")
+        return None
+    return costs[label or way]
+
+
+def costs_of_ways(costs: dict[str, Cost]) -> dict[Way, Cost]:
+    """Eager counts in its better layout."""
+    eager = min(cost for label, cost in costs.items() if label.startswith("eager"))
+    found: dict[Way, Cost] = {"eager": eager}
+    return found | {way: costs[way] for way in ("compile", "graph") if way in costs}
+
+
+def fastest_way(costs: dict[str, Cost]) -> Way:
+    """The simplest of the ways that are as fast as the fastest."""
+    ways = costs_of_ways(costs)
+    limit = min(cost.ms for cost in ways.values()) * WORTH
+    return next(way for way, cost in ways.items() if cost.ms <= limit)
+
+
+def expected_steps(config: RunConfig, workload: Workload) -> int:
+    """Steps to the end of the run, if nothing stops it early."""
+    a_step = config.train.batch_size * config.train.accumulate
+    planned = config.train.epochs * math.ceil(len(workload.train_samples) / a_step)
+    return min(planned, config.train.max_steps) if config.train.max_steps else planned
+
+
+def _line(costs: dict[str, Cost]) -> str:
+    return ", ".join(f"{label} {cost.ms:.1f} ms" for label, cost in costs.items())
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+# --- memory ---
+
+
+def _with_memory(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
+    if plan.memory:
+        return plan
+    clock = Stopwatch()
+    way: Way = (
+        "eager" if plan.way == "eager" else "compile"
+    )  # a capture changes neither the peak nor the order of times
+
+    def measure(setting: MemorySetting) -> Cost:
+        say(f"measuring memory: {setting} ...")
+        trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
+        try:
+            with trial_run(config, workload, trial_plan) as trial:
+                return trial.cost(way)
+        except CannotRun as error:
+            raise torch.OutOfMemoryError(str(error)) from error
+
+    levers = levers_of(workload.model, config.optimizer.name, is_compiled=way == "compile")
+    choice = choose_memory(
+        measure, levers.positions, notes=levers.notes, may_go_on=lambda: clock.elapsed_s < MEMORY_TRIALS_S
+    )
+    for line in choice.lines():
+        say(line)
+    return dataclasses.replace(plan, memory=dataclasses.asdict(choice.setting), memory_reason=choice.reason)
+
+
+# --- what was found before ---
+
+
+class Kept:
+    """A decision on disk, under everything it depends on."""
+
+    def __init__(self, config: RunConfig, workload: Workload, plan: Plan) -> None:
+        identity = (
+            str(workload.model),
+            [config.train.batch_size, config.train.accumulate, config.data.image_size, config.optimizer.name],
+            [config.train.channels_last, config.ema.enabled, plan.granted, plan.device_name],
+            [torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
+        )
+        digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        self.path: Path = cache_directory(os.environ) / f"ways-{digest}.json"
+
+    def read(self) -> dict[str, Any] | None:
+        try:
+            found = read_json(self.path)
+            return {name: found[name] for name in ("way", "way_reason", "channels_last", "tunes_kernels")}
+        except (OSError, ValueError, LookupError, TypeError):
+            return None  # nothing or nothing usable: measured again
+
+    def write(self, found: dict[str, Any]) -> str:
+        """Empty, or why it could not be kept."""
+        return write_json(self.path, found)
