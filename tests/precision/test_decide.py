@@ -155,6 +155,7 @@ class FromConfig:
     modules: dict[str, str] = field(default_factory=dict)
     strict: bool = False
     simulate: bool = False
+    force: bool = False
 
 
 def test_a_config_object_is_a_request() -> None:
@@ -212,10 +213,10 @@ def test_bf16_true_keeps_batch_norm_in_fp32() -> None:
 
 
 def test_fp8_is_for_linear_layers_with_sides_of_sixteen() -> None:
-    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 10), nn.Conv2d(3, 4, 1))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(16, 10), nn.Conv2d(3, 4, 1))
     plan = decide("fp8", HOPPER, model)
-    assert [row.compute for row in plan.rows] == ["fp8", "bf16", "bf16"]
-    assert "divisible by 16" in plan.rows[1].reason
+    assert [row.compute for row in plan.rows] == ["bf16", "fp8", "bf16", "bf16"]
+    assert "divisible by 16" in plan.rows[2].reason
 
 
 def test_a_pattern_that_matches_nothing_lists_near_names() -> None:

@@ -55,7 +55,7 @@ def test_the_layer_is_swapped_and_keeps_its_names() -> None:
 @pytest.mark.parametrize("tokens", [(5,), (2, 7), (16,)])
 def test_forward_multiplies_e4m3_values(tokens: tuple[int, ...]) -> None:
     plain, model = fp8_linear()
-    x = torch.randn(*tokens, 32)
+    x = torch.randn(*tokens, 32).bfloat16().float()  # what autocast hands over
     with decide("fp8", CPU, simulate=True).forward():
         output = model(x)
     product = scaled_round(x, FP8_E4M3) @ scaled_round(plain.weight.detach(), FP8_E4M3).t()
@@ -68,7 +68,7 @@ def test_forward_multiplies_e4m3_values(tokens: tuple[int, ...]) -> None:
 def test_backward_takes_e5m2_gradients() -> None:
     plain, model = fp8_linear(bias=False)
     plan = decide("fp8", CPU, simulate=True)
-    x = torch.randn(24, 32, requires_grad=True)
+    x = torch.randn(24, 32).bfloat16().float().requires_grad_()
     grad = torch.randn(24, 48).bfloat16()
     with plan.forward():
         output = model(x)

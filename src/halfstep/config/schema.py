@@ -47,6 +47,9 @@ class PrecisionConfig(Section):
     simulate: bool = Field(
         default=False, description="Run the numerics of a format the hardware lacks; never for speed"
     )
+    force: bool = Field(
+        default=False, description="Run fp8 in every layer that can take it, also where bf16 is measured faster"
+    )
 
     @field_validator("default", mode="before")
     @classmethod

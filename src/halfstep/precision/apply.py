@@ -9,7 +9,7 @@ from torch import nn
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.contexts import AUTOCAST_DTYPES, device_type
-from halfstep.precision.fp8 import InFp8
+from halfstep.precision.fp8 import InFp8, InTorchaoFp8, torchao_settings
 from halfstep.precision.ladder import Grant
 from halfstep.precision.parts import InFp32, InHalf, swap_class, undo_swaps
 from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, Row
@@ -60,7 +60,10 @@ def _store(module: nn.Module, row: Row) -> None:
 
 def _compute(module: nn.Module, row: Row, *, enclosing: torch.dtype | None, plan: Plan) -> None:
     if row.compute == "fp8" and isinstance(module, nn.Linear):
-        swap_class(module, InFp8, simulated=plan.simulated)
+        if plan.simulated:
+            swap_class(module, InFp8)
+        else:
+            swap_class(module, InTorchaoFp8, **torchao_settings())
     dtype = _autocast_dtype(row.precision)
     if not row.is_part or dtype == enclosing:
         return

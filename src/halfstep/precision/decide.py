@@ -14,6 +14,8 @@ from halfstep.precision.plan import WHOLE_MODEL, Plan, Row
 if TYPE_CHECKING:
     import torch
 
+    from halfstep.hardware.fp8_layers import Fp8Gain
+
 
 class PrecisionRequest(Protocol):
     """What the config says of precision (`config.schema.PrecisionConfig`)."""
@@ -26,6 +28,8 @@ class PrecisionRequest(Protocol):
     def strict(self) -> bool: ...
     @property
     def simulate(self) -> bool: ...
+    @property
+    def force(self) -> bool: ...
 
 
 def decide(
@@ -37,11 +41,16 @@ def decide(
     fragile: Iterable[str] = (),
     strict: bool = False,
     simulate: bool = False,
+    force: bool = False,
+    fp8_gains: Mapping[str, Fp8Gain] | None = None,
 ) -> Plan:
-    """Choose what runs. `fragile` names islands with their reasons: `"loss: Dice sums"`."""
+    """Choose what runs. `fragile` names islands with their reasons: `"loss: Dice sums"`.
+
+    `fp8_gains` is what fp8 was measured to gain by layer (`fp8_pays.measured_gains`); `force` runs it all the same.
+    """
     if not isinstance(request, str):
         modules = {**request.modules, **(modules or {})}
-        strict, simulate = strict or request.strict, simulate or request.simulate
+        strict, simulate, force = strict or request.strict, simulate or request.simulate, force or request.force
         request = request.default
     default = grant(precision_name(request), hardware, strict=strict, simulate=simulate)
     parts = {
@@ -49,16 +58,28 @@ def decide(
         for pattern, asked in (modules or {}).items()
     }
     grants = (default, *parts.values())
-    return Plan(
+    plan = Plan(
         asked=default.asked,
         granted=default.precision,
         reason=default.reason,
         device=hardware.device,
         device_name=hardware.name,
         simulated=any(answer.simulated for answer in grants),
-        rows=(*_rows(model, default, parts, hardware), *map(_island, fragile)),
+        rows=(*_rows(model, default, parts, hardware, fp8_gains or {}, force=force), *map(_island, fragile)),
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
+    if model is not None and plan.granted == "fp8" and not plan.simulated:
+        return _checked_fp8(plan, model, strict=strict)
+    return plan
+
+
+def _checked_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:
+    """fp8 in which no layer runs fp8 is bf16, and says so."""
+    from halfstep.precision.fp8_pays import without_fp8
+
+    if any(row.compute == "fp8" for row in plan.rows):
+        return plan
+    return without_fp8(plan, f"no layer of {type(model).__name__} takes fp8 and gains by it", strict=strict)
 
 
 def _for_part(pattern: str, part: Grant, default: Grant) -> Grant:
@@ -75,11 +96,21 @@ def _for_part(pattern: str, part: Grant, default: Grant) -> Grant:
     return part
 
 
-def _rows(model: torch.nn.Module | None, default: Grant, parts: Mapping[str, Grant], hardware: Hardware) -> list[Row]:
+def _rows(
+    model: torch.nn.Module | None,
+    default: Grant,
+    parts: Mapping[str, Grant],
+    hardware: Hardware,
+    gains: Mapping[str, Fp8Gain],
+    *,
+    force: bool,
+) -> list[Row]:
     if model is not None:
-        from halfstep.precision.rows import rows_of  # torch is needed only once there is a model
+        from halfstep.precision.fp8_pays import Fp8Layers  # torch is needed only once there is a model
+        from halfstep.precision.rows import rows_of
 
-        return rows_of(model, default, parts, cuda_lists=default.simulated or hardware.kind != "cpu")
+        fp8 = Fp8Layers(gains=gains, force=force)
+        return rows_of(model, default, parts, cuda_lists=default.simulated or hardware.kind != "cpu", fp8=fp8)
     whole = Row(module=WHOLE_MODEL, storage=default.storage, compute=default.compute, reason="the default")
     return [whole, *(_pattern_row(pattern, part) for pattern, part in parts.items())]
 

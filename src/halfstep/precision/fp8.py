@@ -2,11 +2,14 @@
 
 Recipe: per-tensor dynamic scaling. Each operand is scaled so that its largest magnitude meets the format's largest,
 then cast: e4m3 for activations and weights, e5m2, whose range is wider, for gradients. Products are summed in fp32 and
-leave in bf16. Simulation multiplies the same fp8 values in fp32; on hardware that has fp8, `torch._scaled_mm` does.
+leave in bf16. Nothing is remembered between steps, so weights stay plain fp32 parameters under their own names and a
+checkpoint loads in any precision. On hardware that has fp8 the layer computes by torchao (`InTorchaoFp8`); simulation
+multiplies the same fp8 values in fp32 (`InFp8`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
+from halfstep.hardware.fp8_layers import in_float8
 from halfstep.islands import fp32_island
 from halfstep.precision.parts import Part
 
@@ -27,42 +31,65 @@ SMALLEST_AMAX = 1e-12
 
 
 class InFp8(Part):
-    """A Linear layer that multiplies in fp8; bias and result are bf16."""
+    """A Linear layer with the numerics of fp8; bias and result are bf16."""
 
-    simulated: ClassVar[bool]
     in_features: int
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        tokens = input.reshape(-1, self.in_features)
-        count = tokens.shape[0]
-        product = Fp8Product.apply(_pad_rows(tokens), self.weight, self.simulated)[:count]  # type: ignore[no-untyped-call]
-        output: torch.Tensor = product.reshape(*input.shape[:-1], -1)
+        return _by_tokens(self._product, input, self.in_features)
+
+    def _product(self, tokens: torch.Tensor) -> torch.Tensor:
+        # bf16 first: that is what autocast hands to a Linear layer
+        output: torch.Tensor = Fp8Product.apply(tokens.to(torch.bfloat16), self.weight)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class InTorchaoFp8(Part):
+    """A Linear layer that computes as torchao's fp8 layer does; it has what that class's forward asks for."""
+
+    in_features: int
+    layer_class: ClassVar[Any]
+    config: ClassVar[Any]
+    linear_mm_config: ClassVar[Any]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _by_tokens(self._product, input, self.in_features)
+
+    def _product(self, tokens: torch.Tensor) -> torch.Tensor:
+        # Autocast is off inside because torchao would ask for its dtype by a deprecated name; the cast is done here.
+        with fp32_island():
+            output: torch.Tensor = self.layer_class.forward(self, tokens.to(torch.bfloat16))
+        return output
+
+
+def torchao_settings(*, emulate: bool = False) -> dict[str, Any]:
+    """What `InTorchaoFp8` needs to know, from a layer that torchao made."""
+    layer = in_float8(nn.Linear(16, 16, device="meta"), emulate=emulate)
+    return {"layer_class": type(layer), "config": layer.config, "linear_mm_config": layer.linear_mm_config}
 
 
 class Fp8Product(torch.autograd.Function):
     """tokens @ weight.T, with its two gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, simulated: bool) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tokens, weight)
-        ctx.simulated = simulated
-        return fp8_matmul(cast(tokens, FP8_E4M3), cast(weight, FP8_E4M3), simulated=simulated)
+        return fp8_matmul(cast(tokens, FP8_E4M3), cast(weight, FP8_E4M3))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         tokens, weight = ctx.saved_tensors
         grad_output, scale = cast(grads[0], FP8_E5M2)
         grad_tokens = grad_weight = None
         if ctx.needs_input_grad[0]:
             weight_t = _transposed(cast(weight, FP8_E4M3))
-            grad_tokens = fp8_matmul((grad_output, scale), weight_t, simulated=ctx.simulated).to(tokens.dtype)
+            grad_tokens = fp8_matmul((grad_output, scale), weight_t).to(tokens.dtype)
         if ctx.needs_input_grad[1]:
             tokens_t = _transposed(cast(tokens, FP8_E4M3))
-            grad_weight = fp8_matmul((grad_output.t(), scale), tokens_t, simulated=ctx.simulated).to(weight.dtype)
-        return grad_tokens, grad_weight, None
+            grad_weight = fp8_matmul((grad_output.t(), scale), tokens_t).to(weight.dtype)
+        return grad_tokens, grad_weight
 
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -77,23 +104,20 @@ def cast(tensor: torch.Tensor, fmt: Format) -> Scaled:
     return scaled.to(FP8_DTYPES[fmt.name]), factor.reciprocal()
 
 
-def fp8_matmul(left: Scaled, right: Scaled, *, simulated: bool) -> torch.Tensor:
-    """left @ right.T, summed in fp32, in bf16."""
+def fp8_matmul(left: Scaled, right: Scaled) -> torch.Tensor:
+    """left @ right.T of fp8 values, multiplied and summed in fp32, in bf16."""
     (a, scale_a), (b, scale_b) = left, right
-    if simulated:
-        with fp32_island():
-            return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(torch.bfloat16)
-    product: torch.Tensor = torch._scaled_mm(
-        a.contiguous(), b.contiguous().t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16
-    )
-    return product
+    with fp32_island():
+        return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(torch.bfloat16)
 
 
 def _transposed(operand: Scaled) -> Scaled:
     return operand[0].t(), operand[1]
 
 
-def _pad_rows(tokens: torch.Tensor) -> torch.Tensor:
-    """Zero rows up to the multiple: they add nothing to any of the three products."""
+def _by_tokens(product: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor, width: int) -> torch.Tensor:
+    """A product of rows for any leading shape, in a multiple of rows: zero rows add nothing to any of the three."""
+    tokens = input.reshape(-1, width)
     missing = -tokens.shape[0] % ROWS_MULTIPLE
-    return F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
+    padded = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
+    return product(padded)[: tokens.shape[0]].reshape(*input.shape[:-1], -1)

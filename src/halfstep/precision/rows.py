@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
@@ -9,26 +10,32 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from halfstep.errors import PrecisionError, nearest
+from halfstep.precision.fp8_pays import Fp8Layers, edge_layers
 from halfstep.precision.ladder import Grant
-from halfstep.precision.parts import original_class
 from halfstep.precision.plan import ROOT, Row, RowKind
 
 UPCAST_BY_AUTOCAST = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
-FP8_MULTIPLE = 16
-"""The fp8 matmul of the matrix units takes rows of 16 bytes only (cuBLASLt, torch._scaled_mm)."""
 
-
-def rows_of(model: nn.Module, default: Grant, parts: Mapping[str, Grant], *, cuda_lists: bool) -> list[Row]:
+def rows_of(
+    model: nn.Module,
+    default: Grant,
+    parts: Mapping[str, Grant],
+    *,
+    cuda_lists: bool,
+    fp8: Fp8Layers = Fp8Layers(),  # noqa: B008 frozen
+) -> list[Row]:
     """A row for every module with weights of its own, and for the outermost modules that a pattern names."""
+    edges = edge_layers(model)
     grants = grants_by_module(model, default, parts)
     rows = []
     for name, module in model.named_modules():
         answer = grants[name]
         is_boundary = answer is not default and grants.get(_parent(name)) is not answer
         if is_boundary or has_own_weights(module):
-            rows.append(_row(name, module, answer, is_part=answer is not default, cuda_lists=cuda_lists))
+            row = _row(name, module, answer, is_part=answer is not default, cuda_lists=cuda_lists)
+            rows.append(_with_fp8(row, module, fp8, is_edge=name in edges and answer is default))
     return rows
 
 
@@ -52,13 +59,6 @@ def has_own_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def takes_fp8(module: nn.Module) -> bool:
-    """Linear layers whose sides the fp8 matmul can take; a subclass may compute otherwise, so it is left alone."""
-    if not isinstance(module, nn.Linear) or original_class(module) is not nn.Linear:
-        return False
-    return module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0
-
-
 def _parent(name: str) -> str | None:
     """Qualified name of the enclosing module; the root is "" and has no parent."""
     return name.rpartition(".")[0] if name else None
@@ -75,10 +75,17 @@ def _row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cuda_lis
         compute, reason = "fp32", "autocast computes this normalisation in fp32"
     elif answer.is_mixed and isinstance(module, LOOKUPS):
         compute, reason = storage, "a lookup, no arithmetic"
-    elif answer.compute == "fp8" and has_own_weights(module) and not takes_fp8(module):
-        compute, reason = "bf16", f"fp8 takes plain Linear layers with sides divisible by {FP8_MULTIPLE}"
     precision = answer.precision if is_part else ""
     return Row(module=name or ROOT, storage=storage, compute=compute, reason=reason, kind=kind, precision=precision)
+
+
+def _with_fp8(row: Row, module: nn.Module, fp8: Fp8Layers, *, is_edge: bool) -> Row:
+    """A module of its own weights where fp8 was granted: in fp8 only where it can be and pays."""
+    if row.compute != "fp8" or not has_own_weights(module):
+        return row
+    name = row.module.replace(ROOT, "")
+    compute, reason = fp8.compute_and_reason(name, module, is_edge=is_edge, reason=row.reason)
+    return dataclasses.replace(row, compute=compute, reason=reason)
 
 
 def _reason(answer: Grant, *, is_part: bool, is_frozen: bool) -> str:

@@ -1,0 +1,128 @@
+"""Whether fp8 pays, layer by layer: a Linear layer's forward and backward in fp8 against bf16, at its real shape.
+
+A matmul alone says too little. An fp8 layer finds the largest magnitude of both operands, scales and casts them, in
+forward and again in backward, and that eats what small matmuls gain. So the whole layer is timed as it would run:
+torchao's, compiled, fp32 weights, bf16 in and out.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from halfstep.errors import PrecisionError
+from halfstep.hardware.cache import cache_key, read_json, write_json
+from halfstep.hardware.driver import Driver
+from halfstep.hardware.facts import Hardware
+
+RECIPE = "tensorwise"
+"""One scale a tensor, found anew each time: torchao's fastest recipe, without state, and what simulation computes."""
+
+MANY_SHAPES = 64
+"""Compiled variants of one function that torch keeps; its default of 8 would end the measurement after four shapes."""
+
+
+class LayerShape(NamedTuple):
+    """A Linear layer and how many rows it sees a step."""
+
+    in_features: int
+    out_features: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.in_features}x{self.out_features}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Gain:
+    """Forward and backward of one layer in both formats."""
+
+    fp8_ms: float
+    bf16_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as bf16."""
+        return self.bf16_ms / self.fp8_ms
+
+    def __str__(self) -> str:
+        return f"fp8 {self.fp8_ms:.3f} ms, bf16 {self.bf16_ms:.3f} ms, {self.ratio:.2f}x"
+
+
+def in_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
+    """torchao's fp8 layer over this one's weights. `emulate` multiplies in fp32, on hardware without fp8.
+
+    Made by torchao's public function, which also mends inductor where Triton writes wrong fp8 bytes.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on import torchao warns of its own docstrings and enums
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise PrecisionError(
+            "fp8 asked for, but torchao is not installed",
+            why=f"halfstep runs fp8 matmuls through torchao ({error})",
+            fix="pip install 'halfstep[fp8]', or --precision bf16; --simulate gives fp8's numerics without it",
+        ) from error
+    config = Float8LinearConfig(emulate=True) if emulate else Float8LinearConfig.from_recipe_name(RECIPE)
+    return convert_to_float8_training(layer, config=config)
+
+
+def fp8_gain(in_features: int, out_features: int, tokens: int, device: str, *, driver: Driver | None = None) -> Fp8Gain:
+    """Time one layer in both formats; a few seconds, most of them compilation."""
+    driver = driver or Driver()
+    shape, place = LayerShape(in_features, out_features, tokens), driver.place(device)
+    plain, other = (nn.Linear(in_features, out_features, device=place) for _ in range(2))
+    with torch._dynamo.config.patch(recompile_limit=MANY_SHAPES):
+        fp8_s = _seconds(in_float8(other), shape, device, driver, work="linear fp8")
+        with torch.autocast(place.type, torch.bfloat16):
+            bf16_s = _seconds(plain, shape, device, driver, work="linear bf16")
+    return Fp8Gain(fp8_ms=1e3 * fp8_s, bf16_ms=1e3 * bf16_s)
+
+
+def _seconds(layer: nn.Module, shape: LayerShape, device: str, driver: Driver, *, work: str) -> float:
+    place = driver.place(device)
+    x = torch.randn(shape.tokens, shape.in_features, device=place, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(shape.tokens, shape.out_features, device=place, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, dynamic=False)
+
+    def forward_and_backward() -> None:
+        torch.autograd.grad(compiled(x), (x, *layer.parameters()), grad)
+
+    forward_and_backward()  # compiles; the driver would take so long a first run for the measurement
+    return driver.seconds(forward_and_backward, device, work=work)
+
+
+def gains_once(
+    shapes: Iterable[LayerShape],
+    hardware: Hardware,
+    directory: Path,
+    *,
+    measure: Callable[[int, int, int, str], Fp8Gain] = fp8_gain,
+) -> dict[LayerShape, Fp8Gain]:
+    """Gains of these shapes: stored ones, and new measurements, which are stored beside the device's others."""
+    in_float8(nn.Linear(16, 16, device="meta"))  # a stored number must not hide that torchao is missing
+    path = directory / f"fp8-torchao-{version('torchao')}-{cache_key(hardware)}"
+    stored = _stored(path)
+    missing = [shape for shape in dict.fromkeys(shapes) if str(shape) not in stored]
+    for shape in missing:
+        stored[str(shape)] = measure(*shape, hardware.device)
+    if missing:
+        write_json(path, {name: asdict(gain) for name, gain in stored.items()})
+    return {shape: stored[str(shape)] for shape in dict.fromkeys(shapes)}
+
+
+def _stored(path: Path) -> dict[str, Fp8Gain]:
+    """An unreadable file is measured again: nothing is lost but seconds."""
+    try:
+        return {name: Fp8Gain(**times) for name, times in read_json(path).items()}
+    except (OSError, json.JSONDecodeError, TypeError, AttributeError):
+        return {}

@@ -1,0 +1,72 @@
+"""torchao's fp8 layer as a part of a model, emulated on the CPU: names, copies, and the numbers of our simulation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchao.float8", reason="torchao is not installed: NOT tested against it")
+
+from halfstep.precision.fp8 import InFp8, InTorchaoFp8, torchao_settings  # noqa: E402
+from halfstep.precision.parts import swap_class, undo_swaps  # noqa: E402
+
+
+def swapped() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16, bias=False))
+    for layer in net:
+        swap_class(layer, InTorchaoFp8, **torchao_settings(emulate=True))
+    return net
+
+
+def test_names_and_parameters_stay_and_the_swap_can_be_undone() -> None:
+    net = swapped()
+    assert list(net.state_dict()) == ["0.weight", "0.bias", "1.weight"]
+    assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in net.parameters())
+    undo_swaps(net)
+    assert type(net[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("tokens", [(16,), (2, 7), (37,)])
+def test_simulation_gives_the_numbers_of_torchao(tokens: tuple[int, ...]) -> None:
+    results = []
+    for is_ours in (False, True):
+        net = swapped()
+        if is_ours:
+            undo_swaps(net)
+            for layer in net:
+                swap_class(layer, InFp8)
+        x = torch.linspace(-2, 3, 32 * torch.Size(tokens).numel()).reshape(*tokens, 32).sin().requires_grad_()
+        output = net(x)
+        assert output.dtype == torch.bfloat16
+        assert output.shape == (*tokens, 16)
+        output.float().square().sum().backward()
+        results.append([output.detach().float(), x.grad, *(p.grad for p in net.parameters())])
+    for theirs, ours in zip(*results, strict=True):
+        assert theirs is not None
+        assert ours is not None
+        assert theirs.dtype == torch.float32
+        # Sums are rounded to bf16 in another order: a few 2^-9, well below fp8's own 2^-4.
+        assert (theirs - ours).norm() / ours.norm() < 0.01
+
+
+def test_a_copy_and_a_pickle_compute_the_same() -> None:
+    net, x = swapped(), torch.randn(16, 32)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(net(x), other(x))
+
+
+def test_the_layer_compiles_without_graph_breaks() -> None:
+    net, x = swapped(), torch.randn(16, 32)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    compiled(x).float().sum().backward()
+    expected = swapped()
+    expected(x).float().sum().backward()
+    for a, b in zip(net.parameters(), expected.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert (a.grad - b.grad).norm() / b.grad.norm() < 0.01
