@@ -73,16 +73,24 @@ RECORD: dict[str, Any] = {
 }
 
 
-def shown(record: dict[str, Any]) -> str:
+def shown(record: dict[str, Any], width: int = 200) -> str:
     out = io.StringIO()
-    show_bench(record, Console(file=out, width=200))
+    show_bench(record, Console(file=out, width=width))
     return out.getvalue()
 
 
 def test_the_table_has_every_number_of_a_row() -> None:
     line = next(line for line in shown(RECORD).splitlines() if line.startswith("halfstep   graph") and "25.1" in line)
-    words = ["25.10", "24.85…25.85", "318.7", "9.82", "3.63", "6.29", "7.00", "47%", "1.235", "41.2 cold, 12.3 warm"]
+    words = ["25.10", "24.85–25.85", "318.7", "9.82", "3.63", "6.29", "7.00", "47%", "1.235", "41.2 cold, 12.3 warm"]
     assert all(word in line for word in words), line
+
+
+def test_a_narrow_terminal_gets_more_tables_and_loses_nothing() -> None:
+    wide, narrow = shown(RECORD), shown(RECORD, width=80)
+    assert "…" not in narrow
+    words = [{word for word in said.split() if not word.startswith("─")} for said in (narrow, wide)]
+    assert words[0] == words[1]
+    assert narrow.count("lightning") == 3
 
 
 def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:

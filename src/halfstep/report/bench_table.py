@@ -13,15 +13,18 @@ from halfstep.report.tables import columns_table
 
 Record = Mapping[str, Any]
 NOTHING = "-"
+WHO = ("who", "way", "precision")
+GAP = 2
+"""Blanks between two columns."""
 
 
 def show_bench(record: Record, console: Console) -> None:
     """Title, table, the rows that could not be measured and why, and the warnings."""
     rows = record["rows"]
-    console.print(Text(title(record), style="bold"))
+    console.print(Text(title(record), style="bold"), soft_wrap=True)
     measured = [row for row in rows if row["window_ms"]]
-    if measured:
-        console.print(columns_table(_columns(measured), left=("who", "way", "precision")))
+    for columns in fitting(_columns(measured), console.width) if measured else ():
+        console.print(columns_table(columns, left=WHO))
     for line in (*_not_measured(rows), *_remarks(measured), *_meanings(record, measured)):
         console.print(Text(line, style="dim"), soft_wrap=True)
     for warning in record["warnings"]:
@@ -54,6 +57,20 @@ def start(row: Mapping[str, Any]) -> str:
     return f"{digits(row['start_s'])} {row['cache']}".rstrip()
 
 
+def fitting(columns: Mapping[str, Sequence[str]], width: int) -> list[dict[str, Sequence[str]]]:
+    """The columns in as few tables as fit the width, each with the names of its rows: nothing is cut off."""
+    widths = {name: max(map(len, (name, *cells))) + GAP for name, cells in columns.items()}
+    names = {name: columns[name] for name in WHO}
+    tables: list[dict[str, Sequence[str]]] = [dict(names)]
+    for name in columns:
+        if name in WHO:
+            continue
+        if len(tables[-1]) > len(WHO) and sum(widths[n] for n in (*tables[-1], name)) - GAP > width:
+            tables.append(dict(names))
+        tables[-1][name] = columns[name]
+    return tables
+
+
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     def each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
         return [digits(None if row[name] is None else row[name] * scale, significant) for row in rows]
@@ -63,7 +80,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         "way": [row["variant"] for row in rows],
         "precision": [row["precision"] for row in rows],
         "ms/step": each("ms", significant=4),
-        "windows": [f"{digits(row['ms_min'], 4)}…{digits(row['ms_max'], 4)}" for row in rows],
+        "windows": [f"{digits(row['ms_min'], 4)}–{digits(row['ms_max'], 4)}" for row in rows],
         "samples/s": each("samples_per_s", significant=4),
         "x fp32": [_times(row, "speedup_fp32") for row in rows],
         "x tf32": [_times(row, "speedup_tf32") for row in rows],
@@ -96,7 +113,7 @@ def _meanings(record: Record, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     return [
         f"ms/step: median of {len(rows[0]['window_ms'])} windows of {record['window_steps']} steps, copy of the batch "
-        "to the device included; windows: fastest…slowest",
+        "to the device included; windows: fastest to slowest",
         f"memory: {record['memory']}",
         f"loss: after {record['steps']} steps on one random batch, held against {record['loss_reference']} "
         f"within {record['loss_bound']:.0%}; of floor: counted arithmetic at the measured matmul rate",
