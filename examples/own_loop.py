@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.errors import HalfstepError
 
 STEPS, BATCH, LENGTH = 120, 64, 256
 
@@ -52,4 +53,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HalfstepError as error:  # what, why and how to fix it, without a traceback
+        sys.exit(f"error: {error}")

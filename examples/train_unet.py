@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from halfstep.config.load import from_dict
+from halfstep.errors import HalfstepError
 from halfstep.run.train import train
 
 CONFIG = {
@@ -32,4 +33,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HalfstepError as error:  # what, why and how to fix it, without a traceback
+        sys.exit(f"error: {error}")

@@ -41,3 +41,19 @@ def test_the_unet_script_trains_on_a_folder_of_ones_own(tmp_path: Path, monkeypa
     runs = list((tmp_path / "runs").iterdir())
     assert len(runs) == 1
     assert (runs[0] / "checkpoints" / "best.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("script", "word", "says"),
+    [("own_loop.py", "fp7", "unknown precision 'fp7'"), ("train_unet.py", "no/such/folder", "no/such/folder")],
+)
+def test_a_mistake_is_an_error_in_words(tmp_path: Path, script: str, word: str, says: str) -> None:
+    command = [sys.executable, str(EXAMPLES / script), word]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert "fix: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -133,3 +133,32 @@ def test_state_survives_a_round_trip() -> None:
     other.load_state_dict(step.state_dict())
     assert other.attempted == 1
     assert len(other.guard.pending) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (lambda loss: None, "loss_fn gave None, not a tensor"),
+        (lambda loss: loss.item(), "loss_fn gave a float, not a tensor"),
+        (lambda loss: (None, 3), "loss_fn gave None, not a tensor"),
+        (lambda loss: loss.detach(), "depends on no weight that is trained"),
+    ],
+)
+def test_a_loss_function_that_gives_no_loss_is_told_so_and_changes_nothing(result, says: str) -> None:
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step = hs.Step(model, fused(model), precision="fp32")
+    with pytest.raises(ConfigError, match=says):
+        step(lambda b: result(loss_of(model)(b)), [batch(0)])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert step(loss_of(model), [batch(0)]).committed
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="parameters of AdamW belongs to this"):
+        hs.Step(make_model(), fused(make_model()), precision="fp32")
+
+
+def test_an_optimizer_may_hold_more_than_the_models_weights() -> None:
+    model, extra = make_model(), torch.nn.Parameter(torch.ones(()))
+    hs.Step(model, torch.optim.AdamW([*model.parameters(), extra], fused=True), precision="fp32")

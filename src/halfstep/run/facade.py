@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -94,6 +94,7 @@ class Step(GuardedStep):
             )
         plan = decide(precision, probe(str(device)), model, modules=modules, strict=strict, simulate=simulate)
         _refuse_recast(model, plan)
+        _refuse_strangers(model, [optimizer] if isinstance(optimizer, Optimizer) else optimizer)
         for warning in plan.warnings:
             warnings.warn(warning, stacklevel=2)
         super().__init__(
@@ -122,6 +123,10 @@ class Step(GuardedStep):
             )
         return Outcome(facts)
 
+    def compute(self, loss_fn: LossFn, window: Window) -> Facts:
+        """Forward, backward and verdict of one window; nothing is committed yet."""
+        return super().compute(_giving_a_loss(loss_fn), window)
+
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "guard": self.guard.state_dict()}
 
@@ -148,6 +153,44 @@ def _schedules(schedule: LRScheduler | Schedule | None) -> list[Schedule]:
     if schedule is None:
         return []
     return from_torch(schedule) if isinstance(schedule, LRScheduler) else [schedule]
+
+
+def _giving_a_loss(loss_fn: LossFn) -> LossFn:
+    """The same function, with an error in words for what is most often forgotten in it."""
+
+    def checked(batch: Any) -> Any:
+        result = loss_fn(batch)
+        loss = result[0] if isinstance(result, tuple) and result else result
+        if not isinstance(loss, Tensor):
+            found = "None" if loss is None else f"a {type(loss).__name__}"
+            raise ConfigError(
+                f"loss_fn gave {found}, not a tensor",
+                why="the gradient is taken of what it returns",
+                fix="return loss, or (loss, weight), from loss_fn; without .item() or float()",
+            )
+        if not loss.requires_grad:
+            raise ConfigError(
+                "the loss of loss_fn depends on no weight that is trained",
+                why="it was detached, computed under torch.no_grad(), or by a model whose weights are all frozen",
+                fix="compute it with the model given to Step, without .detach() and no_grad()",
+            )
+        return result
+
+    return checked
+
+
+def _refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Each optimizer must hold some weight of the model; besides those it may hold others, such as a loss's own."""
+    own = {id(weight) for weight in model.parameters()}
+    for optimizer in optimizers:
+        held = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if held and not any(id(weight) in own for weight in held):
+            raise ConfigError(
+                f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to this "
+                f"{type(model).__name__}",
+                why="it was made for another model, or before the weights were replaced, as by model.to(...) or a copy",
+                fix=f"make it anew: {type(optimizer).__name__}(model.parameters(), ...)",
+            )
 
 
 def _refuse_recast(model: nn.Module, plan: Plan) -> None:
