@@ -157,6 +157,8 @@ class Step:
 
     def why_not_captured(self) -> str:
         """What keeps this step from being replayed as a CUDA graph; empty where nothing does."""
+        if self.device.type != "cuda":
+            return f"a CUDA graph needs a CUDA device, not {self.device}"
         if self._buffers.are_replaced:
             return "the model replaces a buffer in its forward pass instead of writing into it"
         by_host = [c.name for c in self.committers if c.way == "host"]

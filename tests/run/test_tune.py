@@ -1,0 +1,183 @@
+"""How steps are chosen to run: the rules, the trials that leave no trace, and what is stored of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfstep.config.load import from_dict
+from halfstep.config.schema import RunConfig
+from halfstep.data.demo_segmentation import write_demo
+from halfstep.hardware.probe import probe
+from halfstep.precision.plan import Plan
+from halfstep.run import tune
+from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.engine import Engine
+from halfstep.run.memory_low import Cost
+from halfstep.run.randomness import generator_states
+from halfstep.run.train import train
+from halfstep.run.trials import trial_run
+from halfstep.run.tune import Kept, expected_steps, fastest_way, tuned
+from halfstep.run.ways import asked_way
+from halfstep.workloads.workload import Workload
+from tiny_training import bits
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "demo"
+    write_demo(folder, num_images=7, side=16)
+    return folder
+
+
+def made(demo: Path, **values: object) -> tuple[RunConfig, Workload, Plan]:
+    small = {"data.dir": str(demo), "data.image_size": 16, "data.num_workers": 0, "data.val_fraction": 0.2,
+             "model.base_channels": 2, "model.depth": 1, "train.batch_size": 2, "device": "cpu"}  # fmt: skip
+    config = from_dict("unet", {**small, **{k.replace("__", "."): v for k, v in values.items()}}).config
+    workload = build_workload(config)
+    return config, workload, plan_for(config, workload, probe("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("wish", "device", "way"),
+    [
+        ("off", "cuda", "eager"),
+        ("compile", "cuda", "compile"),
+        ("graph", "cuda", "graph"),
+        ("graph", "cpu", "compile"),
+        ("auto", "cpu", "eager"),
+        ("auto", "cuda", None),
+    ],
+)
+def test_the_way_is_what_was_asked_for_and_auto_leaves_it_to_trials_on_cuda(
+    demo: Path, wish: str, device: str, way: str | None
+) -> None:
+    config, _, plan = made(demo, train__fast=wish)
+    assert asked_way(config, dataclasses.replace(plan, device=device)) == way
+
+
+def test_auto_does_not_measure_where_bits_must_repeat_and_follows_a_stored_choice(demo: Path) -> None:
+    config, _, plan = made(demo, train__deterministic=True)
+    assert asked_way(config, dataclasses.replace(plan, device="cuda")) == "eager"
+    config, _, plan = made(demo)
+    assert asked_way(config, dataclasses.replace(plan, device="cuda", way="graph")) == "graph"
+
+
+@pytest.mark.parametrize(
+    ("times", "way"),
+    [
+        ({"eager": 30.0, "compile": 20.0, "graph": 15.0}, "graph"),
+        ({"eager": 30.0, "compile": 20.0, "graph": 19.9}, "compile"),
+        ({"eager": 30.0, "eager NCHW": 20.1, "compile": 20.0}, "eager"),
+        ({"eager": 30.0, "graph": 15.0}, "graph"),
+    ],
+)
+def test_the_simplest_way_wins_that_is_as_fast_as_the_fastest(times: dict[str, float], way: str) -> None:
+    assert fastest_way({label: Cost(ms, 1) for label, ms in times.items()}) == way
+
+
+def test_expected_steps_count_windows_and_the_limit(demo: Path) -> None:
+    config, workload, _ = made(demo, train__epochs=4, train__accumulate=2)
+    assert len(workload.train_samples) == 6
+    assert expected_steps(config, workload) == 4 * 2
+    config, workload, _ = made(demo, train__max_steps=3)
+    assert expected_steps(config, workload) == 3
+
+
+def test_trials_leave_weights_buffers_and_generators_bit_identical(demo: Path) -> None:
+    config, workload, plan = made(demo)
+    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
+    generators = generator_states()
+    with trial_run(config, workload, plan) as trial:
+        cost = trial.cost("eager")
+        assert trial.parts.step.attempted > 0
+    assert cost.ms > 0
+    assert cost.peak_bytes > 0
+    assert all(torch.equal(bits(before[name]), bits(now)) for name, now in workload.model.state_dict().items())
+    after = generator_states()
+    assert torch.equal(generators["torch"], after["torch"])
+    assert generators["python"] == after["python"]
+
+
+def test_a_trial_that_falls_to_another_way_is_no_candidate(demo: Path) -> None:
+    config, workload, plan = made(demo)
+    with trial_run(config, workload, plan) as trial:
+        trial.parts.region = trial.parts.eager
+        with pytest.raises(tune.CannotRun, match="needs a CUDA device"):
+            trial.cost("graph")
+
+
+def test_a_short_run_is_not_compiled_for_and_a_long_one_is(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, workload, plan = made(demo, train__epochs=2)
+    assert tune._measured(config, workload, plan)["way"] == "eager"
+    tried: list[str] = []
+    real = tune._try
+
+    def remembered(trial, way, costs, problems, label=""):  # type: ignore[no-untyped-def]
+        tried.append(way)
+        return real(trial, way, costs, problems, label) if way == "eager" else None
+
+    monkeypatch.setattr(tune, "_try", remembered)
+    config, workload, plan = made(demo, train__epochs=10_000_000)
+    found = tune._measured(config, workload, plan)
+    assert tried == ["eager", "eager", "compile", "graph"]
+    assert found["way"] == "eager"
+    assert found["tunes_kernels"]
+
+
+def test_what_was_measured_is_kept_for_the_same_model_and_shape_only(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = {"way": "graph", "way_reason": "measured", "channels_last": True, "tunes_kernels": False}
+    assert Kept(*made(demo)).read() is None
+    assert Kept(*made(demo)).write(found) == ""
+    assert Kept(*made(demo)).read() == found
+    assert Kept(*made(demo, train__batch_size=1)).read() is None
+    assert Kept(*made(demo, model__base_channels=4)).read() is None
+
+
+def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> None:
+    config, workload, plan = made(demo, train__memory="low")
+    said: list[str] = []
+    chosen = tuned(config, workload, plan, said.append)
+    assert any(line.startswith("memory low:") for line in said)
+    assert set(chosen.memory) == {"activation_budget", "recompute", "optimizer_bits"}
+    assert Plan.from_json(chosen.to_json()) == chosen
+
+
+def test_a_run_with_memory_low_trains_and_resumes_without_measuring_again(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "data.dir": str(demo), "data.image_size": 16, "data.num_workers": 0, "model.base_channels": 2, "device": "cpu",
+        "model.depth": 1, "train.batch_size": 2, "train.epochs": 1, "train.memory": "low",
+    }  # fmt: skip
+    folder = train(from_dict("unet", values), out=tmp_path / "run")
+    assert "memory low:" in capsys.readouterr().err
+    stored = json.loads((folder / "plan.json").read_text())
+    assert stored["way"] == "eager"
+    train(from_dict("unet", {**values, "train.epochs": 2}), resume=folder)
+    assert "memory low:" not in capsys.readouterr().err
+
+
+def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:
+    config, workload, plan = made(demo, train__fast="compile", train__batch_size=4)
+    parts = assemble(config, workload, plan)
+    calls: list[int] = []
+    eager = parts.eager
+
+    def as_compiled(batch):  # type: ignore[no-untyped-def]
+        calls.append(len(batch["image"]))
+        return eager(batch)
+
+    parts.region = as_compiled
+    engine = Engine(parts, "compile", lambda text, level: pytest.fail(text))
+    for batch in parts.train_loader.epoch(0):
+        engine([batch])
+    assert calls == [4]
+    assert parts.step.attempted == 2
