@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -58,6 +59,10 @@ class TrainingFiles:
         """Class folder and file."""
         return self.listing.name_of(index)
 
+    def files(self) -> tuple[Path, ...]:
+        """The pictures."""
+        return self.listing.paths
+
     def _fill(self, canvases: Array, boxes: Array, indices: Sequence[int], *, seed: int, epoch: int) -> None:
         with ExitStack() as opened:
             pictures = [opened.enter_context(open_picture(self.listing.paths[index])) for index in indices]
@@ -99,6 +104,10 @@ class EvaluationFiles:
     def name_of(self, index: int) -> str:
         """Class folder and file."""
         return self.listing.name_of(index)
+
+    def files(self) -> tuple[Path, ...]:
+        """The pictures."""
+        return self.listing.paths
 
 
 def centre_square(picture: Picture, size: int, share: float) -> Array:

@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -43,6 +44,15 @@ class NamedSamples(Protocol):
 
     def name_of(self, index: int) -> str:
         """The file's name, short enough for a message; empty where there is none."""
+        ...
+
+
+@runtime_checkable
+class FileSamples(Protocol):
+    """Samples that are read from files of their own."""
+
+    def files(self) -> Iterable[Path]:
+        """Every file that is read, in the order of the samples."""
         ...
 
 

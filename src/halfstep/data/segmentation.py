@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,10 @@ class SegmentationData:
     def name_of(self, index: int) -> str:
         """The image's file name; its mask is named after it."""
         return self.pairs[index].image.name
+
+    def files(self) -> Iterator[Path]:
+        """Every image with its mask."""
+        return (path for pair in self.pairs for path in (pair.image, pair.mask))
 
     def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return self.table.classes_of(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)

@@ -24,6 +24,7 @@ from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
+from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.ending import ended_early, left_nothing
 from halfstep.run.folder import RunFolder
 from halfstep.run.hints import hint_about
@@ -67,14 +68,15 @@ def _start(loaded: Loaded, out: str | None) -> Path:
             shutil.rmtree(demo.path)
         raise
     folder = demo or RunFolder.create(out, _run_name(loaded.config))
-    notes = [DEMO_NOTE.format(folder.path / "data")] if demo is not None else []
+    warnings = [DEMO_NOTE.format(folder.path / "data")] if demo is not None else []
     with folder.locked():
         try:
+            record_data(workload, folder)
             _write_settings(folder, loaded.config, plan)
         except CheckpointError:
             shutil.rmtree(folder.path)
             raise
-        _run(loaded, folder, parts, resumed=None, notes=notes)
+        _run(loaded, folder, parts, resumed=None, warnings=warnings)
     return folder.path
 
 
@@ -119,9 +121,9 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         other = refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
         plan = _plan_to_go_on(loaded.config, workload, folder, changes)
         cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
-        notes = [*damaged, *moved, *changes.notes, *other, f"resuming from {path.name}"]
+        warnings = [*damaged, *moved, *other, *changed_data(workload, folder)]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
-        _run(loaded, folder, assemble(loaded.config, workload, plan), resumed=resumed, notes=notes)
+        _run(loaded, folder, assemble(loaded.config, workload, plan), resumed=resumed, warnings=warnings)
     return folder.path
 
 
@@ -141,12 +143,14 @@ def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, cha
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
     """Everything back in place; only then are accepted changes written, so that one that fails does not stay."""
+    for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
+        loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
     if resumed.changes.keys:
         _write_settings(folder, loop.parts.config, loop.parts.plan)
 
 
-def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, notes: list[str]) -> None:
+def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:
     config = loaded.config
     report = RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
     journal = Journal(
@@ -163,8 +167,8 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
         try:
             show_header(report, loaded, folder, parts)
-            for note in notes:
-                report.notice(note, "warning" if "damaged" in note or "DEMO" in note else "info")
+            for warning in warnings:
+                report.notice(warning, "warning")
             if resumed is not None:
                 _continue(loop, folder, resumed)
             reset_peak(parts.device)
