@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -230,3 +231,33 @@ def test_a_model_that_does_not_fit_is_named_before_training(
 def test_no_folder_is_said_as_such() -> None:
     with pytest.raises(DataError, match="no data folder"):
         build(load("resnet18").config)
+
+
+def test_a_last_batch_that_batchnorm_cannot_learn_from_is_refused_before_training(folder: Path) -> None:
+    small = ["data.image_size=32", "model.width=4"]
+    with pytest.raises(ConfigError, match=r"batch_size=23 leaves one sample alone in the last batch of 24"):
+        built(folder, *small, "train.batch_size=23")
+    with pytest.raises(ConfigError, match="batch_size=1 leaves one sample alone"):
+        built(folder, *small, "train.batch_size=1")
+    built(folder, *small, "train.batch_size=22")
+    built(folder, "model.width=4", "data.image_size=64", "train.batch_size=23")  # 2x2 values a channel
+
+
+def test_a_class_without_validation_pictures_is_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "images")
+    shutil.rmtree(tmp_path / "images" / "val" / "red")
+    for cached in ("false", "true"):
+        notes = built(tmp_path / "images", *TINY, f"data.cache={cached}", "data.cache_size=16").notes
+        assert notes == ("no validation picture of red: nothing will be known of them",)
+
+
+@pytest.mark.parametrize("cached", ["false", "true"])
+def test_a_link_that_leads_nowhere_is_named_or_counted(folder: Path, tmp_path: Path, cached: str) -> None:
+    shutil.copytree(folder, tmp_path / "images")
+    (tmp_path / "images" / "train" / "red" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    words = [*TINY, f"data.cache={cached}", "data.cache_size=16"]
+    with pytest.raises(DataError, match=r"gone\.jpg"):
+        built(tmp_path / "images", *words)
+    workload = built(tmp_path / "images", *words, "data.on_bad_file=skip")
+    assert len(workload.train_samples) == 24
+    assert "gone.jpg" in workload.notes[0]

@@ -12,7 +12,9 @@ def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")],
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Other data; default: the validation part of the run's own."),
+        typer.Option(
+            "--data", "--data-dir", metavar="DIR", help="Other data; default: the validation part of the run's own."
+        ),
     ] = None,
     checkpoint: Annotated[str, typer.Option(metavar="best|last|NAME", help="Which checkpoint, or its step.")] = "best",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,

@@ -148,7 +148,8 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
 
 def _pictures(folder: Path) -> list[Path]:
     visible = (path for path in folder.rglob("*") if not path.name.startswith("."))
-    pictures = (path for path in visible if path.suffix.lower() in PICTURES and path.is_file())
+    # A link that leads nowhere counts too: reading it names it, while a set that shrinks by itself says nothing.
+    pictures = (path for path in visible if path.suffix.lower() in PICTURES and (path.is_file() or not path.exists()))
     return sorted(pictures, key=lambda path: natural_key(str(path.relative_to(folder))))
 
 

@@ -167,7 +167,7 @@ def fingerprint_of(root: Path, parts: Sequence[Sequence[Path]], settings: dict[s
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for number, paths in enumerate(parts):
         for path in paths:
-            status = path.stat()
+            status = path.stat() if path.exists() else path.lstat()  # a link that leads nowhere
             row = (number, path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns)
             digest.update(repr(row).encode())
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,8 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     check_same_classes(store["classes"], data.classes)
     num_classes = len(data.classes)
     model = model_from_store(config, store)
+    if is_new:
+        check_last_batch(model, config, len(data.train))
     if is_new and config.model.weights:
         start_from_(model, config.model.weights, replace_head=config.model.replace_head)
 
@@ -58,6 +61,22 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
         notes=data.notes,
         val_names=data.val_names,
     )
+
+
+def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:
+    """Refuse a batch of one sample that BatchNorm cannot learn from, before the epoch that ends in it."""
+    size, side = config.train.batch_size, config.data.image_size
+    if (num_train % size or size) != 1 or not isinstance(model, Classifier):
+        return
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).to("meta").train()(torch.empty(1, 3, side, side, device="meta"))
+    except ValueError as error:
+        raise ConfigError(
+            f"train.batch_size={size} leaves one sample alone in the last batch of {num_train}",
+            why=f"at data.image_size={side} BatchNorm gets one value a channel from it, which has no spread",
+            fix="another train.batch_size, or a larger data.image_size",
+        ) from error
 
 
 class Prepared:

@@ -11,7 +11,7 @@ from typing import Any
 from halfstep.config.classification import ImageDataConfig
 from halfstep.data.cifar import cifar_folder, read_cifar
 from halfstep.data.crops import CropRange
-from halfstep.data.files import BadFiles
+from halfstep.data.files import BadFiles, some_of
 from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
 from halfstep.data.image_check import check_images
 from halfstep.data.image_folder import FolderLayout, ImageFolder, find_images
@@ -100,7 +100,7 @@ def _packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet
         eval_share=share,
         val_names=pack.index.names[pack.index.num_train :],
         titles=pack.index.titles,
-        notes=tuple(f"left out: {why}" for why in pack.index.left_out),
+        notes=(*(f"left out: {why}" for why in pack.index.left_out), *_unvalidated(folder)),
     )
 
 
@@ -114,7 +114,15 @@ def _files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageD
         eval_share=share,
         val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
         titles=folder.titles,
-        notes=tuple(f"left out: {error.what} ({error.why})" for error in bad_files.skipped),
+        notes=(*(f"left out: {error.what} ({error.why})" for error in bad_files.skipped), *_unvalidated(folder)),
+    )
+
+
+def _unvalidated(folder: ImageFolder) -> list[str]:
+    seen = set(folder.val.labels)
+    missing = [name for number, name in enumerate(folder.classes) if number not in seen]
+    return (
+        [f"no validation picture of {some_of(missing, 10)}: nothing will be known of them"] if missing and seen else []
     )
 
 
