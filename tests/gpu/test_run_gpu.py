@@ -76,7 +76,7 @@ def test_auto_batch_halves_the_micro_batch_and_goes_on(
     tmp_path: Path, little_memory: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = unet_run(tmp_path, **{"train.auto_batch": True})
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "going on with micro-batches of" in said
     assert "BatchNorm now sees smaller batches" in said
     assert len([r for r in read(folder / "metrics.jsonl") if r["kind"] == "val"]) == 2

@@ -47,7 +47,7 @@ def test_a_run_falls_back_warns_once_and_trains_with_loss_scaling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
     folder = run(tmp_path / "run", **{"log.quiet": quiet})
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().err.split())
     assert said.count(f"warning: {WARNING}") == 1
     stored = json.loads((folder / "plan.json").read_text())
     assert (stored["asked"], stored["granted"], stored["warnings"]) == ("bf16", "fp16", [WARNING])
