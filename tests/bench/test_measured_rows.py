@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings
 from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
@@ -130,6 +131,24 @@ def test_a_simulated_precision_is_not_compiled_and_says_so(problem: Problem) -> 
     runner = Ours(problem, "bf16", "compile", probe("cpu"), simulate=True)
     row = measured_row(runner, problem, SHORT, cold_start=False)
     assert "cannot be compiled" in row.reason
+
+
+def test_a_way_that_could_not_run_is_no_row_of_that_way(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> Callable[[object], object]:
+        def refuse(batch: object) -> object:
+            raise TorchDynamoException("no compiler here")
+
+        return refuse
+
+    monkeypatch.setattr(torch, "compile", broken)
+    row = measured_row(Ours(problem, "fp32", "compile", probe("cpu"), simulate=False), problem, SHORT, cold_start=False)
+    assert row.reason.startswith("could not run as compile: not compiled, running eager: no compiler here")
+
+
+def test_auto_says_which_way_it_took(problem: Problem) -> None:
+    request = Request(precisions=("fp32",), ways=("auto",), schedule=SHORT, repeat_first=False)
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert row.remarks[0].startswith("eager: trials are for CUDA")
 
 
 def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> None:

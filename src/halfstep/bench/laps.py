@@ -66,7 +66,7 @@ class Lapped:
     start_peak_bytes: int | None
     """Up to the end of the warm-up, when kernels are chosen and graphs captured."""
     reserved_bytes: int | None
-    """The most that torch took from the device; None on a CPU."""
+    """The most that torch held while it trains, its caches included; None on a CPU."""
     joules_a_step: float | None
     clock_limits: tuple[str, ...]
     """What held the device's clocks down."""

@@ -10,11 +10,14 @@ from halfstep.bench.settings import Way, in_precision, run_by
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, TrainingStopped
 from halfstep.hardware.facts import Hardware
+from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.randomness import algorithms, seed_everything
+from halfstep.run.tune import tuned
 from halfstep.train.facts import Facts
 from halfstep.train.guard import Action, Guard
+from halfstep.workloads.workload import Workload
 
 
 class Ours:
@@ -28,19 +31,28 @@ class Ours:
         self.config = run_by(in_precision(problem.config, precision, simulate=simulate), way)
         self.remarks: list[str] = []
         """What the run said of itself while it trained."""
+        self._plan: Plan | None = None
+        """Of the first training: its trials are part of that start, and of no other."""
 
     def train(self, steps: int, after_step: AfterStep) -> float:
-        self.remarks.clear()
         seed_everything(self.config.train.seed)
         workload = random_workload(self.config, self.problem.make_model(), self.problem.host_batch)
-        plan = plan_for(self.config, workload, self.hardware)
+        self._plan = plan = self._plan or self._planned(workload)
+        self.remarks = [f"{plan.way}: {plan.way_reason}"] if self.variant == "auto" else []
+        self.remarks += [plan.memory_reason] if plan.memory_reason else []
         with algorithms(deterministic=self.config.train.deterministic):
             parts = assemble(self.config, workload, plan)
+            assert parts.way is not None, "the plan was tuned"
             metrics = workload.metrics()
-            engine = Engine(parts, parts.way or "eager", lambda text, level: self.remarks.append(text), metrics.update)
+            engine = Engine(parts, parts.way, lambda text, level: self.remarks.append(text), metrics.update)
             loss = self._trained(engine, parts.guard, steps, after_step)
-        self._check(engine.way)
+        if engine.way != plan.way or self.variant not in ("auto", engine.way):
+            # A row must not show another way's time.
+            raise HardwareError(f"could not run as {plan.way}: {'; '.join(self.remarks) or f'ran as {engine.way}'}")
         return loss
+
+    def _planned(self, workload: Workload) -> Plan:
+        return tuned(self.config, workload, plan_for(self.config, workload, self.hardware), lambda text: None)
 
     def _trained(self, engine: Engine, guard: Guard, steps: int, after_step: AfterStep) -> float:
         facts: Facts | None = None
@@ -52,10 +64,3 @@ class Ours:
             after_step()
         assert facts is not None, "at least one step is asked for"
         return facts.read().loss
-
-    def _check(self, ran: str) -> None:
-        """A row must not show another way's time."""
-        if self.variant == "auto":
-            self.remarks.append(f"ran as {ran}")
-        elif ran != self.variant:
-            raise HardwareError(f"could not run as {self.variant}: {'; '.join(self.remarks) or f'ran as {ran}'}")

@@ -22,8 +22,8 @@ from halfstep.workloads.segmentation import SegmentationMetrics, segmentation_lo
 from halfstep.workloads.workload import Loss, Workload
 
 IMAGENET_CLASSES = 1000
-NUM_BATCHES = 1000
-"""Length of the pretended data set: only schedules ask for it, and they are constant here."""
+NUM_BATCHES = 10_000
+"""Length of the pretended data set, that of ImageNet in batches of 128: `auto` weighs its trials against the run."""
 
 
 class RandomSamples:
