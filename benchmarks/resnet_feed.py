@@ -2,7 +2,7 @@
 
     python benchmarks/resnet_feed.py --data DIR [--device cuda] [--workers 8] [--batch 256] [--rounds 7] [--out DIR]
 
-One model, one optimizer, one compiled or eager step (`--set train.fast=compile`) and three ways to its images, which
+One model, one optimizer, one step, eager or not (`--set train.fast=graph`), and three ways to its images, which
 take turns so that a drift of the clocks meets all alike:
 
     packed     the real Loader and prefetch from the cache file, crops and changes on the device
@@ -32,6 +32,7 @@ from halfstep.data.prefetch import prefetch
 from halfstep.data.stored_images import TrainingImages
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.engine import Engine
 from halfstep.run.layout import in_layout_of
 
 Batch = dict[str, Tensor]
@@ -59,6 +60,7 @@ class Ways:
 
     def __init__(self, parts: Assembly) -> None:
         self.parts, self.numbers = parts, itertools.count()
+        self.engine = Engine(parts, parts.way or "eager", lambda text, level: print(text))
         self.stored = next(prefetch(parts.train_loader.epoch(0), parts.device))
         self.finished = self.prepared(self.stored)
 
@@ -77,7 +79,7 @@ class Ways:
         return in_layout_of(self.parts.model, seen)
 
     def step(self, batch: Batch) -> object:
-        return self.parts.guard.watch(self.parts.step(lambda b: self.parts.region(b)[:2], [batch]))
+        return self.parts.guard.watch(self.engine.step([batch]))
 
 
 def assembled(arguments: argparse.Namespace, scratch: Path) -> Assembly:
