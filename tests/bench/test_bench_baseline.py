@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from halfstep.bench.baseline import earlier_rows, regressions
-from halfstep.bench.bench import drift_warning, loss_reference, loss_warnings, with_speedups
+from halfstep.bench.bench import clock_warning, drift_warning, loss_reference, loss_warnings, with_speedups
 from halfstep.bench.record import read, refuse_to_overwrite, rows_of, save
 from halfstep.bench.row import Row
 from halfstep.errors import CheckpointError, ConfigError
@@ -68,6 +68,12 @@ def test_drift_beyond_the_spread_is_warned_of() -> None:
     assert drift_warning([first], row("eager", "fp32", 110.0, spread=12.0)) == ""
     lost = Row(name="halfstep", variant="eager", precision="fp32", reason="out of memory")
     assert "out of memory" in drift_warning([first], lost)
+
+
+def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
+    rows = [row("eager", "fp32", 100.0), row("graph", "bf16", 10.0, clock_limits=("power cap",))]
+    assert clock_warning(rows) == "the device's clocks were held down in halfstep graph bf16 (power cap)"
+    assert clock_warning(rows[:1]) == ""
 
 
 def test_rows_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from halfstep.bench.row import Row
+from halfstep.hardware.probe import probe
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -41,3 +44,16 @@ def test_the_speed_script_names_its_cases_and_refuses_others() -> None:
     done = subprocess.run([*script, "--only", "gpt9"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "unet, unet_low_memory, resnet50_64, resnet50_256, vit_l_64" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_case_is_measured_and_its_row_is_written_even_where_peers_cannot_run() -> None:
+    from readme_tables import speed_table
+    from speed import Case, measured
+
+    words = ("model.base_channels=2", "model.depth=1")
+    tiny = Case(title="tiny", workload="unet", batch_size=2, image_size=16, words=words, against=("plain",))
+    found = measured(tiny, ("eager",), probe("cpu"), deadline=None)
+    assert [row["name"] for row in found["rows"]] == ["halfstep", "plain"]
+    assert found["repeated"]["window_ms"]
+    assert speed_table({"tiny": found}).splitlines()[-1].startswith("| tiny | ")

@@ -80,7 +80,7 @@ def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, te
         repeated = _measured(first, problem, dataclasses.replace(request, cold_start=False))
     rows = with_speedups(rows)
     reference = loss_reference(rows)
-    warnings = [busy, *loss_warnings(rows, reference), drift_warning(rows, repeated)]
+    warnings = [busy, clock_warning(rows), *loss_warnings(rows, reference), drift_warning(rows, repeated)]
     return Benched(
         rows=tuple(rows),
         warnings=tuple(filter(None, warnings)),
@@ -158,6 +158,12 @@ def loss_warnings(rows: Sequence[Row], reference: Row | None) -> list[str]:
         for row in rows
         if row.loss is not None and not abs(row.loss - reference.loss) <= LOSS_BOUND * abs(reference.loss)
     ]
+
+
+def clock_warning(rows: Sequence[Row]) -> str:
+    """Which rows a hot or power-capped device slowed down."""
+    held = [f"{row.label} ({', '.join(row.clock_limits)})" for row in rows if row.clock_limits]
+    return f"the device's clocks were held down in {'; '.join(held)}" if held else ""
 
 
 def drift_warning(rows: Sequence[Row], repeated: Row | None) -> str:

@@ -66,7 +66,8 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
         cold_start_s=cold_start_s if compiled else None,
         cache=cache,
         samples_per_s=problem.samples * len(ms) / sum(ms) * 1e3,
-        remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes, found.clock_limits)),
+        remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes)),
+        clock_limits=found.clock_limits,
     )
 
 
@@ -86,8 +87,6 @@ def _cold_start(runner: Runner, device: torch.device) -> tuple[float, bool]:
     return seconds[0], compiled
 
 
-def _remarks(peak: int | None, start_peak: int | None, limits: tuple[str, ...]) -> list[str]:
-    remarks = [f"clocks held down by {', '.join(limits)}"] if limits else []
-    if peak and start_peak and start_peak > START_MATTERS * peak:
-        remarks.append(f"its start takes {format_bytes(start_peak)}")
-    return remarks
+def _remarks(peak: int | None, start_peak: int | None) -> list[str]:
+    is_larger = peak and start_peak and start_peak > START_MATTERS * peak
+    return [f"its start takes {format_bytes(start_peak)}"] if is_larger and start_peak else []

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+LISTS = ("remarks", "window_ms", "clock_limits")
+"""Fields that JSON knows as lists."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -34,6 +37,8 @@ class Row:
     cold_start_s: float | None = None
     cache: str = ""
     """How `start_s` found the compiler's cache: cold, warm, or empty where nothing was compiled."""
+    clock_limits: tuple[str, ...] = ()
+    """What held the device's clocks down at its end."""
     speedup_fp32: float | None = None
     speedup_tf32: float | None = None
 
@@ -62,7 +67,7 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, with what follows from the windows written out for readers."""
         values = dataclasses.asdict(self)
-        values |= {"remarks": list(self.remarks), "window_ms": list(self.window_ms)}
+        values |= {name: list(values[name]) for name in LISTS}
         if self.loss is not None and not math.isfinite(self.loss):
             values["loss"] = None  # JSON has no NaN; a warning tells of it
         if self.is_measured:
@@ -74,5 +79,4 @@ class Row:
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
         """Raises LookupError, TypeError or ValueError on anything `to_dict` did not write."""
         known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        windows = tuple(float(ms) for ms in values["window_ms"])
-        return cls(**{**known, "remarks": tuple(values["remarks"]), "window_ms": windows})
+        return cls(**known | {name: tuple(known[name]) for name in LISTS})
