@@ -58,7 +58,7 @@ def test_attention_equals_torchs_multihead_attention_on_the_same_weights() -> No
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     mine, other = (x.clone().requires_grad_() for _ in range(2))
-    out, expected = ours(mine), theirs(other, other, other, need_weights=False)[0]
+    out, expected = ours(mine, 5), theirs(other, other, other, need_weights=False)[0]
     torch.testing.assert_close(out, expected)
     out.square().sum().backward()
     expected.square().sum().backward()

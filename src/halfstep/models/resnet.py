@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
+from halfstep.models.layers import BatchNorm2d, CentredConv2d, HalvingMaxPool2d
 from halfstep.models.recompute import Blocks
 
 Stem = Literal["imagenet", "small"]
@@ -23,10 +24,10 @@ class BasicBlock(nn.Module):
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = conv(in_channels, width, 3, stride)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = conv(width, width, 3)
-        self.bn2 = nn.BatchNorm2d(width)
+        self.conv1 = CentredConv2d(in_channels, width, 3, stride)
+        self.bn1 = BatchNorm2d(width)
+        self.conv2 = CentredConv2d(width, width, 3)
+        self.bn2 = BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = shortcut(in_channels, width, stride)
 
@@ -44,12 +45,12 @@ class Bottleneck(nn.Module):
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = conv(in_channels, width, 1)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = conv(width, width, 3, stride)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = conv(width, width * self.expansion, 1)
-        self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.conv1 = CentredConv2d(in_channels, width, 1)
+        self.bn1 = BatchNorm2d(width)
+        self.conv2 = CentredConv2d(width, width, 3, stride)
+        self.bn2 = BatchNorm2d(width)
+        self.conv3 = CentredConv2d(width, width * self.expansion, 1)
+        self.bn3 = BatchNorm2d(width * self.expansion)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = shortcut(in_channels, width * self.expansion, stride)
 
@@ -87,10 +88,12 @@ class ResNet(nn.Module):
         self.num_stages = len(blocks)
         is_small = stem == "small"
         # CIFAR's stem (He et al. 2015, 4.2): at 32 pixels the usual one would leave the last stage a single pixel.
-        self.conv1 = conv(in_channels, width, 3) if is_small else conv(in_channels, width, 7, stride=2)
-        self.bn1 = nn.BatchNorm2d(width)
+        self.conv1 = (
+            CentredConv2d(in_channels, width, 3) if is_small else CentredConv2d(in_channels, width, 7, stride=2)
+        )
+        self.bn1 = BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.Identity() if is_small else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+        self.maxpool = nn.Identity() if is_small else HalvingMaxPool2d(3)
         channels = width
         for number, depth in enumerate(blocks):
             inner, outer = width * 2**number, width * 2**number * block.expansion
@@ -110,16 +113,11 @@ class ResNet(nn.Module):
         return logits
 
 
-def conv(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution that keeps the size but for its stride; BatchNorm follows, so no bias."""
-    return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
-
-
 def shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:
     """What the sum of a block adds: its input, projected where the shape changes."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    return nn.Sequential(conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+    return nn.Sequential(CentredConv2d(in_channels, out_channels, 1, stride), BatchNorm2d(out_channels))
 
 
 def start_(module: nn.Module) -> None:

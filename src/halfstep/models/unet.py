@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
+from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
 
 
@@ -21,11 +22,11 @@ class DoubleConv(nn.Module):
         super().__init__()
         mid = mid_channels or out_channels
         self.double_conv = nn.Sequential(
-            nn.Conv2d(in_channels, mid, kernel_size=3, padding=1, bias=False),
-            nn.BatchNorm2d(mid),
+            CentredConv2d(in_channels, mid, 3),
+            BatchNorm2d(mid),
             nn.ReLU(inplace=True),
-            nn.Conv2d(mid, out_channels, kernel_size=3, padding=1, bias=False),
-            nn.BatchNorm2d(out_channels),
+            CentredConv2d(mid, out_channels, 3),
+            BatchNorm2d(out_channels),
             nn.ReLU(inplace=True),
         )
 
@@ -39,7 +40,7 @@ class Down(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.maxpool_conv = nn.Sequential(nn.MaxPool2d(2), DoubleConv(in_channels, out_channels))
+        self.maxpool_conv = nn.Sequential(HalvingMaxPool2d(2), DoubleConv(in_channels, out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.maxpool_conv(x)
@@ -56,7 +57,7 @@ class Up(nn.Module):
             self.up = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
             self.conv = DoubleConv(in_channels, out_channels, in_channels // 2)
         else:
-            self.up = nn.ConvTranspose2d(in_channels, in_channels // 2, kernel_size=2, stride=2)
+            self.up = DoublingConvTranspose2d(in_channels, in_channels // 2)
             self.conv = DoubleConv(in_channels, out_channels)
 
     def forward(self, deep: Tensor, skip: Tensor) -> Tensor:

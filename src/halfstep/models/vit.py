@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.kernels.fast_forms import wanted
+from halfstep.models.layers import PatchConv2d
 from halfstep.models.recompute import Blocks
 
 
@@ -52,13 +54,22 @@ class SelfAttention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, dim = x.shape
-        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = qkv.view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+    def forward(self, x: Tensor, num_queries: int) -> Tensor:
+        dim = x.shape[2]
+        if num_queries == x.shape[1]:
+            q, k, v = self._projected(x, 0, 3)
+        else:
+            (q,), (k, v) = self._projected(x[:, :num_queries], 0, 1), self._projected(x, 1, 3)
         attended = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.out_proj(attended.transpose(1, 2).reshape(batch, tokens, dim))
+        out: Tensor = self.out_proj(attended.transpose(1, 2).reshape(len(x), num_queries, dim))
         return out
+
+    def _projected(self, x: Tensor, first: int, end: int) -> Tensor:
+        """Queries (0), keys (1) and values (2) from `first` to before `end`: (end - first, N, heads, tokens, dim)."""
+        batch, tokens, dim = x.shape
+        rows = slice(first * dim, end * dim)
+        projected = F.linear(x, self.in_proj_weight[rows], self.in_proj_bias[rows])
+        return projected.view(batch, tokens, end - first, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
 
 
 class LayerScale(nn.Module):
@@ -73,10 +84,14 @@ class LayerScale(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention, then a two-layer perceptron, each normalised before and added to its input."""
+    """Attention, then a two-layer perceptron, each normalised before and added to its input.
 
-    def __init__(self, size: ViTSize, layer_scale: float) -> None:
+    Of the last block only the class token, the first, is read: its fast form asks for no other.
+    """
+
+    def __init__(self, size: ViTSize, layer_scale: float, *, is_last: bool) -> None:
         super().__init__()
+        self.is_last = is_last
         self.ln_1 = nn.LayerNorm(size.dim, eps=1e-6)
         self.self_attention = SelfAttention(size.dim, size.heads)
         self.ls_1 = LayerScale(size.dim, layer_scale) if layer_scale else nn.Identity()
@@ -91,7 +106,8 @@ class EncoderBlock(nn.Module):
             nn.init.normal_(linear.bias, std=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.ls_1(self.self_attention(self.ln_1(x)))
+        num_read = 1 if self.is_last and wanted("class_token", x) else x.shape[1]
+        x = x[:, :num_read] + self.ls_1(self.self_attention(self.ln_1(x), num_read))
         out: Tensor = x + self.ls_2(self.mlp(self.ln_2(x)))
         return out
 
@@ -107,7 +123,8 @@ class Encoder(nn.Module):
         self.num_registers = registers
         if registers:
             self.register_tokens = nn.Parameter(torch.empty(1, registers, size.dim).normal_(std=0.02))
-        blocks = {f"encoder_layer_{i}": EncoderBlock(size, layer_scale) for i in range(size.depth)}
+        last = size.depth - 1
+        blocks = {f"encoder_layer_{i}": EncoderBlock(size, layer_scale, is_last=i == last) for i in range(size.depth)}
         self.layers = Blocks(blocks, checkpointing=checkpointing)
         self.ln = nn.LayerNorm(size.dim, eps=1e-6)
 
@@ -146,7 +163,7 @@ class ViT(nn.Module):
             )
         self.patch = size.patch
         self.grid = checked_grid(image_size, image_size, size.patch)[0]
-        self.conv_proj = nn.Conv2d(in_channels, size.dim, kernel_size=size.patch, stride=size.patch)
+        self.conv_proj = PatchConv2d(in_channels, size.dim, size.patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, size.dim))
         self.encoder = Encoder(
             size, self.grid**2 + 1, layer_scale=layer_scale, registers=registers, checkpointing=checkpointing
