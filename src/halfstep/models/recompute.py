@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Recompute = Literal["none", "pointwise", "blocks"]
@@ -64,9 +65,15 @@ WITH_STATISTICS = frozenset(
         aten._native_batch_norm_legit.default,
         aten.native_layer_norm.default,
         aten.native_group_norm.default,
+        aten.var_mean.correction,
+        aten.sum.dim_IntList,
+        aten.mean.dim,
     }
 )
-"""Normalisations: their mean and variance are a pass over the input to compute and a few kilobytes to keep."""
+"""Normalisations and sums: a mean or a variance is a pass over the input to compute and a few kilobytes to keep."""
+
+FEW_VALUES = 2**16
+"""What is computed from so few is kept or computed again, as it comes: statistics, scales, small weights."""
 
 
 class Recomputing(nn.Module):
@@ -168,7 +175,8 @@ def _keep_expensive(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> Check
 
 
 def _keep_in_partitioner(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op in WITH_STATISTICS:
+    read = sum(value.numel() for value in tree_leaves(args) if isinstance(value, Tensor))
+    if op in WITH_STATISTICS or read < FEW_VALUES:
         # No order: the partitioner then keeps the statistics, which are reductions, and recomputes what uses them.
         return CheckpointPolicy.PREFER_SAVE
     return _keep_expensive(context, op, *args, **kwargs)
