@@ -43,7 +43,9 @@ def _stopped_at_once(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrup
 
 def _removed(error: HalfstepError, folder: RunFolder) -> HalfstepError:
     shutil.rmtree(folder.path, ignore_errors=True)
-    return _added(error, fix=f"then give the same command again (nothing was trained yet: {folder.path} was removed)")
+    return _added(
+        error, why=f"nothing was trained yet: {folder.path} was removed", fix="then give the same command again"
+    )
 
 
 def _kept(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
@@ -57,6 +59,7 @@ def _kept(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
 
 
 def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:
+    fix = fix if error.fix else fix.removeprefix("then ")
     error.why, error.fix = ("; ".join(filter(None, parts)) for parts in ((error.why, why), (error.fix, fix)))
     return error
 

@@ -180,6 +180,8 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             shown = ended_early(error, loop, folder, is_new=resumed is None)
             if folder.path.is_dir():
                 _draw(folder, report)
+            if shown is error:
+                raise
             raise shown from error
         except Exception:  # somebody's own code: its traceback is what they need, an empty run is not
             if resumed is None and left_nothing(loop):
