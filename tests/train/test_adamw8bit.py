@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
-from halfstep.train.adamw8bit import AdamW8bit, nearest_codes, signed_table, unsigned_table
+from halfstep.train.adamw8bit import AdamW8bit, empty_state, nearest_codes, signed_table, unsigned_table, update
+from halfstep.train.schedule import ScheduleOptions, build_schedule
+from halfstep.train.step import Step
+from tiny_training import plan
 
 
 def net(memory_format: torch.memory_format = torch.contiguous_format) -> nn.Sequential:
@@ -133,3 +136,41 @@ def test_a_tensor_learning_rate_is_read_at_every_step() -> None:
 def test_a_beta_of_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="betas"):
         AdamW8bit(nn.Linear(2, 2).parameters(), betas=(1.0, 0.999))
+
+
+def test_in_a_step_the_device_decides_and_a_bad_window_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+    schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=10))
+    step = Step(model, optimizer, plan("fp32", "cpu"), schedules=[schedule])
+    assert step.committers[0].way == "found_inf"
+    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
+    for _ in range(3):
+        assert not step(loss_fn, [torch.randn(8, 64)]).read().is_bad
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    assert step(loss_fn, [torch.full((8, 64), float("nan"))]).read().is_bad
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    for index, own in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(own[name], state[index][name]) for name in own)
+
+
+def test_one_compiled_kernel_serves_all_sizes() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(update, dynamic=True, fullgraph=True, backend=backend)
+    lr, keep = torch.tensor(1e-2), torch.tensor(False)
+    for count in (4096, 8192, 12800, 65536):
+        flat, grad = torch.randn(count), torch.randn(count)
+        state = empty_state(flat)
+        expected, expected_state = flat.clone(), empty_state(flat)
+        update(expected, grad, expected_state, lr, keep, (0.9, 0.999), 1e-8, 0.1)
+        compiled(flat, grad, state, lr, keep, (0.9, 0.999), 1e-8, 0.1)
+        torch.testing.assert_close(flat, expected)
+        assert all(torch.equal(state[name], expected_state[name]) for name in state)
+    assert len(graphs) == 1

@@ -68,7 +68,7 @@ class AdamW8bit(Optimizer):
         state, grad = self.state[parameter], parameter.grad
         assert grad is not None
         if not state:
-            state.update(_empty_state(parameter))
+            state.update(empty_state(parameter))
         flat = flat_view(parameter) if is_dense(parameter) else parameter.reshape(-1)
         constants = (group["betas"], group["eps"], group["weight_decay"])
         _kernel(parameter.device.type)(flat, _in_order_of(parameter, grad), state, lr, keep, *constants)
@@ -84,7 +84,7 @@ class AdamW8bit(Optimizer):
             own.update({name: value.to(parameters[index].device, copy=True) for name, value in stored.items()})
 
 
-def _empty_state(parameter: Tensor) -> dict[str, Tensor]:
+def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     """Moments lie flat, in the order of the parameter's memory."""
     count, device = parameter.numel(), parameter.device
     state = {"step": torch.zeros((), device=device)}

@@ -1,6 +1,6 @@
 """How a verdict reaches an optimizer: three ways, chosen by what the optimizer can do, shown with their price.
 
-    found_inf   fused SGD, Adam, AdamW, Adagrad read the flag inside their kernel and write nothing: free
+    found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit read the flag inside their kernel: free
     select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
     host        anything else, and where an optimizer's own state lives on the host: one wait a step
 
@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
+from halfstep.train.adamw8bit import AdamW8bit
 from halfstep.train.flat import Snapshot
 from halfstep.train.optimizers import OPTIMIZERS
 from halfstep.train.rates import Rates
 
 Way = Literal["found_inf", "select", "host"]
 
-READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit)
 REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the model several times inside one step, so no single verdict exists",
     torch.optim.SparseAdam: "it updates rows in place without a flag, and a skipped step could not be undone",
