@@ -145,7 +145,8 @@ class TrainConfig(Section):
         description="compile: torch.compile over model and loss; off: eager; auto: eager, until measurement chooses",
     )
     memory: Literal["normal", "low"] = Field(
-        default="normal", description="low is reserved for memory traded by measurement, which is not built yet"
+        default="normal",
+        description="low: the least memory that trials find for at most 10 % more time, by recomputing and small moments",
     )
     channels_last: Literal["auto"] | bool = Field(
         default="auto", description="NHWC memory layout of images and convolutions"
