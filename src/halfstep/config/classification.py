@@ -35,6 +35,9 @@ class ImageAugmentConfig(Section):
     brightness: Fraction = Field(default=0.0, description="Largest relative change of brightness")
     contrast: Fraction = Field(default=0.0, description="Largest relative change of contrast")
     saturation: Fraction = Field(default=0.0, description="Largest relative change of saturation")
+    trivial: bool = Field(
+        default=False, description="One random change more for each image, of 14 kinds (TrivialAugment, its wide set)"
+    )
     erase: Fraction = Field(default=0.0, description="Chance that a rectangle is blanked (random erasing)")
     mixup: OffNumber = Field(default=0.0, description="Alpha of mixup: two images blended; 0: off")
     cutmix: OffNumber = Field(default=0.0, description="Alpha of CutMix: a box pasted from another image; 0: off")

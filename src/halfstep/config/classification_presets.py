@@ -76,7 +76,7 @@ TRAIN_176_EVALUATE_224: Preset = {"data.image_size": 176, "data.eval_size": 224,
 
 # torchvision's second ResNet-50 (pytorch/vision issue 3995; 80.86 % top-1 after 600 epochs): lr 0.5 for 1024 samples,
 # trained at 176 pixels and evaluated at 224 of 232. Its average takes in (1 - 0.99998) · 1024 · 32 / 600 every 32
-# steps, which is the decay below at every step. Its TrivialAugment and repeated augmentation are not built.
+# steps, which is the decay below at every step. Its repeated augmentation (4 views of an image a batch) is not built.
 TORCHVISION_V2: Preset = {
     "precision.default": "bf16",
     "train.epochs": 600,
@@ -92,6 +92,7 @@ TORCHVISION_V2: Preset = {
     "schedule.warmup_epochs": 5.0,
     "model.label_smoothing": 0.1,
     **TRAIN_176_EVALUATE_224,
+    "data.augment.trivial": True,
     "data.augment.mixup": 0.2,
     "data.augment.cutmix": 1.0,
     "data.augment.erase": 0.1,

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.data.pixels import gray, sent
 from halfstep.data.seeds import generator_for
+from halfstep.data.trivial_augment import trivially_augmented
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's channels in 0..1; official weights expect them."""
 SCALE = tuple(1 / (255 * std) for std in STD)
 SHIFT = tuple(-mean / std for mean, std in zip(MEAN, STD, strict=True))
-LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
 PIXELS_A_READING = 1.5
 """Most stored pixels that one bilinear reading may stand for; from 2 on it would miss some."""
 NUM_DRAWS = 8
@@ -38,6 +39,8 @@ class ImageChanges:
     """Largest relative change; likewise contrast and saturation."""
     contrast: float = 0.0
     saturation: float = 0.0
+    trivial: bool = False
+    """Whether each image gets one more change, of TrivialAugment's."""
     erase: float = 0.0
     """Chance that a rectangle is blanked (Zhong et al. 2017)."""
     erase_area: tuple[float, float] = (0.02, 1 / 3)
@@ -74,6 +77,8 @@ def model_images(
         assert stored == size, f"images of {stored} pixels without a box, asked for {size}"
     if changes.colours:
         image = recoloured(image, draws[1:4], changes)
+    if changes.trivial:
+        image = trivially_augmented(image, key=key)
     scale, shift = (sent(torch.tensor(values), pixels.device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
     image = torch.addcmul(shift, image, scale)
     if changes.erase:
@@ -113,12 +118,6 @@ def recoloured(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
     return torch.lerp(gray(image), image, saturation).clamp(0, 255)
 
 
-def gray(image: Tensor) -> Tensor:
-    """Luma (N, 1, H, W)."""
-    red, green, blue = image.unbind(dim=1)
-    return (red * LUMA[0] + green * LUMA[1] + blue * LUMA[2]).unsqueeze(1)
-
-
 def erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
     """Booleans (N, 1, size, size) that are true inside each image's blanked rectangle."""
     happens, area, shape, place = draws
@@ -135,11 +134,6 @@ def erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
     in_y = (middle > top.unsqueeze(1)) & (middle < (top + high_).unsqueeze(1))
     inside: Tensor = in_x.unsqueeze(1) & in_y.unsqueeze(2) & (happens < changes.erase).view(-1, 1, 1)
     return inside.unsqueeze(1)
-
-
-def sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """A small CPU tensor on the device, without waiting for it."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def _positions(start: Tensor, end: Tensor, steps: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.classification_augment import sent
+from halfstep.data.pixels import sent
 from halfstep.islands import fp32_island, to_fp32
 
 TOP = 5

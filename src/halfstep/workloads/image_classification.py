@@ -90,6 +90,7 @@ class Prepared:
             brightness=asked.brightness,
             contrast=asked.contrast,
             saturation=asked.saturation,
+            trivial=asked.trivial,
             erase=asked.erase,
         )
         self.mixing = Mixing(
