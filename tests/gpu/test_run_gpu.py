@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def test_deterministic_cuda_resumes_bit_for_bit(tmp_path: Path, precision: str) 
 @pytest.fixture
 def little_memory():
     """A hard limit on what torch may take: an allocation beyond it is a real OutOfMemoryError."""
+    gc.collect()  # earlier tests' graphs and models
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.2e9) / total)
