@@ -85,6 +85,12 @@ def test_a_layer_named_for_fp8_gets_it_although_it_is_the_last() -> None:
     assert computes(decide("fp8", HOPPER, net))["2"] == "bf16"
 
 
+def test_a_part_that_gains_nothing_in_fp8_says_so() -> None:
+    plan = decide("bf16", HOPPER, model(), modules={"1": "fp8"}, fp8_gains={"1": SLOW})
+    assert (plan.granted, computes(plan)["1"]) == ("bf16", "bf16")
+    assert "fp8 asked for, running bf16" in plan.warnings[0]
+
+
 def test_edges_are_the_outermost_layers_with_a_matrix() -> None:
     net = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(3, 4, 1), nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     assert edge_layers(net) == {"1", "3"}

@@ -146,7 +146,7 @@ class TrainConfig(Section):
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: the least memory that trials find for at most 10 % more time, by recomputing and small moments",
+        description="low: the least memory that trials find for at most 10 % more time",
     )
     channels_last: Literal["auto"] | bool = Field(
         default="auto", description="NHWC memory layout of images and convolutions"

@@ -68,7 +68,7 @@ def decide(
         rows=(*_rows(model, default, parts, hardware, fp8_gains or {}, force=force), *map(_island, fragile)),
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
-    if model is not None and plan.granted == "fp8" and not plan.simulated:
+    if model is not None and any(answer.compute == "fp8" and not answer.simulated for answer in grants):
         return _checked_fp8(plan, model, strict=strict)
     return plan
 

@@ -137,10 +137,10 @@ def without_fp8(plan: Plan, why: str, *, strict: bool = False) -> Plan:
             fix="ask for bf16, leave strict off, or precision.force=true to run fp8 all the same",
         )
     warning = f"fp8 asked for, running bf16: {why} (precision.force=true runs fp8 all the same)"
+    granted, reason = ("bf16", why) if plan.granted == "fp8" else (plan.granted, plan.reason)
     rows = tuple(_in_bf16(row, why) for row in plan.rows)
-    return dataclasses.replace(
-        plan, granted="bf16", reason=why, rows=rows, warnings=tuple(dict.fromkeys((*plan.warnings, warning)))
-    )
+    warnings = tuple(dict.fromkeys((*plan.warnings, warning)))
+    return dataclasses.replace(plan, granted=granted, reason=reason, rows=rows, warnings=warnings)
 
 
 def _in_bf16(row: Row, why: str) -> Row:
