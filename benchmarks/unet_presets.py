@@ -1,38 +1,78 @@
-"""What U-Net's presets change: settings, and the memory of a step at full size, counted tensor by tensor.
+"""What U-Net's presets change: settings, and the time and memory of a step at 512x512.
 
-    python benchmarks/unet_presets.py
+    python benchmarks/unet_presets.py               counts memory tensor by tensor, no GPU needed
+    python benchmarks/unet_presets.py --measure     on a CUDA device: the guarded steps themselves, random data
 
-Counted on torch's meta device at 512x512 (no GPU needed): weights, gradients, optimizer, activations while they live.
-Workspaces and the allocator's gaps come on top; on an H200 the guarded bf16 step at batch 8 peaked at 6.7 GB.
+Counted on torch's meta device: weights, gradients, optimizer, activations while they live; workspaces and the
+allocator's gaps come on top. Measured: each preset as it runs, except that `train.fast: auto` stands for eager.
 """
 
 from __future__ import annotations
 
-import torch
-from recording import store
+import argparse
+from typing import Any
 
+import torch
+from recording import store, time_steps
+
+from halfstep.bench.problem import random_batch, random_workload
 from halfstep.config.load import load
+from halfstep.config.schema import RunConfig
+from halfstep.config.unet import UNetConfig
+from halfstep.hardware.probe import probe
+from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.engine import Engine
 from halfstep.run.guide_memory import step_cost
+from halfstep.workloads.unet import model_from_store
 
 DATA = {"num_classes": 2, "channels": 3, "image_size": 512}
 
 
+def counted(config: RunConfig) -> dict[str, Any]:
+    cost = step_cost(config, DATA, config.precision.default)
+    average = 4 * cost.num_parameters if config.ema.enabled else 0
+    return {"step_gb": (cost.bytes_at(config.train.batch_size) + average) / 1e9}
+
+
+def measured(config: RunConfig) -> dict[str, Any]:
+    assert isinstance(config, UNetConfig)
+    torch.manual_seed(0)
+    batch = random_batch(config)
+    workload = random_workload(config, model_from_store(config, DATA), batch)
+    parts = assemble(config, workload, plan_for(config, workload, probe("cuda")))
+    engine = Engine(parts, parts.way or "eager", lambda text, level: print(text))
+    window = [{name: value.cuda() for name, value in batch.items()}] * config.train.accumulate
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    timed = time_steps(lambda: engine(window), warmup=6, steps=5, windows=4)
+    samples = config.train.batch_size * config.train.accumulate
+    return {
+        "way": engine.way,
+        "measured": timed,
+        "ms_a_sample": timed["ms"] / samples,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+    }
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    arguments = parser.parse_args()
     rows = {}
-    for name in ("fast", "quality", "lowmem", "stable", "debug"):
-        config = load("unet", preset=name, flags={"data_dir": "data"}).config
-        cost = step_cost(config, DATA, config.precision.default)
-        average = 4 * cost.num_parameters if config.ema.enabled else 0
+    for name in ("lowmem", "quality", "stable", "debug", "fast"):
+        config = load("unet", preset=name, flags={"data_dir": "data"}, overrides=["data.image_size=512"]).config
         rows[name] = {
             "precision": config.precision.default,
             "batch_size": config.train.batch_size,
             "accumulate": config.train.accumulate,
             "fast": config.train.fast,
             "checkpointing": config.train.activation_checkpointing,
-            "step_gb": (cost.bytes_at(config.train.batch_size) + average) / 1e9,
+            **(measured(config) if arguments.measure else counted(config)),
         }
         print(name, rows[name])
-    store("unet_presets", {"rows": rows}, torch.device("cpu"))
+    name, device = ("unet_presets_measured", "cuda") if arguments.measure else ("unet_presets", "cpu")
+    store(name, {"rows": rows}, torch.device(device), arguments.out)
 
 
 if __name__ == "__main__":
