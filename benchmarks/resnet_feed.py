@@ -153,7 +153,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         parts = assembled(arguments, Path(scratch))
-        results = summarised(measured(Ways(parts), arguments), arguments.batch)
+        ways = Ways(parts)
+        results = summarised(measured(ways, arguments), arguments.batch) | {"way": ways.engine.way}
     for name, row in results["images_per_s"].items():
         print(f"{name:9} {row['median']:8.1f} images/s ({row['slowest']:.1f} to {row['fastest']:.1f})")
     for name, row in results["packed_slower_than"].items():
