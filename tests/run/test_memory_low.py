@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from whole_runs import resume
 
 from halfstep.models.recompute import how_it_recomputes
 from halfstep.models.unet import UNet
@@ -17,6 +21,7 @@ from halfstep.run.guide_memory import LiveBytes
 from halfstep.run.memory_levers import activation_budget, levers_of, memory_setting, optimizer_for, state_bytes
 from halfstep.run.memory_low import NORMAL, Cost, MemoryChoice, MemorySetting, choose_memory
 from halfstep.train.adamw8bit import AdamW8bit
+from tiny_runs import unet_run
 
 POINTWISE, BLOCKS = MemorySetting(recompute="pointwise"), MemorySetting(recompute="blocks")
 SMALL = MemorySetting(optimizer_bits=8)
@@ -171,3 +176,19 @@ def test_a_lower_budget_keeps_less_in_a_compiled_region() -> None:
             graph = run(x).grad_fn
         kept.append(sum(tensor.nbytes for tensor in graph.saved_tensors))
     assert kept[1] < kept[0]
+
+
+def test_a_run_with_one_byte_moments_and_recomputing_resumes_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = MemorySetting(recompute="pointwise", optimizer_bits=8)
+    choice = MemoryChoice(setting=both, reason="set by the test")
+    monkeypatch.setattr("halfstep.run.tune.choose_memory", lambda *_args, **_options: choice)
+    small = {"train.memory": "low", "model.base_channels": 16, "data.num_workers": 0, "schedule.name": "constant"}
+    whole = unet_run(tmp_path / "whole", small)
+    cut = unet_run(tmp_path / "cut", {**small, "train.max_steps": 4})
+    monkeypatch.undo()  # a resumed run follows its plan
+    resume(cut, "train.max_steps=6")
+    one, other = (load_file(run / "checkpoints/step-00000006/model.safetensors") for run in (whole, cut))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert json.loads((cut / "plan.json").read_text())["memory"] == dataclasses.asdict(both)

@@ -88,6 +88,8 @@ class MemoryChoice:
         ]
 
     def _trial_lines(self) -> Iterator[str]:
+        if not self.trials:
+            return
         base = _reference(self.trials)
         for trial in self.trials:
             if trial.cost is None:
@@ -207,7 +209,7 @@ def _whole(trial: Trial) -> Cost:
 
 
 def _gigabytes(cost: Cost) -> str:
-    return f"{cost.peak_bytes / 1e9:.2f} GB"
+    return f"{cost.peak_bytes / 1e9:.2f} GB" if cost.peak_bytes >= 1e9 else f"{cost.peak_bytes / 1e6:.1f} MB"
 
 
 def _change(cost: Cost, base: Cost) -> str:
