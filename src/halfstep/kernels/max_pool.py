@@ -1,9 +1,10 @@
 """Max-pooling at stride 2 whose backward gathers: each pixel looks at the windows it lies in, no two writers meet.
 
 torch's backward scatters window by window, with atomics where windows overlap, so its sums have no fixed order and no
-neighbour can be fused to it. Forward keeps one byte a window, the place of its maximum; ties and NaN are resolved as
-torch does: the first maximum in reading order, or the last NaN. Kernel 2 without padding, or kernel 3 with padding 1.
-A window of nothing but -inf gives its gradient to nobody, where torch gives it to the window's first pixel.
+neighbour can be fused to it. Forward keeps one byte a window, the place of its maximum: the first in reading order
+where there are several, as torch has it. Kernel 2 without padding, or kernel 3 with padding 1. Two cases that no
+training survives differ in whom the gradient goes to: of several NaN in a window the first (torch: the last), and
+nobody at a border where all is -inf.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.kernels.layout import layout_of
-
 
 def max_pool_stride2(x: Tensor, kernel: int) -> Tensor:
-    """`F.max_pool2d` with this kernel, 2 or 3, at stride 2."""
+    """`F.max_pool2d` of a channels_last x with this kernel, 2 or 3, at stride 2."""
     pooled = MaxPoolStride2.apply(x, kernel)  # type: ignore[no-untyped-call]
     assert isinstance(pooled, Tensor)
     return pooled
@@ -31,39 +30,41 @@ class MaxPoolStride2(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kernel: int) -> Tensor:
         pooled, places = pool_with_places(x, kernel)
         ctx.save_for_backward(places)
-        ctx.kernel, ctx.size, ctx.layout = kernel, x.shape[2:], layout_of(x)
+        ctx.kernel, ctx.size = kernel, x.shape[2:]
         return pooled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (places,) = ctx.saved_tensors
-        return gathered(gradients[0], places, ctx.kernel, *ctx.size).contiguous(memory_format=ctx.layout), None
+        return gathered(gradients[0], places, ctx.kernel, *ctx.size), None
 
 
 def pool_with_places(x: Tensor, kernel: int) -> tuple[Tensor, Tensor]:
     """Maximum of each window, and its place there, row · (kernel + 1) + column: one more than a row has columns, so
-    that a column beside the window is not mistaken for one in the next row."""
-    padding = kernel // 2 if kernel % 2 else 0
-    rows, columns = ((side + 2 * padding - kernel) // 2 + 1 for side in x.shape[2:])
-    padded = F.pad(x, [padding] * 4, value=float("-inf")) if padding else x
-    best = padded[:, :, : 2 * rows : 2, : 2 * columns : 2]
-    places = torch.zeros_like(best, dtype=torch.int8)
-    for row in range(kernel):
-        for column in range(kernel):
-            value = padded[:, :, row : row + 2 * rows - 1 : 2, column : column + 2 * columns - 1 : 2]
-            is_better = (value > best) | value.isnan()
-            best = torch.where(is_better, value, best)
-            places = places.masked_fill(is_better, row * (kernel + 1) + column)
-    return best.contiguous(memory_format=layout_of(x)), places
+    that a column beside the window is not mistaken for one in the row before."""
+    padding = (kernel - 1) // 2
+    pooled = F.max_pool2d(x, kernel, stride=2, padding=padding)
+    # Compared in fp32 although bf16 would do: the compiler's partitioner keeps a result that is less than a quarter of
+    # what it was computed from, so it keeps the places and does not compare again in backward.
+    wide, best = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x, pooled))
+    wide = F.pad(wide, [padding] * 4, value=float("-inf"))
+    rows, columns = pooled.shape[2:]
+    places = torch.zeros_like(pooled, dtype=torch.int8)
+    for row in reversed(range(kernel)):
+        for column in reversed(range(kernel)):
+            value = wide[:, :, row : row + 2 * rows - 1 : 2, column : column + 2 * columns - 1 : 2]
+            places = torch.where((value == best) | value.isnan(), row * (kernel + 1) + column, places)
+    return pooled, places.contiguous(memory_format=torch.channels_last)
 
 
 def gathered(gradient: Tensor, places: Tensor, kernel: int, height: int, width: int) -> Tensor:
     """The gradient of x: at each pixel the sum, in fp32 at least, over windows that have their maximum there.
 
-    Pixel h lies in window h//2 + i at row h%2 + padding - 2i, for i = 0 and, with padding, 1.
+    Pixel h lies in window h//2 + i at row h%2 + padding - 2i, for i = 0 and, with padding, 1. All is written channels
+    last, as it lies in memory: where strides do not tell, the compiler walks through memory in the order written.
     """
-    padding = kernel // 2 if kernel % 2 else 0
-    parity = torch.arange(max(height, width), device=places.device) % 2 + padding
+    padding = (kernel - 1) // 2
+    parity = torch.arange(max(height, width), dtype=torch.int32, device=places.device)[:, None] % 2 + padding
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     total = torch.zeros((), dtype=wide.dtype, device=wide.device)
     for i in range(padding + 1):
@@ -71,13 +72,13 @@ def gathered(gradient: Tensor, places: Tensor, kernel: int, height: int, width: 
             here = (parity[:height, None] - 2 * i) * (kernel + 1) + (parity[:width] - 2 * j)
             is_maximum = spread(places, i, j, height, width) == here
             total = total + torch.where(is_maximum, spread(wide, i, j, height, width), 0)
-    return total.to(gradient.dtype)
+    return total.to(gradient.dtype).permute(0, 3, 1, 2)
 
 
 def spread(windows: Tensor, i: int, j: int, height: int, width: int) -> Tensor:
-    """For each pixel (h, w) the value of window (h//2 + i, w//2 + j), or 0 where there is none."""
+    """For each pixel (h, w) the value of window (h//2 + i, w//2 + j), or 0 where there is none; channels last."""
     n, c, rows, columns = windows.shape
     half_height, half_width = (height + 1) // 2, (width + 1) // 2
-    windows = F.pad(windows, (0, half_width + j - columns, 0, half_height + i - rows))[:, :, i:, j:]
-    doubled = windows[:, :, :, None, :, None].expand(n, c, half_height, 2, half_width, 2)
-    return doubled.reshape(n, c, 2 * half_height, 2 * half_width)[:, :, :height, :width]
+    windows = F.pad(windows, (0, half_width + j - columns, 0, half_height + i - rows))[:, :, i:, j:].permute(0, 2, 3, 1)
+    doubled = windows[:, :, None, :, None].expand(n, half_height, 2, half_width, 2, c)
+    return doubled.reshape(n, 2 * half_height, 2 * half_width, c)[:, :height, :width]

@@ -71,4 +71,7 @@ class HalvingMaxPool2d(nn.MaxPool2d):
         self.kernel = kernel_size
 
     def forward(self, input: Tensor) -> Tensor:
-        return max_pool_stride2(input, self.kernel) if wanted("max_pool", input) else super().forward(input)
+        if wanted("max_pool", input) and has_channels_last(input):
+            return max_pool_stride2(input, self.kernel)
+        pooled: Tensor = super().forward(input)
+        return pooled
