@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -35,13 +38,21 @@ main(sys.argv[1:])
 """From this epoch on a sample takes a minute: what a user does who waits for the step to finish."""
 
 
-def start(out: Path, *, slow_from: int) -> subprocess.Popen[str]:
+def start(out: Path, *, slow_from: int, terminal: int = subprocess.PIPE) -> subprocess.Popen[str]:
     tests = str(Path(__file__).resolve().parent.parent)
-    settings = [f"{key}={json.dumps(value)}" for key, value in TINY.items()]
+    settings = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "train.epochs": 100_000}.items()]
     program = SLOW.format(tests=tests, slow_from=slow_from)
     command = [sys.executable, "-c", program, "train", "tiny_workload:build", *settings, "--out", str(out)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, text=True, env=environment, start_new_session=True,
+        preexec_fn=None if terminal == subprocess.PIPE else own_terminal,
+    )  # fmt: skip
+
+
+def own_terminal() -> None:
+    """As a login shell has one: closing it then signals."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def stopped_twice(out: Path, *, slow_from: int) -> tuple[int, str, float]:
@@ -87,6 +98,19 @@ def test_ctrl_c_is_answered_at_once_on_standard_error(capfd: pytest.CaptureFixtu
         assert asked.exit_code == 130
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
+    """It takes standard output and error away as well: nothing can be printed any more."""
+    ours, theirs = pty.openpty()
+    with start(tmp_path / "run", slow_from=10**9, terminal=theirs) as process:
+        os.close(theirs)
+        deadline = time.monotonic() + 60
+        while not Checkpoints(tmp_path / "run" / "checkpoints").all() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.close(ours)
+        assert process.wait(timeout=60) == 129
+    Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
 
 
 def test_a_closed_terminal_is_handled_as_a_scheduler_that_ends_the_job() -> None:

@@ -91,10 +91,12 @@ def show_error(error: HalfstepError) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
-    if isinstance(error, Interrupted):  # no mistake: it says itself who stopped it
+    if isinstance(error, Interrupted):  # no mistake, and nothing to fix: it says itself who stopped it
         console.print(Text(error.what, style="yellow"), soft_wrap=True)
-    else:
-        console.print(Text.assemble(("error: ", "bold red"), error.what), soft_wrap=True)
+        for text in filter(None, (error.why, error.fix)):
+            console.print(Text(f"  {text}"), soft_wrap=True)
+        return
+    console.print(Text.assemble(("error: ", "bold red"), error.what), soft_wrap=True)
     for label, text in (("why", error.why), ("fix", error.fix)):
         if text:
             console.print(Text(f"  {label}: ", style="bold") + Text(text), soft_wrap=True)

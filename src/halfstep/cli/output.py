@@ -5,6 +5,7 @@ Without this `halfstep check x.py | head -1` ends with 0, 1 or 120, by how much 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -16,13 +17,19 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
+GONE = (errno.EPIPE, errno.EIO)
+"""The reader left, or the terminal was closed."""
+
+
 class PatientFile(io.FileIO):
     """Writes until nobody reads any more, then to nowhere."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             drop(self.fileno())
             return len(memoryview(data))
 
