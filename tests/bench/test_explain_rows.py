@@ -52,14 +52,26 @@ def test_halfsteps_own_step_is_known_to_be_fused_prefetched_and_in_its_layout(
     assert facts.floor_ms == pytest.approx(FLOPS / 0.1e12 * 1e3)
 
 
-@pytest.mark.parametrize(("variant", "by_hand"), [("documented", False), ("tuned", True)])
+@pytest.mark.parametrize(
+    ("variant", "way", "by_hand"),
+    [("documented", "compile", False), ("tuned", "compile", True), ("graphs", "graph", True)],
+)
 def test_a_peer_is_known_by_how_far_its_user_went(
-    problem: Problem, hardware: Hardware, variant: str, by_hand: bool
+    problem: Problem, hardware: Hardware, variant: str, way: str, by_hand: bool
 ) -> None:
-    [peer] = peers(["plain"], problem, "fp32", variants=[variant])  # type: ignore[list-item]
+    [peer] = peers([f"plain:{variant}"], problem, "bf16")
     facts = facts_of(peer, problem, hardware, FLOPS)
-    assert (facts.way, facts.channels_last, facts.fused_optimizer) == ("compile", by_hand, by_hand)
+    assert (facts.way, facts.channels_last, facts.fused_optimizer) == (way, by_hand, by_hand)
     assert not facts.prefetches
+
+
+def test_a_peer_that_keeps_the_contiguous_layout_in_strict_fp32_on_cuda_is_known_to(
+    problem: Problem, hardware: Hardware
+) -> None:
+    on_cuda = dataclasses.replace(problem, device=torch.device("cuda"))
+    [peer] = peers(["plain:tuned"], on_cuda, "fp32")
+    facts = facts_of(peer, on_cuda, hardware, FLOPS)
+    assert (facts.channels_last, facts.fused_optimizer) == (False, True)
 
 
 def test_rows_are_explained_or_say_why_not(problem: Problem, hardware: Hardware) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -166,14 +165,13 @@ def test_rows_after_the_deadline_are_not_started(problem: Problem) -> None:
     assert "time" in row.reason
 
 
-def test_a_peer_that_is_not_there_costs_its_own_row_only(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    request = Request(
-        precisions=("fp32",), ways=("eager",), against=("accelerate",), schedule=SHORT, repeat_first=False
-    )
-    rows = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
-    assert [row.is_measured for row in rows] == [True, False]
-    assert "pip install accelerate" in rows[1].reason
+def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> None:
+    against = ("plain:graphs",)
+    request = Request(precisions=("fp8",), ways=("eager",), against=against, schedule=SHORT, repeat_first=False)
+    ours, peer = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert ours.is_measured
+    assert (peer.label, peer.is_measured) == ("plain graphs fp8", False)
+    assert "fp8" in peer.reason
 
 
 def test_a_loss_that_is_not_a_number_is_stored_as_nothing_and_warned_of(problem: Problem) -> None:

@@ -3,6 +3,7 @@ minutes here; `tests/gpu/test_peers_gpu.py` runs the real one."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import logging
@@ -155,9 +156,21 @@ def test_only_the_tuned_variant_changes_layout_and_optimizer(name: str, monkeypa
     assert built == [{"fused": None, "channels_last": False}, {"fused": True, "channels_last": True}]
 
 
-@pytest.mark.parametrize(("precision", "is_last"), [("fp32", False), ("tf32", True), ("bf16", True), ("fp16", True)])
-def test_tuned_means_channels_last_but_for_strict_fp32_which_it_would_slow(precision: str, is_last: bool) -> None:
-    setup = PeerSetup(problem=Watched().problem, precision=precision, variant="tuned")
+@pytest.mark.parametrize(
+    ("device", "precision", "is_last"),
+    [
+        ("cuda", "fp32", False),
+        ("cuda", "tf32", True),
+        ("cuda", "bf16", True),
+        ("cuda", "fp16", True),
+        ("cpu", "fp32", True),
+    ],
+)
+def test_tuned_means_channels_last_but_for_strict_fp32_on_cuda_which_it_would_slow(
+    device: str, precision: str, is_last: bool
+) -> None:
+    problem = dataclasses.replace(Watched().problem, device=torch.device(device))
+    setup = PeerSetup(problem=problem, precision=precision, variant="tuned")
     kernel = max(setup.model().parameters(), key=torch.numel)
     assert kernel.is_contiguous(memory_format=torch.channels_last) == is_last
     image = setup.prepared(setup.problem.host_batch)["image"]
@@ -241,6 +254,11 @@ def test_an_unknown_peer_is_refused_with_the_nearest_name() -> None:
         peers(["lightening"], Watched().problem, "bf16")
 
 
+def test_an_unknown_variant_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'plain:graphs'"):
+        peers(["plain:graph"], Watched().problem, "bf16")
+
+
 def test_fp8_is_refused() -> None:
     with pytest.raises(PrecisionError, match="'fp8'"):
         peers(["plain"], Watched().problem, "fp8")
@@ -270,7 +288,9 @@ def test_lightning_turns_ctrl_c_into_a_keyboard_interrupt() -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_every_peer_of_the_table_has_two_variants() -> None:
+def test_a_peers_name_stands_for_two_variants_and_the_third_is_asked_for() -> None:
     found = [(runner.name, runner.variant) for runner in runners("plain", Watched().problem)]
     assert found == [("plain", "documented"), ("plain", "tuned")]
+    graphs = peers(["plain:graphs"], Watched().problem, "bf16")
+    assert [(runner.name, runner.variant) for runner in graphs] == [("plain", "graphs")]
     assert set(PEERS) == {"plain", "lightning", "accelerate"}

@@ -78,7 +78,7 @@ def test_a_peer_trains_as_fp32_on_the_host_does(name: str, precision: str, bound
     """Bounds: two units in the last place of the format for the loss; fp32 sums in another order over five steps."""
     problem = tiny_problem()
     expected = fp32_loss(problem)
-    for runner in peers([name], problem, precision, variants=("documented", "tuned", "graphs")):
+    for runner in peers([name, f"{name}:graphs"], problem, precision):
         calls: list[None] = []
         found = runner.train(STEPS, lambda calls=calls: calls.append(None))
         assert len(calls) == STEPS, runner.variant
@@ -96,7 +96,7 @@ def test_strict_fp32_holds_inside_a_peer(name: str) -> None:
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_a_peer_gives_the_devices_memory_back(name: str) -> None:
     problem = tiny_problem()
-    runners = peers([name], problem, "bf16", variants=("documented", "tuned", "graphs"))
+    runners = peers([name, f"{name}:graphs"], problem, "bf16")
     runners[0].train(1, lambda: None)  # cuBLAS keeps a workspace from its first use on
     before = torch.cuda.memory_allocated()
     for runner in runners:

@@ -12,11 +12,11 @@ from halfstep.bench.floor import floor_s
 from halfstep.bench.laps import Schedule
 from halfstep.bench.measure_row import measured_row, not_measured, why_not
 from halfstep.bench.ours import Ours
-from halfstep.bench.peers import peers
+from halfstep.bench.peers import peer_name, peers
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem, Runner
 from halfstep.bench.settings import Way
-from halfstep.errors import HalfstepError, HardwareError
+from halfstep.errors import HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
 
@@ -36,6 +36,7 @@ class Request:
     precisions: tuple[str, ...]
     ways: tuple[Way, ...]
     against: tuple[str, ...] = ()
+    """Peers: `plain`, or one variant of it, `plain:graphs`."""
     schedule: Schedule
     cold_start: bool = False
     repeat_first: bool = True
@@ -99,17 +100,17 @@ def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[
                 yield not_measured("halfstep", way, precision, "needs CUDA")
             else:
                 yield Ours(problem, precision, way, hardware, simulate=bool(missing) and on_cpu)
-        for name in request.against:
-            yield from _peers(name, problem, precision, missing)
+        for word in request.against:
+            yield from _peers(word, problem, precision, missing)
 
 
-def _peers(name: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
+def _peers(word: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
     try:
         if missing:
             raise HardwareError(missing)
-        yield from peers([name], problem, precision)
-    except HalfstepError as error:
-        yield not_measured(name, "", precision, why_not(error))
+        yield from peers([word], problem, precision)
+    except (HardwareError, PrecisionError) as error:
+        yield not_measured(peer_name(word), word.partition(":")[2], precision, why_not(error))
 
 
 def _measured(runner: Runner, problem: Problem, request: Request) -> Row:

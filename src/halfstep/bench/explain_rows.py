@@ -76,7 +76,7 @@ def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -
 def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Way, bool, bool, bool]:
     """Way, channels_last, fused optimizer, prefetch."""
     if isinstance(runner, PeerRunner):
-        return PEER_WAYS[runner.variant], runner.setup.by_hand, runner.setup.by_hand, False
+        return PEER_WAYS[runner.variant], runner.setup.channels_last, runner.setup.by_hand, False
     assert isinstance(runner, Ours), f"no facts are known of {type(runner).__name__}"
     if runner.simulated:
         raise HardwareError(f"{runner.precision} is simulated here", why="a simulation's time says nothing about it")

@@ -44,8 +44,8 @@ class PeerSetup:
 
     @property
     def channels_last(self) -> bool:
-        """Not in strict fp32, where it is slower on an H200 (see `halfstep.run.layout`): tuning is to help."""
-        return self.by_hand and self.precision != "fp32"
+        """Not in strict fp32 on CUDA, where it is slower (see `halfstep.run.layout`): tuning is to help."""
+        return self.by_hand and (self.precision, self.problem.device.type) != ("fp32", "cuda")
 
     @property
     def compile_mode(self) -> str | None:

@@ -1,13 +1,14 @@
 """The others in the field, timed on the same problem in the same process: `--against lightning,accelerate,plain`.
 
-Each peer runs as its documentation shows and once more at its best by hand (see `peer_setup`). They are no
-dependencies of halfstep: only who compares needs them.
+A peer's name stands for two runners: as its documentation shows, and once more tuned by hand (see `peer_setup`). One
+variant alone is `plain:graphs`. Peers are no dependencies of halfstep: only who compares needs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -19,7 +20,7 @@ from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant
 from halfstep.bench.runner import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, nearest
 
-__all__ = ["PEERS", "PEER_PRECISIONS", "PeerMissing", "PeerRunner", "peers", "require_peers"]
+__all__ = ["PEERS", "PEER_PRECISIONS", "PeerMissing", "PeerRunner", "peer_name", "peers", "require_peers"]
 
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
 IMPORTS: Mapping[str, Callable[[], object]] = {"lightning": import_lightning, "accelerate": import_accelerate}
@@ -52,26 +53,30 @@ class PeerRunner:
             return self.loop(self.setup, steps, after_step)
 
 
-def require_peers(names: Sequence[str]) -> None:
-    """Raise PeerMissing for one that is not installed: to be known before anything is timed."""
-    for name in names:
-        if name not in PEERS:
-            raise ConfigError(f"unknown peer {name!r}", fix=nearest(name, PEERS))
-        if name in IMPORTS:
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+UNASKED: tuple[Variant, ...] = ("documented", "tuned")
+"""What a name alone stands for."""
+
+
+def peer_name(word: str) -> str:
+    """`plain` of `plain` and of `plain:graphs`."""
+    return word.partition(":")[0]
+
+
+def require_peers(words: Sequence[str]) -> None:
+    """Raise ConfigError for one nobody knows, PeerMissing for one not installed: before anything is timed."""
+    known = [*PEERS, *(f"{name}:{variant}" for name in PEERS for variant in VARIANTS)]
+    for word in words:
+        if word not in known:
+            raise ConfigError(f"unknown peer {word!r}", fix=nearest(word, known))
+        if peer_name(word) in IMPORTS:
             with quiet():  # their imports warn
-                IMPORTS[name]()
+                IMPORTS[peer_name(word)]()
 
 
-def peers(
-    names: Sequence[str],
-    problem: Problem,
-    precision: str,
-    *,
-    variants: Sequence[Variant] = ("documented", "tuned"),
-    _compiler: str = "inductor",
-) -> list[Runner]:
-    """Runners of the named peers, two each. `_compiler` is for tests: the light backends of torch.compile."""
-    require_peers(names)
+def peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
+    """Runners of the named peers and variants. `_compiler` is for tests: the light backends of torch.compile."""
+    require_peers(words)
     if precision not in PEER_PRECISIONS:
         raise PrecisionError(
             f"peers cannot be timed in {precision!r}",
@@ -80,7 +85,9 @@ def peers(
         )
     return [
         PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
-        for name in names
-        for variant in variants
+        for word in words
+        for name, asked in [(peer_name(word), word.partition(":")[2])]
+        for variant in VARIANTS
+        if variant == asked or (not asked and variant in UNASKED)
         for setup in [PeerSetup(problem=problem, precision=precision, variant=variant, compiler=_compiler)]
     ]

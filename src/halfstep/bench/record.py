@@ -14,6 +14,7 @@ import torch
 
 from halfstep import __version__
 from halfstep.bench.bench import LOSS_BOUND, Benched, Request
+from halfstep.bench.peers import peer_name
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem
 from halfstep.errors import CheckpointError, ConfigError
@@ -80,7 +81,7 @@ def versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None
         "driver": hardware.driver,
         "python": platform.python_version(),
     }
-    return found | {name: _version_of(name) for name in against if name in PACKAGES}
+    return found | {name: _version_of(name) for name in map(peer_name, against) if name in PACKAGES}
 
 
 def _version_of(peer: str) -> str | None:

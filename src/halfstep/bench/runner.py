@@ -47,7 +47,7 @@ class Runner(Protocol):
     name: str
     """`halfstep`, `lightning`, `accelerate`, `plain`."""
     variant: str
-    """halfstep: `eager`, `compile`, `graph`; a peer: `documented` or `tuned`."""
+    """halfstep: `eager`, `compile`, `graph`; a peer: `documented`, `tuned` or `graphs`."""
     precision: str
     """The canonical word: fp32, tf32, bf16, fp16, fp8."""
 

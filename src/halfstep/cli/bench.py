@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WAYS = ("eager", "compile", "graph", "auto")
 PEERS = ("plain", "lightning", "accelerate")
+VARIANTS = ("documented", "tuned", "graphs")
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
 PIPE_WIDTH = 200
@@ -39,7 +40,11 @@ def command(
         str, typer.Option(help="eager,compile,graph,auto; default: all the device can.", rich_help_panel=WHAT)
     ] = "",
     against: Annotated[
-        str, typer.Option(help="plain,lightning,accelerate: the same step by others.", rich_help_panel=WHAT)
+        str,
+        typer.Option(
+            help="plain,lightning,accelerate: the same step by others; plain:graphs is one variant of one.",
+            rich_help_panel=WHAT,
+        ),
     ] = "",
     steps: Annotated[
         int | None, typer.Option(help="Timed steps a row; default 100, on a CPU 20.", rich_help_panel=WHAT)
@@ -127,7 +132,7 @@ def prepared(
     cold_start: bool,
 ) -> tuple[Hardware, Problem, Request]:
     """Everything that can be wrong is found here, before anything is measured."""
-    named = tuple(split(ways, WAYS)), tuple(split(against, PEERS))
+    named = split(ways, WAYS), split(against, (*PEERS, *(f"{peer}:{kind}" for peer in PEERS for kind in VARIANTS)))
     from halfstep.config.aliases import precision_name
 
     asked = tuple(dict.fromkeys(precision_name(word, "--precisions") for word in precisions))
@@ -135,10 +140,12 @@ def prepared(
 
     from halfstep.bench.bench import Request
     from halfstep.bench.laps import schedule_for
+    from halfstep.bench.peers import require_peers
     from halfstep.bench.problem import problem_for
     from halfstep.bench.settings import bench_config, default_precisions, default_ways
     from halfstep.hardware.probe import probe
 
+    require_peers(named[1])
     hardware = probe(str(flags["device"] or "auto"))
     place = torch.device(hardware.device)
     schedule = schedule_for(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
