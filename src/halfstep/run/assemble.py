@@ -20,6 +20,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.run.fp8_trial import fp8_gains
 from halfstep.run.layout import wants_channels_last
 from halfstep.run.memory_levers import optimizer_for
 from halfstep.run.memory_low import MemorySetting
@@ -65,7 +66,8 @@ class Assembly:
 
 def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
     """Decide with the model at hand, so that the plan has its rows."""
-    return decide(config.precision, hardware, workload.model, fragile=workload.fragile)
+    gains = fp8_gains(config, workload, hardware)
+    return decide(config.precision, hardware, workload.model, fragile=workload.fragile, fp8_gains=gains)
 
 
 def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:

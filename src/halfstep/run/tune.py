@@ -21,6 +21,7 @@ import torch
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.cache import cache_directory, read_json, write_json
 from halfstep.measure.clock import Stopwatch
+from halfstep.precision.fp8_pays import settled, without_fp8
 from halfstep.precision.plan import Plan
 from halfstep.run.layout import wants_channels_last
 from halfstep.run.memory_levers import levers_of
@@ -45,7 +46,7 @@ Say = Callable[[str], None]
 
 def tuned(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
     """The plan with how steps run; `say` gets what was found."""
-    plan = _with_way(config, workload, plan, say)
+    plan = _with_fp8_that_pays(config, workload, _with_way(config, workload, plan, say), say)
     return _with_memory(config, workload, plan, say) if config.train.memory == "low" else plan
 
 
@@ -151,6 +152,23 @@ def _line(costs: dict[str, Cost]) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+# --- fp8 ---
+
+
+def _with_fp8_that_pays(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
+    """Whole steps in fp8 and in bf16: layers can gain while the step loses."""
+    wish = config.precision
+    if plan.granted != "fp8" or plan.simulated or wish.force:
+        return plan
+    say("measuring whole steps in fp8 and in bf16 ...")
+    way: Way = "eager" if plan.way == "eager" else "compile"
+    times = {}
+    for name, candidate in {"fp8": plan, "bf16": without_fp8(plan, "to compare")}.items():
+        with trial_run(config, workload, candidate) as trial:
+            times[name] = trial.cost(way).ms
+    return settled(plan, fp8_ms=times["fp8"], bf16_ms=times["bf16"], force=wish.force, strict=wish.strict)
 
 
 # --- memory ---
