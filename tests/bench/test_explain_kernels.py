@@ -1,6 +1,8 @@
 """Kinds from names as profilers print them: torch, cuDNN, cuBLAS, CUTLASS, FlashAttention, the compiler's Triton.
 
-Collected from public traces and from torch's own sources; long template arguments are cut.
+`ON_H200` are names that a profiler printed on an H200 (torch 2.11, CUDA 13, cuDNN 9), some cut at their end. Of the
+others many are shortened, or composed from patterns known from public traces and from torch's sources: they pin the
+rules, and not every one of them was seen in exactly this form.
 """
 
 from __future__ import annotations
@@ -14,14 +16,47 @@ ANONYMOUS = f"{NATIVE}(anonymous namespace)::"
 COPY = "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const::{lambda()#7}"
 LISTS = "at::native::(anonymous namespace)::TensorListMetadata"
 
-KERNELS = {
-    # cuDNN and CUTLASS convolutions
+ON_H200 = {
     "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_warpgroupsize1x1x1_g1_"
     "execute_segment_k_off_kernel__5x_cudnn": Kind.CONV_FORWARD,
-    "sm86_xmma_fprop_implicit_gemm_indexed_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize64x64x64_stage3_warpsize1x4x1_g8_"
-    "tensor16x8x16_execute_kernel__5x_cudnn": Kind.CONV_FORWARD,
     "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8>"
     "(cutlass_tensorop_bf16_s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8::Params)": Kind.CONV_FORWARD,
+    "sm90_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize256x64x64_warpgroupsize1x1x1_g1_"
+    "execute_segment_k_off_kernel__5x_cudnn": Kind.CONV_INPUT_GRADIENT,
+    "sm90_xmma_wgrad_indexed_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize64x64x64_warpgroupsize1x1x1_g1_"
+    "execute_segment_k_on_kernel__5x_cudnn": Kind.CONV_WEIGHT_GRADIENT,
+    "_ZN17cutlass__5x_cudnn6KernelINS_4conv6kernel23ImplicitGemmConvolutionINS1_11threadblock22ImplicitGemmMultistage"
+    "INS_4gemm9GemmShapeILi64ELi64ELi64EEENS4_52Conv2dWgradOutputGradientTileAccessIteratorOptimizedINS_11MatrixShape"
+    "ILi64ELi64EEENS_10bfloat16_t": Kind.CONV_WEIGHT_GRADIENT,
+    "void cask_plugin__5x_cudnn::xmma__5x_cudnn::init_device_workspace_kernel<xmma__5x_cudnn::implicit_gemm::"
+    "wgrad_indexed::Warp_specialized_params<": Kind.CONV_WEIGHT_GRADIENT,
+    "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_bias_TNT": Kind.MATMUL,
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, ": Kind.MATMUL,
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_64x256_32x4_nn_align2>(": Kind.MATMUL,
+    # attention, although one says fprop
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0": (
+        Kind.ATTENTION
+    ),
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_1x4x1_cga1x1x1_kernel0_0": (
+        Kind.ATTENTION
+    ),
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>": Kind.ATTENTION,
+    "void cudnn::fusion::convert_dq_to_16bits<true>": Kind.ATTENTION,
+    "triton_poi_fused__native_batch_norm_legit_functional_convolution_backward_native_batch_norm_backward_"
+    "threshold_backward_8": Kind.FUSED,
+    "triton_red_fused__native_batch_norm_legit_functional_26": Kind.FUSED,
+    "void nhwcAddPaddingKernel<__nv_bfloat16, __nv_bfloat16, float, true, (cudnnKernelDataType_t)0>": Kind.LAYOUT,
+    f"{ANONYMOUS}multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
+    "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>, ": (
+        Kind.OPTIMIZER
+    ),
+    "Memset (Device)": Kind.FILL,
+}
+
+KERNELS = ON_H200 | {
+    # cuDNN and CUTLASS convolutions
+    "sm86_xmma_fprop_implicit_gemm_indexed_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize64x64x64_stage3_warpsize1x4x1_g8_"
+    "tensor16x8x16_execute_kernel__5x_cudnn": Kind.CONV_FORWARD,
     "cudnn_generated_fort_native_sm80_convFwd_pointwise_pointwise": Kind.CONV_FORWARD,
     "void implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1, false, false, true>(int, int)": (
         Kind.CONV_FORWARD
@@ -71,7 +106,6 @@ KERNELS = {
         Kind.ATTENTION
     ),
     "fmha_cutlassB_bf16_aligned_128x64_k65536_sm80": Kind.ATTENTION,
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0": Kind.ATTENTION,
     "triton_tem_fused_flex_attention_0": Kind.ATTENTION,
     # the compiler's: what they mention they do not compute
     "triton_red_fused__native_batch_norm_legit_functional_native_batch_norm_backward_threshold_backward_98": Kind.FUSED,
@@ -138,11 +172,8 @@ KERNELS = {
     # layout
     "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>": Kind.LAYOUT,
     "void cudnn::ops::nhwcToNchwKernel<__half, __half, float, true, false, (cudnnKernelDataType_t)0>": Kind.LAYOUT,
-    "void nhwcAddPaddingKernel<__nv_bfloat16, __nv_bfloat16, float, true, (cudnnKernelDataType_t)0>": Kind.LAYOUT,
     f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<{COPY}>>": Kind.LAYOUT,
     # optimizer
-    f"{ANONYMOUS}multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
-    "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, (ADAM_MODE)1, false>>": Kind.OPTIMIZER,
     f"{ANONYMOUS}multi_tensor_apply_kernel<{LISTS}<2>, at::native::(anonymous namespace)::BinaryOpListAlphaFunctor<"
     "float, 2, 2, 0>, std::plus<float>, float>": Kind.OPTIMIZER,
     f"{ANONYMOUS}multi_tensor_apply_kernel<{LISTS}<1>, at::native::LpNormFunctor<float, (at::native::NormType)1>>": (
@@ -158,7 +189,6 @@ KERNELS = {
     f"{NATIVE}vectorized_elementwise_kernel<4, {COPY}, std::array<char*, 2ul>>": Kind.COPY,
     f"{ANONYMOUS}multi_tensor_apply_kernel<{LISTS}<2>, at::native::(anonymous namespace)::UnaryOpFunctor<"
     "c10::BFloat16, 2, 1, 1>, at::native::Copy<c10::BFloat16, c10::BFloat16>>": Kind.COPY,
-    "Memset (Device)": Kind.FILL,
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul>>": Kind.FILL,
     "void cudnn::engines_precompiled::setTensor5d_kernel<float>": Kind.FILL,
     # nobody's

@@ -80,6 +80,8 @@ KERNEL_RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.LAYOUT, rf"^triton_poi_fused_(?:{_AROUND})*clone_(?:{_AROUND})*\d+$"),
     (Kind.FUSED, r"^triton_"),
     (Kind.ATTENTION, r"flash_(?:fwd|bwd)|flash::|fmha|sdpa|flashattn|flash_attn"),
+    # What cuDNN runs around its attention's backward.
+    (Kind.ATTENTION, r"cudnn::fusion::(?:compute_dot_do_o|convert_dq)"),
     # A foreach copy between equal types moves, between others casts.
     (Kind.COPY, r"multi_tensor_apply_kernel.*native::Copy<([\w:]+), \1>"),
     (Kind.CAST, r"multi_tensor_apply_kernel.*native::Copy<"),
