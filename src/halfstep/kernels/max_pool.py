@@ -44,17 +44,18 @@ def pool_with_places(x: Tensor, kernel: int) -> tuple[Tensor, Tensor]:
     that a column beside the window is not mistaken for one in the row before."""
     padding = (kernel - 1) // 2
     pooled = F.max_pool2d(x, kernel, stride=2, padding=padding)
-    # Compared in fp32 although bf16 would do: the compiler's partitioner keeps a result that is less than a quarter of
-    # what it was computed from, so it keeps the places and does not compare again in backward.
+    # The compiler's partitioner compares again in backward, unless forward needs the result too and it takes less than
+    # a quarter of the bytes it came from. Hence fp32 although bf16 would do, and the NaN, which no window ever gets.
     wide, best = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x, pooled))
     wide = F.pad(wide, [padding] * 4, value=float("-inf"))
     rows, columns = pooled.shape[2:]
-    places = torch.zeros_like(pooled, dtype=torch.int8)
+    places = torch.full_like(pooled, -1, dtype=torch.int8)
     for row in reversed(range(kernel)):
         for column in reversed(range(kernel)):
             value = wide[:, :, row : row + 2 * rows - 1 : 2, column : column + 2 * columns - 1 : 2]
             places = torch.where((value == best) | value.isnan(), row * (kernel + 1) + column, places)
-    return pooled, places.contiguous(memory_format=torch.channels_last)
+    places = places.contiguous(memory_format=torch.channels_last)
+    return torch.where(places < 0, float("nan"), pooled), places
 
 
 def gathered(gradient: Tensor, places: Tensor, kernel: int, height: int, width: int) -> Tensor:
