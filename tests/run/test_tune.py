@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 
 from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
@@ -17,7 +18,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run import tune
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
-from halfstep.run.memory_low import Cost
+from halfstep.run.memory_low import Cost, MemorySetting
 from halfstep.run.randomness import generator_states
 from halfstep.run.train import train
 from halfstep.run.trials import trial_run
@@ -101,6 +102,23 @@ def test_trials_leave_weights_buffers_and_generators_bit_identical(demo: Path) -
     after = generator_states()
     assert torch.equal(generators["torch"], after["torch"])
     assert generators["python"] == after["python"]
+
+
+def test_every_trial_is_compiled_under_its_own_setting(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, workload, plan = made(demo, train__fast="compile")
+    budgets: list[float] = []
+
+    def compiler(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        budgets.append(functorch_config.activation_memory_budget)
+        return module.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: real(f, dynamic=dynamic, backend=compiler))
+    for share in (1.0, 0.5):
+        memory = dataclasses.asdict(MemorySetting(activation_budget=share))
+        with trial_run(config, workload, dataclasses.replace(plan, memory=memory)) as trial:
+            trial.cost("compile")
+    assert budgets == [1.0, 0.5]
 
 
 def test_a_trial_that_falls_to_another_way_is_no_candidate(demo: Path) -> None:

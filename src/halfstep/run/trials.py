@@ -43,6 +43,8 @@ def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
     finally:
         restore_generators(generators)
         del copied
+        # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
+        torch.compiler.reset()
         gc.collect()
         if plan.on_cuda:
             torch.cuda.empty_cache()
