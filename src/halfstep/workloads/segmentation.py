@@ -20,6 +20,11 @@ DICE_EPS = 1e-6
 """Of the reference project; with it a class absent from truth and prediction scores exactly 1."""
 
 
+NEARLY_ALL, NEARLY_NONE = 0.999, 0.01
+"""Share of the pixels of one class, IoU of the others: beyond both a model gives one answer. A good model of tiny
+things passes the first alone."""
+
+
 def segmentation_loss(
     logits: Tensor,
     mask: Tensor,
@@ -119,16 +124,17 @@ class SegmentationMetrics:
 
 
 def one_class_everywhere(scores: Mapping[str, float]) -> str:
-    """A hint where these scores of a data set say that every pixel got one class though others were there."""
-    shares = {name.removeprefix("predicted/"): value for name, value in scores.items() if name.startswith("predicted/")}
-    everywhere = [name for name, share in shares.items() if share == 1.0]
-    if not everywhere or len(shares) < 2:
-        return ""
-    kind = "background" if everywhere[0] == "0" else f"class {everywhere[0]}"
-    return (
-        f"every pixel of every image was predicted as {kind}: common in the first epochs; if it stays, try a lower "
-        "optimizer.lr, model.class_weights for rare classes, or look at the masks"
-    )
+    """A hint where these scores of a data set say that one class was predicted nearly everywhere and no other found."""
+    ious = {name.removeprefix("iou/"): value for name, value in scores.items() if name.startswith("iou/")}
+    for number in ious:
+        others = [value for name, value in ious.items() if name != number]
+        if others and scores[f"predicted/{number}"] > NEARLY_ALL and max(others) < NEARLY_NONE:
+            kind = "background" if number == "0" else f"class {number}"
+            return (
+                f"practically every pixel of every image was predicted as {kind}: common in the first epochs; if it "
+                "stays, try a lower optimizer.lr, model.class_weights for rare classes, or look at the masks"
+            )
+    return ""
 
 
 def _mean(values: list[float]) -> float:
