@@ -114,10 +114,13 @@ class Engine:
         shape = shape_of(window)
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
+        self.parts.step.look_ahead()
         known = self.graphs.get(shape)
         if known is not None and known.step.is_valid:
             return known
-        self.graphs.pop(shape, None)
+        if known is not None:
+            del self.graphs[shape]
+            self._in_a_row = 1  # loaded state may be that of a beginning, which no capture can begin with
         return self._capture(shape, window) if self._in_a_row > UNCAPTURED else None
 
     def _capture(self, shape: Shape, window: list[Batch]) -> Captured | None:

@@ -82,6 +82,7 @@ class Step:
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
         self._buffers = Buffers(model)
         self._rng: dict[str, Tensor] = {}
+        """The generators before a compute() that is not committed yet."""
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Groups of `accumulate` micro-batches; the last partial group still steps."""
@@ -125,18 +126,25 @@ class Step:
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
     def abandon(self) -> None:
-        """Undo a compute() that did not finish: buffers and generators as before, no gradients. Twice does no harm."""
+        """Undo a compute() that was not committed: buffers and generators as before. Twice does no harm."""
         self.clear_gradients()
-        self._buffers.restore_where(torch.ones((), dtype=torch.bool, device=self.device))
-        restore_rng(self._rng, self.device)
+        if self._rng:
+            self._buffers.restore_where(torch.ones((), dtype=torch.bool, device=self.device))
+            restore_rng(self._rng, self.device)
+            self._rng = {}
 
     def commit(self, facts: Facts) -> None:
         """Let the device commit or drop the step, in every place alike."""
-        if self.rates is not None:
-            self.rates.cover(facts.attempted)
+        self.look_ahead()
         self.settle(facts)
+        self._rng = {}
         self.attempted += 1
         facts.send()
+
+    def look_ahead(self) -> None:
+        """Have the next step's learning rates at hand. A table that grows is a new tensor: no graph knows it yet."""
+        if self.rates is not None:
+            self.rates.cover(self.attempted)
 
     @torch.no_grad()
     def settle(self, facts: Facts) -> None:

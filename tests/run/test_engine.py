@@ -1,0 +1,103 @@
+"""The engine around a captured step: when it captures, when it must not go on with what it has, what it gives up.
+
+A CUDA graph needs a GPU. Here its place is taken by the very computations it would hold, without what a replay does not
+do: no table grows and no generator is read. tests/gpu has the real one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from whole_runs import TINY
+
+from halfstep.config.load import load
+from halfstep.hardware.probe import probe
+from halfstep.run import engine as engine_module
+from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.train import rates
+from halfstep.train.facts import Facts
+from halfstep.train.graph import Batch, CaptureFailed, GraphedStep
+from halfstep.train.step import LossFn, Step
+
+
+class OnTheHost(GraphedStep):
+    """Computes what a graph would replay."""
+
+    def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Any) -> None:
+        if not all(committer.settled for committer in step.committers):
+            raise CaptureFailed("an optimizer has not made its first step")
+        self.step, self.generation = step, step.generation
+        self.table = step.rates.table if step.rates is not None else None
+        with torch.random.fork_rng():
+            for batch in window:
+                loss_fn(batch)
+
+    def __call__(self, window: list[Batch]) -> Facts:
+        facts = self.step.judge(lambda batch: cross_entropy(self.step.model(batch["image"]), batch["label"]), window)
+        self.step.settle(facts)
+        self.step.attempted += 1
+        facts.send()
+        return facts
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Of the tiny workload, as if it could be captured; a notice is a failure."""
+    monkeypatch.setattr(engine_module, "GraphedStep", OnTheHost)
+    settings = {**TINY, "train.batch_size": 4, "train.epochs": 100}
+    config = load("tiny_workload:build", overrides=[f"{k}={json.dumps(v)}" for k, v in settings.items()]).config
+    workload = build_workload(config)
+    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    parts.region = parts.eager
+    return Engine(parts, "graph", lambda text, level: pytest.fail(text))
+
+
+def window(engine: Engine) -> list[Batch]:
+    return [next(engine.parts.train_loader.epoch(0))]
+
+
+def test_a_captured_step_outlives_the_table_of_learning_rates(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    monkeypatch.setattr(rates, "TABLE_CHUNK", 4)
+    table = engine.parts.step.rates
+    assert table is not None
+    table.table = table.table[:, :6].contiguous()
+    expected = [float(table.base[0]) * table.schedules[0](k) for k in range(16)]
+    found = [engine(window(engine)).read().lr for _ in range(16)]
+    assert found == pytest.approx(expected)
+    assert engine.graphs
+
+
+def test_after_a_rollback_to_the_start_the_step_is_captured_again(engine: Engine) -> None:
+    start = copy.deepcopy(engine.parts.step.state_dict())
+    for _ in range(UNCAPTURED + 2):
+        engine(window(engine))
+    engine.parts.step.load_state_dict(start)
+    for _ in range(UNCAPTURED + 1):
+        engine(window(engine))
+    assert engine.way == "graph"
+    assert all(captured.step.is_valid for captured in engine.graphs.values())
+
+
+def test_out_of_memory_while_capturing_does_not_draw_a_steps_random_numbers_again(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    said: list[str] = []
+    engine.notice = lambda text, level: said.append(text)
+    object.__setattr__(engine.parts.config.train, "auto_batch", True)
+    for _ in range(UNCAPTURED):
+        engine(window(engine))
+    generator = torch.get_rng_state()
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(engine_module, "GraphedStep", full)
+    facts = engine(window(engine))
+    assert "micro-batches of 2" in said[0]
+    assert torch.equal(facts.rng["cpu"], generator)
