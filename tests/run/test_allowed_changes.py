@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from whole_runs import learning_rates, newest, resume, run
+from whole_runs import TINY, learning_rates, newest, resume, run
 
 from halfstep.config.load import load
 from halfstep.errors import CheckpointError, Interrupted
+from halfstep.hardware.probe import probe
+from halfstep.run import train as train_module
+from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.engine import Engine
 from halfstep.run.loop import Loop
 from halfstep.run.randomness import algorithms, generator_states, restore_generators
+from halfstep.run.resume import Changes
+from halfstep.run.stored_state import restore, stored
 
 
 @pytest.fixture
@@ -156,3 +163,59 @@ def test_deterministic_mode_with_warnings_only_is_put_back_as_it_was() -> None:
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_another_way_to_run_steps_is_taken_and_stored(tmp_path: Path, loops: list[Loop]) -> None:
+    folder = one_epoch(tmp_path)
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["way"] == "eager"
+    (folder / "plan.json").write_text(json.dumps({**plan, "way": "compile", "channels_last": False}))
+    resume(folder, "train.fast=off", "train.epochs=2", allow_changes=True)
+    assert loops[-1].engine.way == "eager"
+    assert json.loads((folder / "plan.json").read_text())["way"] == "eager"
+    resume(folder, "train.epochs=3")
+    assert loops[-1].engine.way == "eager"
+
+
+def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = one_epoch(tmp_path)
+    tuned_for: list[int] = []
+    real = train_module.tuned
+
+    def remembered(config: Any, workload: Any, plan: Any, say: Any) -> Any:
+        assert plan.way == ""
+        tuned_for.append(config.train.batch_size)
+        return real(config, workload, plan, say)
+
+    monkeypatch.setattr(train_module, "tuned", remembered)
+    resume(folder, "train.epochs=2")
+    assert tuned_for == []
+    resume(folder, "train.batch_size=2", "train.epochs=3", allow_changes=True)
+    assert tuned_for == [2]
+
+
+def test_leaving_memory_low_leaves_its_small_moments_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"activation_budget": 1.0, "recompute": "none", "optimizer_bits": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "tuned", lambda config, workload, plan, say: replace(plan, memory=small))
+        folder = one_epoch(tmp_path, **{"train.memory": "low"})
+    resume(folder, "train.memory=normal", "train.epochs=2", "log.quiet=false", allow_changes=True)
+    assert "the optimizer starts anew" in capsys.readouterr().out
+    assert json.loads((folder / "plan.json").read_text())["memory"] == {}
+
+
+def test_an_optimizer_in_a_gpus_form_goes_on_in_the_form_of_the_cpu() -> None:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "optimizer.name": "nadam"}.items()]
+    config = load("tiny_workload:build", overrides=overrides).config
+    workload = build_workload(config)
+    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    engine = Engine(parts, "eager", lambda text, level: pytest.fail(text))
+    window = [next(parts.train_loader.epoch(0))]
+    engine(window)
+    checkpoint = stored(parts, {})
+    for group in checkpoint.state["step"]["optimizers"][0]["param_groups"]:
+        group["capturable"] = True
+    restore(parts, checkpoint, Changes(keys=("device",)))
+    assert not engine(window).read().is_bad

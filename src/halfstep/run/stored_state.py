@@ -17,6 +17,8 @@ from halfstep.run.resume import Changes
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.decay_norms_and_biases")
 """Changes after which the stored moments belong to other parameters or to nothing."""
+OTHER_MOMENTS = ("train.memory", "precision.", "device")
+"""Changes after which the moments may be stored in another number of bits: those optimizers have other options."""
 
 
 def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
@@ -67,10 +69,10 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
 def _with_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -> tuple[dict[str, Any], list[str]]:
     """The step's stored state, with the configured options in place of the stored ones where those were changed."""
     fresh, merged, notes = parts.step.state_dict(), dict(state), list[str]()
-    if changes.touch(*ANOTHER_OPTIMIZER):
+    if changes.touch(*ANOTHER_OPTIMIZER) or changes.touch(*OTHER_MOMENTS) and _options(state) != _options(fresh):
         merged["optimizers"] = fresh["optimizers"]
         notes.append("the optimizer starts anew: its stored state belongs to the former one")
-    elif changes.touch("optimizer."):
+    elif changes.touch("optimizer.", "device"):  # another device has other fast forms of the optimizer
         pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)
         merged["optimizers"] = [{**kept, "param_groups": new["param_groups"]} for kept, new in pairs]
     if bool(state["scaler"]) != bool(fresh["scaler"]):
@@ -78,6 +80,10 @@ def _with_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -
     if len(state["spikes"]["ring"]) != len(fresh["spikes"]["ring"]):
         merged["spikes"] = fresh["spikes"]
     return merged, notes
+
+
+def _options(state: Mapping[str, Any]) -> list[set[str]]:
+    return [set(group) for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
 
 
 def _use_threads(parts: Assembly, then: int) -> list[str]:

@@ -35,7 +35,7 @@ from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
-from halfstep.run.tune import Say, tuned
+from halfstep.run.tune import MEASURED_FOR, Say, tuned, untuned
 from halfstep.run.whole_file import write_whole
 from halfstep.workloads import has_demo, write_demo
 from halfstep.workloads.workload import Workload
@@ -134,11 +134,16 @@ def _is_tidy(folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes) -> Plan:
+    """The stored one; what was decided or measured for settings that are others now is decided or measured anew."""
     if changes.touch("precision.", "device"):
-        return plan_for(config, workload, probe(config.device))
+        plan = plan_for(config, workload, probe(config.device))
+        return tuned(config, workload, plan, _say_unless(config.log.quiet))
     plan = Plan.from_json(_text(folder.plan))
     refuse_missing_device(plan)
-    return plan
+    if not changes.touch(*MEASURED_FOR):
+        return plan
+    plan = untuned(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
+    return tuned(config, workload, plan, _say_unless(config.log.quiet))
 
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:

@@ -41,6 +41,12 @@ MEMORY_TRIALS_S = 240.0
 WORTH = 1.02
 """A way must be this much faster to be preferred to a simpler one: trials differ by that much."""
 
+MEASURED_FOR = (
+    "train.fast", "train.memory", "train.channels_last", "train.deterministic", "train.batch_size", "train.accumulate",
+    "train.activation_checkpointing", "data.image_size", "model.", "optimizer.name", "ema.enabled",
+)  # fmt: skip
+"""Settings whose change makes what was found before worth nothing."""
+
 Say = Callable[[str], None]
 
 
@@ -48,6 +54,14 @@ def tuned(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
     """The plan with how steps run; `say` gets what was found."""
     plan = _with_fp8_that_pays(config, workload, _with_way(config, workload, plan, say), say)
     return _with_memory(config, workload, plan, say) if config.train.memory == "low" else plan
+
+
+def untuned(plan: Plan, *, keeps_memory: bool) -> Plan:
+    """The plan without what trials found. The levers of memory low may stay: optimizer states are stored in one."""
+    memory, reason = (plan.memory, plan.memory_reason) if keeps_memory else ({}, "")
+    return dataclasses.replace(
+        plan, way="", way_reason="", channels_last=None, tunes_kernels=False, memory=memory, memory_reason=reason
+    )
 
 
 # --- the way ---
