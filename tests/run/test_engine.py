@@ -101,3 +101,28 @@ def test_out_of_memory_while_capturing_does_not_draw_a_steps_random_numbers_agai
     facts = engine(window(engine))
     assert "micro-batches of 2" in said[0]
     assert torch.equal(facts.rng["cpu"], generator)
+
+
+def test_any_failure_of_code_that_was_never_compiled_leaves_eager_steps(engine: Engine) -> None:
+    said: list[str] = []
+    engine.notice = lambda text, level: said.append(text)
+
+    def region(batch: Batch) -> Any:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC\nand pages more")
+
+    engine.parts.region = region
+    assert not engine(window(engine)).read().is_bad
+    assert said == ["not compiled, running eager: Failed to find C compiler. Please specify via CC"]
+    assert engine.parts.step.attempted == 1
+
+
+def test_what_fails_after_it_was_compiled_is_not_hidden(engine: Engine) -> None:
+    engine(window(engine))
+
+    def region(batch: Batch) -> Any:
+        raise RuntimeError("a bug of the user's own")
+
+    engine.parts.region = region
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        engine(window(engine))
+    assert engine.parts.step.attempted == 1

@@ -18,7 +18,7 @@ from halfstep.models.recompute import how_it_recomputes
 from halfstep.models.unet import UNet
 from halfstep.run.guide_memory import LiveBytes
 from halfstep.run.memory_levers import activation_budget, levers_of, memory_setting, optimizer_for, state_bytes
-from halfstep.run.memory_low import NORMAL, Cost, MemoryChoice, MemorySetting, choose_memory
+from halfstep.run.memory_low import NORMAL, CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
 from halfstep.train.adamw8bit import AdamW8bit
 from tiny_runs import unet_run
 
@@ -88,7 +88,7 @@ def test_a_normal_step_that_does_not_fit_is_replaced_by_one_that_does() -> None:
 
 def test_where_nothing_fits_the_user_hears_of_memory() -> None:
     measure, _ = fake({})
-    with pytest.raises(torch.OutOfMemoryError, match="no setting"):
+    with pytest.raises(CannotRun, match="no setting could be measured: ran out of memory"):
         choose_memory(measure, LEVERS)
 
 

@@ -14,14 +14,14 @@ from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
 from halfstep.data.demo_segmentation import write_demo
 from halfstep.hardware.probe import probe
-from halfstep.precision.plan import Plan
+from halfstep.precision.plan import Plan, Row
 from halfstep.run import tune
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
-from halfstep.run.memory_low import Cost, MemorySetting
+from halfstep.run.memory_low import CannotRun, Cost, MemorySetting
 from halfstep.run.randomness import generator_states
 from halfstep.run.train import train
-from halfstep.run.trials import trial_run
+from halfstep.run.trials import Trial, trial_run
 from halfstep.run.tune import Kept, expected_steps, fastest_way, tuned
 from halfstep.run.ways import asked_way
 from halfstep.workloads.workload import Workload
@@ -75,6 +75,7 @@ def test_auto_does_not_measure_where_bits_must_repeat_and_follows_a_stored_choic
         ({"eager": 30.0, "compile": 20.0, "graph": 19.9}, "compile"),
         ({"eager": 30.0, "eager NCHW": 20.1, "compile": 20.0}, "eager"),
         ({"eager": 30.0, "graph": 15.0}, "graph"),
+        ({"compile": 20.0}, "compile"),
     ],
 )
 def test_the_simplest_way_wins_that_is_as_fast_as_the_fastest(times: dict[str, float], way: str) -> None:
@@ -125,7 +126,7 @@ def test_a_trial_that_falls_to_another_way_is_no_candidate(demo: Path) -> None:
     config, workload, plan = made(demo)
     with trial_run(config, workload, plan) as trial:
         trial.parts.region = trial.parts.eager
-        with pytest.raises(tune.CannotRun, match="needs a CUDA device"):
+        with pytest.raises(CannotRun, match="needs a CUDA device"):
             trial.cost("graph")
 
 
@@ -147,6 +148,51 @@ def test_a_short_run_is_not_compiled_for_and_a_long_one_is(demo: Path, monkeypat
     assert found["tunes_kernels"]
 
 
+def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(trial: Trial, way: str) -> Cost:
+        if way == "compile":
+            return Cost(20.0, 1)
+        raise CannotRun("out of memory")
+
+    monkeypatch.setattr(Trial, "cost", cost)
+    found = tune._measured(*made(demo))
+    assert found["way"] == "compile"
+    assert "eager not possible: out of memory" in found["way_reason"]
+
+
+def test_a_model_that_cannot_be_copied_runs_untried_and_says_why(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, workload, plan = made(demo, train__memory="low")
+    workload.model.held = (k for k in range(3))  # type: ignore[assignment]
+    said: list[str] = []
+    chosen = tuned(config, workload, plan, said.append)
+    assert chosen.memory == dataclasses.asdict(MemorySetting())
+    assert "cannot be copied" in said[-1]
+    monkeypatch.setattr(tune, "asked_way", lambda config, plan: None)
+    chosen = tuned(config, workload, plan, said.append)
+    assert chosen.way == "eager"
+    assert "cannot be copied" in chosen.way_reason
+
+
+def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path) -> None:
+    config, workload, plan = made(demo)
+
+    def failing(batch: object) -> object:
+        if trial.parts.step.attempted:
+            raise RuntimeError("PTXAS error: no such file")
+        return trial.parts.eager(batch)  # type: ignore[arg-type]
+
+    with trial_run(config, workload, plan) as trial:
+        trial.parts.region = failing  # type: ignore[assignment]
+        with pytest.raises(CannotRun, match="PTXAS error"):
+            trial.cost("compile")
+
+
+def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> None:
+    said: list[str] = []
+    assert tuned(*made(demo, train__fast="graph"), said.append).way == "compile"
+    assert said == ["train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"]
+
+
 def test_what_was_measured_is_kept_for_the_same_model_and_shape_only(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +203,10 @@ def test_what_was_measured_is_kept_for_the_same_model_and_shape_only(
     assert Kept(*made(demo)).read() == found
     assert Kept(*made(demo, train__batch_size=1)).read() is None
     assert Kept(*made(demo, model__base_channels=4)).read() is None
+    assert Kept(*made(demo, train__activation_checkpointing=True)).read() is None
+    config, workload, plan = made(demo)
+    apart = Row(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
+    assert Kept(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
 
 
 def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> None:

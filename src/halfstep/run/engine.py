@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
+from halfstep.errors import HalfstepError
 from halfstep.run.assemble import Assembly
 from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import OutOfMemory, announce, first_line, split_window
@@ -52,6 +53,8 @@ class Engine:
         self.pieces = 1
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
         self.graphs: dict[Shape, Captured] = {}
+        self._is_compiled = False
+        """Whether a full batch went through compiled code, there and back: what fails later is no compiler's fault."""
         self._shape: Shape = ()
         self._in_a_row = 0
         self._pool = torch.cuda.graph_pool_handle() if parts.device.type == "cuda" else None
@@ -84,9 +87,15 @@ class Engine:
                 facts = self.parts.step.compute(self._loss_into(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)
-            except TorchDynamoException as error:
+            except HalfstepError:
+                raise
+            except Exception as error:
+                # Not only dynamo's own kinds: an assembler or a driver that is missing fails in other words.
+                if self.way == "eager" or self._is_compiled and not isinstance(error, TorchDynamoException):
+                    raise
                 self._go_eager(error)
             else:
+                self._is_compiled |= self.way != "eager" and any(map(self._is_full, pieces))
                 self.parts.step.commit(facts)
                 return facts, outputs, pieces
 
@@ -96,15 +105,17 @@ class Engine:
         torch.cuda.empty_cache()
 
     def _loss_into(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
-        full = -(-min(self.parts.config.train.batch_size, len(self.parts.workload.train_samples)) // self.pieces)
-
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
-            is_compiled = self.way != "eager" and batch_length(batch) == full
+            is_compiled = self.way != "eager" and self._is_full(batch)
             value, weight, found = (self.parts.region if is_compiled else self.parts.eager)(batch)
             outputs.append(_detached(found))
             return value, weight
 
         return loss
+
+    def _is_full(self, batch: Batch) -> bool:
+        whole = min(self.parts.config.train.batch_size, len(self.parts.workload.train_samples))
+        return batch_length(batch) == -(-whole // self.pieces)
 
     # --- capturing ---
 
@@ -143,7 +154,7 @@ class Engine:
 
     # --- what went wrong ---
 
-    def _go_eager(self, error: TorchDynamoException) -> None:
+    def _go_eager(self, error: Exception) -> None:
         """What cannot be compiled runs uncompiled, and says why."""
         self.parts.step.abandon()
         self.way = "eager"

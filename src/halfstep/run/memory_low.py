@@ -61,6 +61,10 @@ class Cost(NamedTuple):
 Measure = Callable[[MemorySetting], Cost]
 
 
+class CannotRun(Exception):
+    """A candidate that failed, with the reason in one line."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """A setting and what it cost, or why it could not run."""
@@ -168,6 +172,8 @@ def _tried(measure: Measure, setting: MemorySetting) -> Trial:
         return Trial(setting=setting, cost=measure(setting))
     except torch.OutOfMemoryError:
         return Trial(setting=setting, cost=None, problem="ran out of memory")
+    except CannotRun as error:
+        return Trial(setting=setting, cost=None, problem=str(error))
 
 
 def _along(
@@ -199,7 +205,7 @@ def _reference(trials: Sequence[Trial]) -> Cost:
         return trials[0].cost
     ran = [trial.cost for trial in trials if trial.cost is not None]
     if not ran:
-        raise torch.OutOfMemoryError("no setting of train.memory=low fits the device")
+        raise CannotRun(f"no setting could be measured: {trials[0].problem}" if trials else "nothing was measured")
     return min(ran)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
@@ -18,7 +19,8 @@ from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
 from halfstep.run.engine import UNCAPTURED, Engine
 from halfstep.run.guide_memory import LiveBytes
-from halfstep.run.memory_low import Cost
+from halfstep.run.memory_limit import first_line
+from halfstep.run.memory_low import CannotRun, Cost
 from halfstep.run.randomness import algorithms, generator_states, restore_generators
 from halfstep.run.ways import Batch, Way
 from halfstep.workloads.workload import Workload
@@ -28,15 +30,11 @@ ROUNDS = 3
 """The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
 
 
-class CannotRun(Exception):
-    """A candidate that failed, with the reason in one line."""
-
-
 @contextmanager
 def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
     """A copy of the run that is not yet begun, ready to be stepped; nothing of it is left afterwards."""
     generators = generator_states()
-    copied = dataclasses.replace(workload, model=copy.deepcopy(workload.model))
+    copied = dataclasses.replace(workload, model=_copied(workload.model))
     try:
         with algorithms(deterministic=config.train.deterministic):
             yield Trial(assemble(config, copied, plan))
@@ -48,6 +46,13 @@ def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
         gc.collect()
         if plan.on_cuda:
             torch.cuda.empty_cache()
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a user's model may hold anything
+        raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({first_line(error)})") from error
 
 
 class Trial:
@@ -66,6 +71,10 @@ class Trial:
             found = Cost(self._timed(engine), peak)
         except torch.OutOfMemoryError as error:
             raise CannotRun("out of memory") from error
+        except Exception as error:
+            if way == "eager":
+                raise  # the run itself would fail with it
+            raise CannotRun(f"{type(error).__name__}: {first_line(error)}") from error
         finally:
             engine.forget_graphs()
         if engine.way != way:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.cache import cache_directory, read_json, write_json
 from halfstep.measure.clock import Stopwatch
@@ -25,9 +26,9 @@ from halfstep.precision.fp8_pays import settled, without_fp8
 from halfstep.precision.plan import Plan
 from halfstep.run.layout import wants_channels_last
 from halfstep.run.memory_levers import levers_of
-from halfstep.run.memory_low import Cost, MemorySetting, choose_memory
-from halfstep.run.trials import CannotRun, Trial, trial_run
-from halfstep.run.ways import Way, asked_way
+from halfstep.run.memory_low import CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
+from halfstep.run.trials import Trial, trial_run
+from halfstep.run.ways import NEEDS_CUDA, Way, asked_way
 from halfstep.workloads.workload import Workload
 
 COMPILE_S = 45.0
@@ -71,12 +72,17 @@ def _with_way(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Pl
     way = asked_way(config, plan)
     if way is not None:
         reason = f"train.fast={config.train.fast}" if config.train.fast != "auto" else _why_unmeasured(config, plan)
+        if config.train.fast == "graph" and not plan.on_cuda:
+            say(NEEDS_CUDA.format(plan.device))
         return dataclasses.replace(plan, way=way, way_reason=reason)
     kept = Kept(config, workload, plan)
     found = kept.read()
     if found is None:
         say("measuring how fast steps run ...")
-        found = _measured(config, workload, plan)
+        try:
+            found = _measured(config, workload, plan)
+        except CannotRun as error:
+            found = {"way": "eager", "way_reason": str(error), "is_final": False}
         problem = kept.write(found) if found.pop("is_final") else ""
         if problem:
             say(problem)
@@ -97,22 +103,23 @@ def _measured(config: RunConfig, workload: Workload, plan: Plan) -> dict[str, An
     found: dict[str, Any] = {"channels_last": wants_channels_last(config, plan)}
     costs: dict[str, Cost] = {}
     eager = _eager(config, workload, plan, found, costs)
-    if eager is None:
-        return {**found, "way": "eager", "way_reason": "no trial step fitted the memory", "is_final": False}
-    expected_s = eager.ms / 1e3 * expected_steps(config, workload)
+    # What does not fit eagerly may fit compiled: how long that takes is then no question.
+    expected_s = eager.ms / 1e3 * expected_steps(config, workload) if eager is not None else COMPILE_S / SHARE
     if expected_s * SHARE < COMPILE_S:
         reason = (
             f"{_line(costs)}; about {_duration(expected_s)} to go is too short to compile for (train.fast=graph does)"
         )
         return {**found, "way": "eager", "way_reason": reason, "is_final": False}
     found["tunes_kernels"] = expected_s * SHARE >= KERNEL_TUNING_S
-    problems: list[str] = []
+    problems: list[str] = [] if eager is not None else ["eager not possible: out of memory"]
     with trial_run(config, workload, dataclasses.replace(plan, **found)) as trial:
         for way in ("compile", "graph"):
             _try(trial, way, costs, problems)
+    if not costs:
+        return {**found, "way": "eager", "way_reason": "; ".join(problems), "is_final": False}
     way = fastest_way(costs)
-    gain = costs_of_ways(costs)["eager"].ms / costs_of_ways(costs)[way].ms
-    reason = "; ".join([f"{_line(costs)}; {gain:.2f}x eager", *problems, f"{clock.elapsed_s:.0f} s of trials"])
+    gain = f"{eager.ms / costs_of_ways(costs)[way].ms:.2f}x eager" if eager is not None else f"{way} fits"
+    reason = "; ".join([_line(costs), gain, *problems, f"{clock.elapsed_s:.0f} s of trials"])
     return {**found, "way": way, "way_reason": reason, "is_final": True}
 
 
@@ -140,9 +147,9 @@ def _try(trial: Trial, way: Way, costs: dict[str, Cost], problems: list[str], la
 
 
 def costs_of_ways(costs: dict[str, Cost]) -> dict[Way, Cost]:
-    """Eager counts in its better layout."""
-    eager = min(cost for label, cost in costs.items() if label.startswith("eager"))
-    found: dict[Way, Cost] = {"eager": eager}
+    """Those that ran. Eager counts in its better layout."""
+    eager = [cost for label, cost in costs.items() if label.startswith("eager")]
+    found: dict[Way, Cost] = {"eager": min(eager)} if eager else {}
     return found | {way: costs[way] for way in ("compile", "graph") if way in costs}
 
 
@@ -199,16 +206,16 @@ def _with_memory(config: RunConfig, workload: Workload, plan: Plan, say: Say) ->
     def measure(setting: MemorySetting) -> Cost:
         say(f"measuring memory: {setting} ...")
         trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
-        try:
-            with trial_run(config, workload, trial_plan) as trial:
-                return trial.cost(way)
-        except CannotRun as error:
-            raise torch.OutOfMemoryError(str(error)) from error
+        with trial_run(config, workload, trial_plan) as trial:
+            return trial.cost(way)
 
     levers = levers_of(workload.model, config.optimizer.name, is_compiled=way == "compile")
-    choice = choose_memory(
-        measure, levers.positions, notes=levers.notes, may_go_on=lambda: clock.elapsed_s < MEMORY_TRIALS_S
-    )
+    try:
+        choice = choose_memory(
+            measure, levers.positions, notes=levers.notes, may_go_on=lambda: clock.elapsed_s < MEMORY_TRIALS_S
+        )
+    except CannotRun as error:
+        choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
     for line in choice.lines():
         say(line)
     return dataclasses.replace(plan, memory=dataclasses.asdict(choice.setting), memory_reason=choice.reason)
@@ -224,8 +231,9 @@ class Kept:
         identity = (
             str(workload.model),
             [config.train.batch_size, config.train.accumulate, config.data.image_size, config.optimizer.name],
-            [config.train.channels_last, config.ema.enabled, plan.granted, plan.device_name],
-            [torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
+            [config.train.channels_last, config.train.activation_checkpointing, config.ema.enabled],
+            [plan.granted, plan.device_name, [(row.module, row.compute) for row in plan.rows if row.is_part]],
+            [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )
         digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         self.path: Path = cache_directory(os.environ) / f"ways-{digest}.json"
