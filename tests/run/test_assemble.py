@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,17 @@ def test_a_simulated_precision_cannot_be_compiled(demo: Path) -> None:
 
     with pytest.raises(ConfigError, match="compiled"):
         assembled(demo, precision__default="bf16", precision__simulate=True, train__fast="compile")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_are_not_chosen_by_the_clock_where_bits_must_repeat(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: asked.append(options) or f)
+    parts = assembled(demo, train__fast="graph", train__deterministic=deterministic)
+    plan = dataclasses.replace(parts.plan, tunes_kernels=True)
+    parts = assemble(parts.config, build_workload(parts.config), plan)
+    batch = parts.workload.prepare(next(parts.train_loader.epoch(0)), key=(0, 0, 0), training=True)
+    parts.region(batch)
+    assert asked == [{} if deterministic else {"coordinate_descent_tuning": True}]

@@ -54,3 +54,20 @@ def test_a_window_that_starts_over_counts_its_samples_once(tmp_path: Path, monke
     monkeypatch.setattr(Loop, "_end_epoch", end_epoch)
     run(tmp_path / "run", {"train.epochs": 2, "train.accumulate": 2, "train.auto_batch": True})
     assert counted == [22, 22]
+
+
+def test_validation_gets_the_memory_of_captured_steps_before_it_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, loop, "validate", at_call=1)
+    original = Loop._validate
+
+    def with_a_graph(running: Loop, epoch: int, *, in_turn: bool) -> bool:
+        running.engine.graphs[("a shape",)] = None  # type: ignore[assignment]
+        found = original(running, epoch, in_turn=in_turn)
+        assert running.engine.graphs == {}
+        return found
+
+    monkeypatch.setattr(Loop, "_validate", with_a_graph)
+    run(tmp_path / "run", {"train.epochs": 1})
+    assert newest(tmp_path / "run").state["position"]["epoch"] == 1

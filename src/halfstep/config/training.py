@@ -142,14 +142,19 @@ class TrainConfig(Section):
     report_every: PositiveCount = Field(default=10, description="Attempted steps between two lines of metrics")
     fast: Literal["auto", "off", "compile", "graph"] = Field(
         default="auto",
-        description="compile: torch.compile over model and loss; off: eager; auto: eager, until measurement chooses",
+        description="off: eager; compile: torch.compile over model and loss; graph: that, captured as one CUDA graph; "
+        "auto: the fastest in timed trials on CUDA where the run is long enough, else eager",
+    )
+    tune_kernels: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Let the compiler search each kernel's block sizes: minutes more to start cold; auto: for long runs",
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: the least memory that trials find for at most 10 % more time",
+        description="low: recompute, 8-bit moments, compiler's budget: the least that trials find for 10 % more time",
     )
     channels_last: Literal["auto"] | bool = Field(
-        default="auto", description="NHWC memory layout of images and convolutions"
+        default="auto", description="NHWC memory layout of images and convolutions; auto: where it is faster"
     )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in backward: less memory, about 30 % slower"

@@ -16,7 +16,7 @@ from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.engine import Engine
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
-from halfstep.run.memory_limit import explained
+from halfstep.run.memory_limit import OutOfMemory, explained
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import validate
@@ -177,6 +177,16 @@ class Loop:
         return is_best
 
     def _validated(self, advance: Any) -> dict[str, float]:
+        try:
+            return self._found(advance)
+        except OutOfMemory as error:
+            if not self.engine.graphs:
+                raise
+            error.__traceback__ = None  # its frames hold what did not fit
+        self.engine.forget_graphs()  # nobody else can use their memory while they are kept
+        return self._found(lambda: None)
+
+    def _found(self, advance: Any) -> dict[str, float]:
         parts = self.parts
         return validate(
             parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, advance=advance
