@@ -24,7 +24,10 @@ def batch_norm_training(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     assert norm.num_batches_tracked is not None
     assert norm.momentum is not None
     num_values = x.numel() // x.shape[1]
-    y, mean, variance = BatchNormTraining.apply(x, norm.weight, norm.bias, norm.eps)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        mean, variance = shifted_statistics(x)
+        inverse = (variance + norm.eps).rsqrt()
+    y = BatchNormTraining.apply(x, norm.weight, norm.bias, mean, inverse, norm.eps)  # type: ignore[no-untyped-call]
     unbiased = variance * (num_values / (num_values - 1))
     norm.num_batches_tracked.add_(1)
     norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), norm.momentum)
@@ -34,17 +37,15 @@ def batch_norm_training(x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
 
 
 class BatchNormTraining(torch.autograd.Function):
-    """x, weight, bias, eps to the normalised x, and the mean and variance (biased) of each channel."""
+    """x, weight, bias and the statistics of x to the normalised x; the gradient of x counts them as functions of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        mean, variance = shifted_statistics(x)
-        inverse = (variance + eps).rsqrt()
-        y = (x - _over_channels(mean)) * _over_channels(inverse * weight) + _over_channels(bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse)
-        ctx.mark_non_differentiable(mean, variance)
         ctx.eps = eps
-        return y.to(x.dtype), mean, variance
+        y = (x - _over_channels(mean)) * _over_channels(inverse * weight) + _over_channels(bias)
+        # A cast that casts nothing returns y itself, and torch 2.11 compiles that into a function without gradients.
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,7 +53,7 @@ class BatchNormTraining(torch.autograd.Function):
         found = torch.ops.aten.native_batch_norm_backward(
             gradients[0], x, weight, None, None, mean, inverse, True, ctx.eps, [True, True, True]
         )
-        return (*found, None)
+        return (*found, None, None, None)
 
 
 def shifted_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,8 @@ from halfstep.workloads.workload import Workload
 
 COMPILE_S = 45.0
 """What a cold start of the compiler takes: 40 to 60 s for U-Net, ResNet-50 and ViT-L beside an H200."""
-KERNEL_TUNING_S = 120.0
-"""The same when inductor also searches each kernel's block sizes."""
+KERNEL_TUNING_S = 240.0
+"""The same when inductor also searches each kernel's block sizes: more than two minutes for U-Net and ResNet-50."""
 SHARE = 0.05
 """Of the expected run that may be spent on finding out how to run it."""
 MEMORY_TRIALS_S = 240.0
@@ -53,6 +53,9 @@ Say = Callable[[str], None]
 
 def tuned(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
     """The plan with how steps run; `say` gets what was found."""
+    wish = config.train.tune_kernels
+    if wish != "auto":
+        plan = dataclasses.replace(plan, tunes_kernels=wish)
     plan = _with_fp8_that_pays(config, workload, _with_way(config, workload, plan, say), say)
     return _with_memory(config, workload, plan, say) if config.train.memory == "low" else plan
 
@@ -110,7 +113,8 @@ def _measured(config: RunConfig, workload: Workload, plan: Plan) -> dict[str, An
             f"{_line(costs)}; about {_duration(expected_s)} to go is too short to compile for (train.fast=graph does)"
         )
         return {**found, "way": "eager", "way_reason": reason, "is_final": False}
-    found["tunes_kernels"] = expected_s * SHARE >= KERNEL_TUNING_S
+    wish = config.train.tune_kernels
+    found["tunes_kernels"] = expected_s * SHARE >= KERNEL_TUNING_S if wish == "auto" else wish
     problems: list[str] = [] if eager is not None else ["eager not possible: out of memory"]
     with trial_run(config, workload, dataclasses.replace(plan, **found)) as trial:
         for way in ("compile", "graph"):
