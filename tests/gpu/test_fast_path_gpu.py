@@ -138,6 +138,32 @@ def test_what_cannot_be_captured_says_why_and_leaves_the_step_usable() -> None:
         graphed(host, loss_of(host.model))
 
 
+def test_a_capture_that_breaks_leaves_generators_and_allocator_usable() -> None:
+    """Older torch left the generator thinking it was still captured, and the allocator with a pool of its own."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 3), nn.Dropout(0.5)).cuda()
+    step = Step(
+        model, torch.optim.AdamW(model.parameters(), fused=True), make_step("adamw", "bf16", device="cuda").plan
+    )
+    plain = loss_of(model)
+
+    def waits(b: dict[str, Tensor]) -> Tensor:
+        loss = plain(b)
+        loss.item()
+        return loss
+
+    for k in range(UNCAPTURED):
+        step(waits, [batch(k, device="cuda")])
+    rng = torch.cuda.get_rng_state()
+    with pytest.raises(CaptureFailed):
+        GraphedStep(step, waits, [batch(0, device="cuda")], torch.cuda.graph_pool_handle())
+    assert torch.equal(rng, torch.cuda.get_rng_state())
+    torch.cuda.empty_cache()
+    assert not step(plain, [batch(7, device="cuda")]).read().is_bad
+    assert not torch.equal(rng, torch.cuda.get_rng_state())
+    graph = GraphedStep(step, plain, [batch(0, device="cuda")], torch.cuda.graph_pool_handle())
+    assert not graph([batch(8, device="cuda")]).read().is_bad
+
+
 def test_loading_a_state_makes_the_graph_invalid() -> None:
     step = make_step("adamw", "bf16", device="cuda")
     graph = graphed(step, loss_of(step.model))
@@ -191,6 +217,29 @@ def test_a_shape_that_changes_all_the_time_runs_uncaptured(tmp_path: Path) -> No
     found, engine = curve(tmp_path, "graph", **{"train.batch_size": 5, "train.accumulate": 1})
     assert not any(reading.is_bad for reading in found)
     assert len(engine.graphs) == 1  # the last, smaller batch of each epoch has none
+
+
+def test_a_captured_run_outlives_its_table_of_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with algorithms(deterministic=False):
+        expected, _ = curve(tmp_path, "eager")
+        monkeypatch.setattr("halfstep.train.rates.TABLE_CHUNK", 7)  # grows at 7, 14 and 28 of 30 steps
+        found, engine = curve(tmp_path, "graph")
+    assert [reading.lr for reading in found] == [reading.lr for reading in expected]
+    assert engine.way == "graph"
+
+
+def test_a_rollback_to_the_start_is_captured_again(tmp_path: Path) -> None:
+    loaded, workload, plan = made(tmp_path, **{"train.fast": "graph"})
+    parts = assemble(loaded.config, workload, plan)
+    engine = Engine(parts, "graph", lambda text, level: pytest.fail(text))
+    window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+    start = parts.step.state_dict()
+    for _ in range(2):
+        for _ in range(UNCAPTURED + 2):
+            assert not engine(window).read().is_bad
+        assert all(captured.step.is_valid for captured in engine.graphs.values())
+        assert len(engine.graphs) == 1
+        parts.step.load_state_dict(start)
 
 
 @pytest.mark.parametrize("way", ["off", "graph"])
