@@ -204,6 +204,7 @@ def test_what_was_measured_is_kept_for_the_same_model_and_shape_only(
     assert Kept(*made(demo, train__batch_size=1)).read() is None
     assert Kept(*made(demo, model__base_channels=4)).read() is None
     assert Kept(*made(demo, train__activation_checkpointing=True)).read() is None
+    assert Kept(*made(demo, train__tune_kernels=True)).read() is None
     config, workload, plan = made(demo)
     apart = Row(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
     assert Kept(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None

@@ -43,8 +43,9 @@ WORTH = 1.02
 """A way must be this much faster to be preferred to a simpler one: trials differ by that much."""
 
 MEASURED_FOR = (
-    "train.fast", "train.memory", "train.channels_last", "train.deterministic", "train.batch_size", "train.accumulate",
-    "train.activation_checkpointing", "data.image_size", "model.", "optimizer.name", "ema.enabled",
+    "train.fast", "train.tune_kernels", "train.memory", "train.channels_last", "train.deterministic",
+    "train.batch_size", "train.accumulate", "train.activation_checkpointing", "data.image_size", "model.",
+    "optimizer.name", "ema.enabled",
 )  # fmt: skip
 """Settings whose change makes what was found before worth nothing."""
 
@@ -234,8 +235,9 @@ class Kept:
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan) -> None:
         identity = (
             str(workload.model),
-            [config.train.batch_size, config.train.accumulate, config.data.image_size, config.optimizer.name],
-            [config.train.channels_last, config.train.activation_checkpointing, config.ema.enabled],
+            [config.train.batch_size, config.train.accumulate, config.data.image_size],
+            [config.optimizer.name, config.ema.enabled],
+            [config.train.channels_last, config.train.tune_kernels, config.train.activation_checkpointing],
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in plan.rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )
