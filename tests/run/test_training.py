@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 
 from halfstep.config.load import from_dict, load
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HardwareError, TrainingStopped
+from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
+from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.memory_limit import memory_error, split_window
 from halfstep.run.train import train
@@ -199,3 +202,15 @@ def test_what_cannot_be_compiled_runs_eager_and_says_why(
     said = capsys.readouterr()
     assert "not compiled, running eager" in said.out + said.err
     assert validations(folder)
+
+
+def test_a_loss_of_nothing_is_an_error_in_words_and_a_loss_alone_counts_by_samples(tmp_path: Path) -> None:
+    loaded = load("tiny_workload:build", overrides=["train.epochs=1", "device=cpu", "data.num_workers=0"])
+    workload = build_workload(loaded.config)
+    batch = {"image": torch.zeros(5, 2, 8, 8), "label": torch.zeros(5, dtype=torch.long)}
+    alone = dataclasses.replace(workload, loss=lambda outputs, batch: torch.zeros(()))
+    assert alone.weighed_loss(None, batch) == (torch.zeros(()), 5)
+    parts = assemble(loaded.config, dataclasses.replace(workload, loss=lambda outputs, batch: None),
+                     plan_for(loaded.config, workload, probe("cpu")))  # fmt: skip
+    with pytest.raises(ConfigError, match="the loss is None"):
+        parts.step(lambda b: parts.eager(b)[:2], [batch])

@@ -132,7 +132,7 @@ def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
 def _eager_region(workload: Workload, model: nn.Module) -> Region:
     def forward_and_loss(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float, Any]:
         outputs = workload.forward(model, batch)
-        loss, weight = workload.loss(outputs, batch)
+        loss, weight = workload.weighed_loss(outputs, batch)
         return loss, weight, outputs
 
     return forward_and_loss

@@ -48,7 +48,7 @@ def validate(
             prepared = in_layout_of(model, workload.prepare(batch, key=(), training=False))
             for part in split_window([prepared], pieces):
                 outputs = workload.forward(model, part)
-                loss, weight = workload.loss(outputs, part)
+                loss, weight = workload.weighed_loss(outputs, part)
                 loss_sum += loss.double() * weight
                 weight_sum += weight
                 metrics.update(outputs, part)

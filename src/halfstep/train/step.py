@@ -329,6 +329,11 @@ def _checked(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def _single(loss: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss is {'None' if loss is None else 'a ' + type(loss).__name__}, not a tensor",
+            fix="return loss, or (loss, weight); without .item()",
+        )
     if loss.numel() != 1:
         raise ConfigError(f"the loss has the shape {tuple(loss.shape)}", fix="return one number: loss.mean() or .sum()")
     return loss.reshape(())

@@ -65,3 +65,8 @@ class Workload:
     """What the user should read before training starts, such as the files that were left out."""
     val_names: tuple[str, ...] = ()
     """Files of the validation samples, for reports; empty where the samples are no files."""
+
+    def weighed_loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        """Loss and weight; a loss that comes alone counts by the number of samples."""
+        found: Any = self.loss(outputs, batch)
+        return found if isinstance(found, tuple) else (found, len(next(iter(batch.values()))))
