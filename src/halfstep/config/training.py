@@ -147,7 +147,7 @@ class TrainConfig(Section):
     )
     tune_kernels: Literal["auto"] | bool = Field(
         default="auto",
-        description="Let the compiler search each kernel's block sizes: minutes more to start cold; auto: for long runs",
+        description="Let the compiler search each kernel's block sizes: minutes more to start; auto: for long runs",
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
