@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,20 @@ def test_kernels_are_not_chosen_by_the_clock_where_bits_must_repeat(
     batch = parts.workload.prepare(next(parts.train_loader.epoch(0)), key=(0, 0, 0), training=True)
     parts.region(batch)
     assert asked == [{} if deterministic else {"coordinate_descent_tuning": True}]
+
+
+def test_what_cannot_be_compiled_is_said_by_us_in_one_line_not_by_inductor_on_a_page(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("torch._inductor.scheduler")
+
+    def failing(batch: object) -> object:
+        log.critical("Error in codegen for %s", "ComputedBuffer(a page)")
+        log.critical("something else")
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: failing)
+    monkeypatch.setattr(log, "propagate", True)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        assembled(demo, train__fast="compile").region({})
+    assert [record.getMessage() for record in caplog.records] == ["something else"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -51,6 +52,7 @@ def compiled(eager: Region, *, tunes_kernels: bool = False, activation_budget: f
     @functools.cache
     def region() -> Region:
         keep_compiled_code()
+        logging.getLogger("torch._inductor.scheduler").addFilter(_is_no_echo)
         options: dict[str, Any] = {"coordinate_descent_tuning": True} if tunes_kernels else {}
         return torch.compile(eager, dynamic=False, options=options)
 
@@ -59,6 +61,11 @@ def compiled(eager: Region, *, tunes_kernels: bool = False, activation_budget: f
             return region()(batch)
 
     return (lambda batch: region()(batch)) if activation_budget == 1 else budgeted
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """Before it raises an error, inductor prints a page of its own code; the engine says the error in one line."""
+    return not record.getMessage().startswith("Error in codegen for")
 
 
 def keep_compiled_code() -> None:
