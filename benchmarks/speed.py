@@ -1,114 +1,136 @@
 """halfstep against plain PyTorch, Lightning and Accelerate: one training step in bf16, same model, batch and clipping.
 
-    python benchmarks/speed.py [--only unet,resnet50_64] [--seconds 540] [--ways auto] [--out DIR]
+    python benchmarks/speed.py [--only unet,resnet50_64] [--warm 5] [--seconds 540] [--ways auto] [KEY=VALUE]
+    python benchmarks/speed.py --cold-start unet
 
-Each peer runs as documented with the compiler on, and once more tuned by hand. Every problem starts with an empty
-compiler cache, so the first row's start is a cold one; that row is measured again at the end, from a warm cache, which
-also shows whether the machine drifted. Problems that are not run now keep what the file has of them.
+Each peer runs as documented with the compiler on, and once more tuned by hand; plain PyTorch a third time, tuned and
+with the compiler's own CUDA graphs (`graphs`, mode reduce-overhead). Rows are timed one after the other. A row's start
+says whether it found its code compiled (`warm`) or not (`cold`); `--warm` compiles it before, several rows at once,
+and then no start in the table is a cold one. Starts that users will see are `--cold-start`'s: halfstep in a new process
+with an empty cache, and once more in another with what that left.
+
+Cases that are not run now keep what the file has of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from recording import RESULTS, command, store
 from rich.console import Console
+from speed_cases import CASES, PEERS, Case, problem_of, request_of
+from speed_goals import show_goals
+from speed_processes import fill_caches, own_decisions, starts
 
-from halfstep.bench.bench import Request, bench
-from halfstep.bench.compile_cache import empty_cache
+from halfstep.bench.bench import bench
 from halfstep.bench.floor import step_flops
-from halfstep.bench.laps import Schedule
-from halfstep.bench.problem import problem_for
+from halfstep.bench.peers import require_peers
 from halfstep.bench.record import circumstances, results
-from halfstep.bench.settings import bench_config
+from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 from halfstep.report.bench_table import show_bench
 
-PEERS = ("plain", "lightning", "accelerate")
-SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
+AT_ONCE = 5
+WIDTH = 200
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One row of the README's table."""
+def main() -> None:
+    parser = argument_parser()
+    arguments = parser.parse_args()
+    timed = words(arguments.only) if arguments.only or arguments.cold_start else tuple(CASES)
+    started = words(arguments.cold_start)
+    if unknown := {*timed, *started} - set(CASES):
+        parser.error(f"there are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
+    against = words(arguments.against)
+    if unknown := set(against) - set(PEERS):
+        parser.error(f"peers are {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
+    try:
+        require_peers(against)
+        hardware = measure(probe("cuda"))
+    except HalfstepError as error:
+        parser.error(str(error))
+    cases = {
+        name: dataclasses.replace(case, against=wanted(case, against), words=(*case.words, *arguments.settings))
+        for name, case in CASES.items()
+    }
+    chosen = {name: cases[name] for name in timed}
+    deadline = time.monotonic() + arguments.seconds if arguments.seconds else None
+    ways = words(arguments.ways)
+    with own_decisions():
+        if arguments.warm:
+            fill_caches(chosen, ways, hardware, at_once=arguments.warm, deadline=deadline)
+        problems = timed_cases(chosen, ways, hardware, deadline, arguments.out)
+        for name in started:
+            found = starts(cases[name], ways[0], hardware)
+            print(f"{name}: first step after {found['cold']['s']:.1f} s cold, {found['warm']['s']:.1f} s warm")
+            stored = stored_parts(arguments.out, hardware)
+            store_parts(stored | {"starts": stored["starts"] | {name: found}}, hardware, arguments.out)
+    if problems:
+        show_goals(problems, Console(width=WIDTH))
 
-    title: str
-    workload: str
-    batch_size: int
-    image_size: int
-    words: tuple[str, ...] = ()
-    against: tuple[str, ...] = PEERS
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of halfstep's run: train.tune_kernels=true")
+    parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}; all unless --cold-start is given")
+    parser.add_argument("--ways", default="auto", help="eager, compile, graph or auto, several with commas")
+    parser.add_argument("--against", default=",".join(PEERS), help=f"peers, of {', '.join(PEERS)}")
+    parser.add_argument(
+        "--warm", type=int, nargs="?", const=AT_ONCE, default=0, metavar="N", help=f"compile N rows at once, {AT_ONCE}"
+    )
+    parser.add_argument("--cold-start", default="", metavar="CASES", help="time starts with an empty compiler cache")
+    parser.add_argument("--seconds", type=float, help="no row starts after so many")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    return parser
 
 
-CASES = {
-    "unet": Case(title="U-Net 31M, 512×512, 8", workload="unet", batch_size=8, image_size=512),
-    "unet_low_memory": Case(
-        title="U-Net 31M, 512×512, 8, train.memory=low",
-        workload="unet",
-        batch_size=8,
-        image_size=512,
-        words=("train.memory=low",),
-        against=(),
-    ),
-    "resnet50_64": Case(title="ResNet-50, 224, 64", workload="resnet50", batch_size=64, image_size=224),
-    "resnet50_256": Case(title="ResNet-50, 224, 256", workload="resnet50", batch_size=256, image_size=224),
-    "vit_l_64": Case(title="ViT-L/16, 224, 64", workload="vit_l_16", batch_size=64, image_size=224),
-}
+def words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def wanted(case: Case, against: tuple[str, ...]) -> tuple[str, ...]:
+    """The case's own choice of peers, less those not asked for."""
+    return tuple(word for word in case.against if word in against)
+
+
+def timed_cases(
+    cases: dict[str, Case], ways: tuple[str, ...], hardware: Hardware, deadline: float | None, folder: str | None
+) -> dict[str, Any]:
+    """All problems of the file, those of `cases` measured anew."""
+    stored = stored_parts(folder, hardware)
+    for name, case in cases.items():
+        stored["problems"][name] = measured(case, ways, hardware, deadline)
+        show_bench(stored["problems"][name], Console(width=WIDTH))
+        store_parts(stored, hardware, folder)  # after each, for a machine that may end the run
+    return dict(stored["problems"])
 
 
 def measured(case: Case, ways: tuple[Any, ...], hardware: Hardware, deadline: float | None) -> dict[str, Any]:
     """One case's rows, as `halfstep bench --save` would write them."""
-    size = {"batch_size": case.batch_size, "image_size": case.image_size}
-    problem = problem_for(bench_config(case.workload, case.words, size, small=False), torch.device(hardware.device))
-    request = Request(
-        precisions=("bf16",), ways=ways, against=case.against, schedule=SCHEDULE, repeat_first=True, deadline=deadline
-    )
+    problem, request = problem_of(case, hardware), request_of(case, ways, deadline)
     flops = step_flops(problem)
-    with empty_cache():
-        benched = bench(
-            problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True)
-        )
+    benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
     return {**circumstances(problem, request, hardware, flops, command()), **results(benched), "title": case.title}
 
 
-def tell(row: str) -> None:
-    print(f"{time.strftime('%X')} {row}", flush=True)
-
-
-def stored_problems(folder: str | None, hardware: Hardware) -> dict[str, Any]:
-    """What an earlier call measured on the same device with the same torch."""
+def stored_parts(folder: str | None, hardware: Hardware) -> dict[str, Any]:
+    """What earlier calls measured on the same device with the same torch."""
     path = Path(folder or RESULTS) / "speed.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     is_same = (found.get("device"), found.get("torch")) == (hardware.name, torch.__version__)
-    return dict(found["problems"]) if is_same else {}
+    return {part: dict(found.get(part, {})) if is_same else {} for part in ("problems", "starts")}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--ways", default="auto", help="eager, compile, graph or auto, several with commas")
-    parser.add_argument("--seconds", type=float, help="no row starts after so many")
-    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
-    arguments = parser.parse_args()
-    names = arguments.only.split(",")
-    if unknown := set(names) - set(CASES):
-        parser.error(f"--only knows {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
-    deadline = time.monotonic() + arguments.seconds if arguments.seconds else None
-    hardware = measure(probe("cuda"))
-    problems = stored_problems(arguments.out, hardware)
-    for name in names:
-        problems[name] = measured(CASES[name], tuple(arguments.ways.split(",")), hardware, deadline)
-        show_bench(problems[name], Console(width=200))
-        # After each, for a machine that may end the run.
-        store("speed", {"problems": problems}, torch.device(hardware.device), arguments.out)
+def store_parts(parts: dict[str, Any], hardware: Hardware, folder: str | None) -> None:
+    store("speed", parts, torch.device(hardware.device), folder)
 
 
 if __name__ == "__main__":

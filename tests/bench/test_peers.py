@@ -264,6 +264,12 @@ def test_fp8_is_refused() -> None:
         peers(["plain"], Watched().problem, "fp8")
 
 
+def test_cuda_graphs_are_not_pretended_on_a_cpu() -> None:
+    [runner] = peers(["plain:graphs"], Watched().problem, "fp32")
+    with pytest.raises(HardwareError, match="plain graphs needs CUDA"):
+        runner.train(1, lambda: None)
+
+
 def test_no_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="0 steps"):
         runners("plain", Watched().problem)[0].train(0, lambda: None)

@@ -36,7 +36,7 @@ def exit_code(*words: str) -> int:
 def test_one_table_with_simulated_rows_marked_and_missing_ones_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*TINY, "--precisions", "fp32,tf32", "--ways", "eager,graph", "--device", "cpu") == 0
     said = capsys.readouterr().out
-    assert "unet, 0.00" in said
+    assert "unet, 486 parameters, batch 2, 16 pixels" in said
     assert "not measured: halfstep graph fp32: needs CUDA" in said
     assert "halfstep eager tf32: simulated: no speed" in said
 
@@ -70,7 +70,9 @@ def test_a_baseline_that_was_faster_ends_with_one_and_an_equal_one_with_zero(
         changed["rows"][0]["peak_bytes"] = None  # a process's own memory depends on the tests before
         saved.write_text(json.dumps(changed))
         assert exit_code(*FP32, "--baseline", str(saved)) == expected
-        assert ("regression: halfstep eager fp32 is slower" in capsys.readouterr().err) == (expected == 1)
+        said = capsys.readouterr()
+        assert ("regression: halfstep eager fp32 is slower" in said.err) == (expected == 1)
+        assert ("1 of the baseline's 1 rows compared: none is slower or larger" in said.out) == (expected == 0)
 
 
 def test_another_problems_baseline_is_refused_before_anything_is_measured(
@@ -105,6 +107,10 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("unet", "--save", "/nowhere/at/all.json"), "is no folder"),
         (("unet", "--baseline", "/nowhere.json"), "cannot read"),
+        (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
+        (("unet", "--picture", "speed"), "fix: speed.png"),
+        (("unet", "train.fast=off"), "fix: --ways eager"),
+        (("unet", "precision=bf16"), "fix: --precisions bf16"),
         (("unet", "--explain", "--baseline", "x.json"), "--explain"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_narrow_terminal_gets_more_tables_and_loses_nothing() -> None:
 
 def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
     said = shown(RECORD)
-    assert said.startswith("unet, 31.0 M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0")
+    assert said.startswith("unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0")
     assert "not measured: halfstep graph fp8: out of memory: no" in said
     assert "halfstep graph bf16: its start takes 9.1 GB" in said
     assert "halfstep eager fp8: simulated: no speed" in said

@@ -22,11 +22,11 @@ class CacheWatch:
 
 
 def _counts() -> tuple[int, int]:
-    """Graphs found in the cache on disk, and those compiled because they were not."""
+    """Graphs found in the cache on disk, and those compiled because they were not, or because they cannot be kept."""
     from torch._dynamo.utils import counters
 
     inductor = counters["inductor"]
-    return inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
+    return inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
 
 
 @contextmanager

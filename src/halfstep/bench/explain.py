@@ -113,6 +113,7 @@ def _notes(step: Breakdown, facts: StepFacts, changes: tuple[Change, ...]) -> tu
         notes.append(f"{step.ms(Kind.LAYOUT):.2f} ms of layout copies although channels_last is on: {turned.name}")
     if facts.device.type == "cpu":
         notes.append(
-            "recording slows a CPU's operators, small ones most: times are scaled to the clock's, shares are rough"
+            "recording slows a CPU's operators, small ones most: times are scaled to the clock's, shares are rough; "
+            "gaps are what Python does between them"
         )
     return tuple(notes)

@@ -8,7 +8,7 @@ import time
 import torch
 
 from halfstep.bench.apart import apart, clean
-from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
+from halfstep.bench.compile_cache import CacheWatch, Found, empty_cache, forget_in_memory
 from halfstep.bench.laps import Laps, Schedule, wait_for
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem, Runner
@@ -47,7 +47,7 @@ def why_not(error: Exception) -> str:
 def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool) -> Row:
     device = problem.device
     with empty_cache() if cold_start else contextlib.nullcontext():
-        cold_start_s, compiled = _cold_start(runner, device) if cold_start else (None, False)
+        cold_start_s = _cold_start_s(runner, device) if cold_start else None
         watch, laps = CacheWatch(), Laps(schedule, device)
         loss = runner.train(schedule.steps, laps)
         found, cache = laps.found(), watch.found()
@@ -63,7 +63,7 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
         joules_per_sample=found.joules_a_step / problem.samples if found.joules_a_step is not None else None,
         loss=loss,
         start_s=found.start_s,
-        cold_start_s=cold_start_s if compiled else None,
+        cold_start_s=cold_start_s,
         cache=cache,
         samples_per_s=problem.samples * len(ms) / sum(ms) * 1e3,
         remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes)),
@@ -71,8 +71,8 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
     )
 
 
-def _cold_start(runner: Runner, device: torch.device) -> tuple[float, bool]:
-    """Seconds to the first step with nothing compiled before, and whether anything was compiled at all."""
+def first_step(runner: Runner, device: torch.device) -> tuple[float, Found]:
+    """Seconds from nothing to the end of the first step, and how the compiler found its cache."""
     watch, began = CacheWatch(), time.perf_counter()
     seconds: list[float] = []
 
@@ -81,10 +81,15 @@ def _cold_start(runner: Runner, device: torch.device) -> tuple[float, bool]:
         seconds.append(time.perf_counter() - began)
 
     runner.train(1, after_step)
-    compiled = watch.found() != ""
+    return seconds[0], watch.found()
+
+
+def _cold_start_s(runner: Runner, device: torch.device) -> float | None:
+    """With nothing compiled before; None where nothing was compiled at all."""
+    seconds, found = first_step(runner, device)
     clean(device)
     forget_in_memory()
-    return seconds[0], compiled
+    return seconds if found else None
 
 
 def _remarks(peak: int | None, start_peak: int | None) -> list[str]:

@@ -20,7 +20,16 @@ from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant
 from halfstep.bench.runner import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, nearest
 
-__all__ = ["PEERS", "PEER_PRECISIONS", "PeerMissing", "PeerRunner", "peer_name", "peers", "require_peers"]
+__all__ = [
+    "PEERS",
+    "PEER_PRECISIONS",
+    "PeerMissing",
+    "PeerRunner",
+    "peer_name",
+    "peers",
+    "require_peers",
+    "variants_of",
+]
 
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
 IMPORTS: Mapping[str, Callable[[], object]] = {"lightning": import_lightning, "accelerate": import_accelerate}
@@ -48,6 +57,8 @@ class PeerRunner:
         by_hand, device = self.setup.by_hand, self.setup.problem.device
         if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
             raise HardwareError(f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name])
+        if self.variant == "graphs" and device.type != "cuda":
+            raise HardwareError(f"{self.name} graphs needs CUDA", why="the compiler captures CUDA graphs only")
         with isolated(device), float32_as_asked(self.precision, by_hand=by_hand):
             torch.backends.cudnn.benchmark = by_hand
             return self.loop(self.setup, steps, after_step)
@@ -61,6 +72,12 @@ UNASKED: tuple[Variant, ...] = ("documented", "tuned")
 def peer_name(word: str) -> str:
     """`plain` of `plain` and of `plain:graphs`."""
     return word.partition(":")[0]
+
+
+def variants_of(word: str) -> tuple[Variant, ...]:
+    """Those that a word of `--against` stands for."""
+    asked = word.partition(":")[2]
+    return tuple(variant for variant in VARIANTS if variant == asked) if asked else UNASKED
 
 
 def require_peers(words: Sequence[str]) -> None:
@@ -86,8 +103,7 @@ def peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: 
     return [
         PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
         for word in words
-        for name, asked in [(peer_name(word), word.partition(":")[2])]
-        for variant in VARIANTS
-        if variant == asked or (not asked and variant in UNASKED)
+        for name in [peer_name(word)]
+        for variant in variants_of(word)
         for setup in [PeerSetup(problem=problem, precision=precision, variant=variant, compiler=_compiler)]
     ]

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from halfstep.config.load import load
+from halfstep.config.load import Loaded, load
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
@@ -53,6 +53,7 @@ def bench_config(
     said = load(target, flags=given, overrides=overrides)
     unsaid = [f"{path}={value}" for path, value in COMPARABLE.items() if said.sources[path].layer in UNSTATED]
     config = load(target, flags=given, overrides=[*unsaid, *overrides]).config
+    _refuse_rows_as_settings(said)
     if config.train.accumulate > 1:
         raise ConfigError(
             f"train.accumulate={config.train.accumulate}: one step of one batch is timed",
@@ -63,6 +64,15 @@ def bench_config(
             f"optimizer.name={config.optimizer.name}, and peers are timed with adamw", fix="leave it, or --against"
         )
     return config.model_copy(update={"data": config.data.model_copy(update={"dir": None})})
+
+
+def _refuse_rows_as_settings(said: Loaded) -> None:
+    """A bench varies precision and way itself, so such a word would be ignored."""
+    way = next((way for way, fast in FAST.items() if fast == said.config.train.fast), "eager")
+    options = {"precision.default": f"--precisions {said.config.precision.default}", "train.fast": f"--ways {way}"}
+    for path, option in options.items():
+        if said.sources[path].layer == "override":
+            raise ConfigError(f"{said.sources[path].where}: a bench has rows of several", fix=option)
 
 
 def in_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:

@@ -68,18 +68,19 @@ def command(
 ) -> None:
     """How fast is a training step here, in which precision and way, and against whom? No data are needed.
 
-    One row for each precision and way: time with spread, speedup over strict fp32 and over TF32, memory, energy,
-    share of what the device's matmuls allow, loss as a sanity check, time to the first step.
+    A row a precision and way: time, speedup, memory, energy, share of the floor, loss, start.
 
     Example:
 
-        halfstep bench unet --batch-size 8 --image-size 512 --precisions fp32,tf32,bf16
+        halfstep bench unet --precisions fp32,bf16 --picture speed.png
 
-        halfstep bench resnet50 --precisions bf16 --ways auto --against lightning,accelerate,plain --picture speed.png
+        halfstep bench resnet50 --batch-size 64 --ways auto --against plain
+
+        halfstep bench unet --save before.json
+
+        halfstep bench unet --baseline before.json
 
         halfstep bench unet --explain
-
-        halfstep bench unet --save before.json, and after a change: halfstep bench unet --baseline before.json
     """
     if explain and (baseline or cold_start):
         other = "--baseline" if baseline else "--cold-start"
@@ -87,6 +88,10 @@ def command(
     from halfstep.bench.record import refuse_to_overwrite
 
     refuse_to_overwrite([picture, save], force=force)
+    if picture:
+        from halfstep.report.picture_file import refuse_unknown_format
+
+        refuse_unknown_format(picture)
     flags = {"batch_size": batch_size, "image_size": image_size, "device": device}
     timed = None if explain else steps
     hardware, problem, request = prepared(words, flags, split(precisions), ways, against, timed, cold_start=cold_start)
@@ -95,7 +100,7 @@ def command(
 
         rows = explain_request(hardware, problem, request, steps=steps, any_precision=not precisions)
         return show_explanations(rows, as_json=as_json, picture=picture, save=save)
-    found, worse = measured(hardware, problem, request, baseline)
+    found = measured(hardware, problem, request, baseline)
     show(found, as_json=as_json)
     if save:
         from halfstep.bench.record import save as save_record
@@ -105,9 +110,9 @@ def command(
         from halfstep.report.bench_picture import draw_bench
 
         draw_bench(found, picture)
-    for line in worse:
+    for line in found["regressions"]:
         typer.secho(f"regression: {line}", fg="red", err=True)
-    if worse or not any(row["window_ms"] for row in found["rows"]):
+    if found["regressions"] or not any(row["window_ms"] for row in found["rows"]):
         raise typer.Exit(1)
     return None
 
@@ -160,10 +165,8 @@ def prepared(
     return hardware, problem_for(config, place), request
 
 
-def measured(
-    hardware: Hardware, problem: Problem, request: Request, baseline: Path | None
-) -> tuple[dict[str, Any], list[str]]:
-    """The record, and what is worse than in the baseline. Nothing that runs inside can write to standard output."""
+def measured(hardware: Hardware, problem: Problem, request: Request, baseline: Path | None) -> dict[str, Any]:
+    """The record, with what is worse than in the baseline. Nothing that runs inside can write to standard output."""
     import contextlib
     import os
     import shlex
@@ -185,8 +188,12 @@ def measured(
         status.update("measuring matmuls")
         rated = measured_once(hardware, cache_directory(os.environ), measure)
         benched = bench(problem, request, rated, flops, lambda row: status.update(f"measuring {row}"))
-    worse = regressions(before, benched.rows, problem.device.type) if baseline else []
-    return {**about, **results(benched), "regressions": worse}, worse
+    compared = {
+        "regressions": regressions(before, benched.rows, problem.device.type) if baseline else [],
+        "compared_rows": [row.label for row in benched.rows if row.label in before],
+        "baseline_rows": len(before),
+    }
+    return {**about, **results(benched), **compared}
 
 
 def show(found: dict[str, Any], *, as_json: bool) -> None:

@@ -35,6 +35,9 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
     sizes = [(row["peak_bytes"] or 0) / 1e9 for row in rows]
     _bars(memory_axes, rows, sizes, "peak memory, GB")
     _labels(memory_axes, sizes, [f"{digits(size)} GB" if size else "not counted" for size in sizes])
+    if left_out := len(record["rows"]) - len(rows):
+        note = f"not drawn: {left_out} rows that could not be measured, or whose format is simulated here"
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color=FAINT)
     save_figure(figure, path)
 
 
@@ -53,7 +56,9 @@ def _bars(axes: Axes, rows: Sequence[Row], lengths: Sequence[float], name: str) 
 
 def _spreads(axes: Axes, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
-        axes.plot([row["ms_min"], row["ms_max"]], [place, place], color=INK, linewidth=1.6, solid_capstyle="butt")
+        for colour, width in (("white", 4.0), (INK, 1.6)):  # a rim, to be seen on a dark bar
+            ends = [row["ms_min"], row["ms_max"]]
+            axes.plot(ends, [place, place], color=colour, linewidth=width, solid_capstyle="butt")
 
 
 def _labels(axes: Axes, ends: Sequence[float], labels: Sequence[str]) -> None:

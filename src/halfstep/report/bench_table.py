@@ -29,16 +29,24 @@ def show_bench(record: Record, console: Console) -> None:
         console.print(Text(line, style="dim"), soft_wrap=True)
     for warning in record["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    if compared := record.get("compared_rows"):
+        found = f"{len(record['regressions'])} findings" if record["regressions"] else "none is slower or larger"
+        line = f"{len(compared)} of the baseline's {record['baseline_rows']} rows compared: {found}"
+        console.print(Text(line), soft_wrap=True)
 
 
 def title(record: Record) -> str:
-    """`unet, 31.0 M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0`."""
+    """`unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0`."""
     problem = record["problem"]
     return (
-        f"{problem['workload']}, {digits(problem['parameters'] / 1e6)} M parameters, batch {problem['batch_size']}, "
+        f"{problem['workload']}, {_count(problem['parameters'])} parameters, batch {problem['batch_size']}, "
         f"{problem['image_size']} pixels, {problem['optimizer']}, clip {problem['clip_norm']:g}: "
         f"{record['device']}, torch {record['versions']['torch']}"
     )
+
+
+def _count(number: int) -> str:
+    return f"{digits(number / 1e6)}M" if number >= 1e6 else f"{number:,}"
 
 
 def digits(value: float | None, significant: int = 3) -> str:

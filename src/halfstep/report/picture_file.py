@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +25,15 @@ def new_figure(inches: tuple[float, float], *, makes_room: bool = True) -> Figur
     figure = Figure(figsize=inches, dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
+
+
+def refuse_unknown_format(path: Path) -> None:
+    """Before minutes of work: a name whose ending is no picture's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise ConfigError(f"{path} has no ending of a picture", fix=f"{path.stem}.png; known are {', '.join(known)}")
 
 
 def save_figure(figure: Figure, path: Path) -> None:

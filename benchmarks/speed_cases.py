@@ -1,0 +1,103 @@
+"""The problems of speed.py, what is to be reached on each, and how one of their rows is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from halfstep.bench.bench import Request
+from halfstep.bench.laps import Schedule
+from halfstep.bench.peers import peer_name, variants_of
+from halfstep.bench.problem import problem_for
+from halfstep.bench.runner import Problem
+from halfstep.bench.settings import bench_config
+from halfstep.hardware.facts import Hardware
+
+PEERS = ("plain", "plain:graphs", "lightning", "accelerate")
+"""`graphs` is plain's tuned loop with the compiler's own CUDA graphs (mode reduce-overhead)."""
+SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What issue 5 asks for on one H200."""
+
+    ms: float | None = None
+    over_documented: float | None = None
+    """How many times as fast as the best peer as documented with the compiler."""
+    over_tuned: float | None = None
+    gb: float | None = None
+    """Peak memory, at no more than `extra_time` over the case `beside`."""
+    beside: str = ""
+    extra_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One row of the README's table."""
+
+    title: str
+    workload: str
+    batch_size: int
+    image_size: int
+    goal: Goal
+    precision: str = "bf16"
+    words: tuple[str, ...] = ()
+    against: tuple[str, ...] = PEERS
+
+
+UNET = Case(
+    title="U-Net 31M, 512×512, 8",
+    workload="unet",
+    batch_size=8,
+    image_size=512,
+    goal=Goal(ms=20.5, over_documented=2.0, over_tuned=1.27),
+)
+
+CASES = {
+    "unet": UNET,
+    "unet_low_memory": replace(
+        UNET,
+        title=f"{UNET.title}, train.memory=low",
+        words=("train.memory=low",),
+        against=(),
+        goal=Goal(gb=3.9, beside="unet", extra_time=0.10),
+    ),
+    "resnet50_64": Case(
+        title="ResNet-50, 224, 64",
+        workload="resnet50",
+        batch_size=64,
+        image_size=224,
+        goal=Goal(ms=11, over_documented=2.6, over_tuned=2.1),
+    ),
+    "resnet50_256": Case(
+        title="ResNet-50, 224, 256",
+        workload="resnet50",
+        batch_size=256,
+        image_size=224,
+        goal=Goal(ms=33, over_documented=1.28, over_tuned=1.24),
+    ),
+    "vit_l_64": Case(title="ViT-L/16, 224, 64", workload="vit_l_16", batch_size=64, image_size=224, goal=Goal(ms=46)),
+}
+
+
+def problem_of(case: Case, hardware: Hardware) -> Problem:
+    """The case with its weights and its batch."""
+    size = {"batch_size": case.batch_size, "image_size": case.image_size}
+    return problem_for(bench_config(case.workload, case.words, size, small=False), torch.device(hardware.device))
+
+
+def request_of(case: Case, ways: tuple[Any, ...], deadline: float | None = None) -> Request:
+    """Its rows."""
+    return Request(precisions=(case.precision,), ways=ways, against=case.against, schedule=SCHEDULE, deadline=deadline)
+
+
+def row_requests(case: Case, ways: tuple[Any, ...]) -> dict[str, Request]:
+    """A request of its own for each row, under the row's name."""
+    ours = {f"halfstep {way}": request_of(replace(case, against=()), (way,)) for way in ways}
+    peers = [(peer_name(word), variant) for word in case.against for variant in variants_of(word)]
+    return ours | {
+        f"{name} {variant}": request_of(replace(case, against=(f"{name}:{variant}",)), ()) for name, variant in peers
+    }

@@ -1,0 +1,123 @@
+"""What speed.py does in processes of its own: filling the compiler's caches, several at once, and timing starts.
+
+Compiling is the host's work and can be shared; choosing between compiled kernels is the device's. A choice that was
+made while others used the device says little, so choices of the filling are forgotten: which block sizes the compiler
+took, and which way `auto` took. The timed process makes them again, on a quiet device, from kernels that are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from speed_cases import Case, problem_of, row_requests
+
+from halfstep.bench.bench import Request, runners
+from halfstep.bench.measure_row import first_step
+from halfstep.bench.row import Row
+from halfstep.bench.runner import Runner
+from halfstep.errors import HardwareError
+from halfstep.hardware.facts import Hardware
+from halfstep.run.ways import keep_compiled_code
+
+FILLING_STEPS = 3
+CHOICES = "*.best_config"
+"""Files in which inductor keeps the block sizes it took for a kernel."""
+
+Found = TypeVar("Found")
+Facts = dict[str, Any]
+"""Of the hardware, in the form that can be sent to a process."""
+
+
+@contextlib.contextmanager
+def own_decisions() -> Iterator[None]:
+    """What `auto` decides is neither found nor left; compiled code is."""
+    keep_compiled_code()
+    before = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("XDG_CACHE_HOME")
+            os.environ.update({} if before is None else {"XDG_CACHE_HOME": before})
+
+
+def fill_caches(
+    cases: dict[str, Case], ways: tuple[Any, ...], hardware: Hardware, *, at_once: int, deadline: float | None
+) -> None:
+    """Every row of every case makes a few steps, each in a process of its own, so many at a time."""
+    began = time.time()
+    jobs = [
+        (f"{name} {row}", case, request)
+        for name, case in cases.items()
+        for row, request in row_requests(case, ways).items()
+    ]
+
+    def fill(job: tuple[str, Case, Request]) -> None:
+        label, case, request = job
+        if deadline is not None and time.monotonic() > deadline:
+            return print(f"{time.strftime('%X')} no time was left to fill the cache of {label}", flush=True)
+        start = time.perf_counter()
+        try:
+            in_own_process(fill_one, case, request, hardware.to_dict())
+            said = f"filled the cache of {label}"
+        # Whatever a peer or its process dies of: the timed row will tell, and starts with what there is.
+        except Exception as error:
+            said = f"could not fill the cache of {label}: {type(error).__name__}: {error}"
+        return print(f"{time.strftime('%X')} {said} ({time.perf_counter() - start:.0f} s)", flush=True)
+
+    with ThreadPoolExecutor(at_once) as threads:
+        list(threads.map(fill, jobs))
+    forget_choices(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), began)
+
+
+def forget_choices(folder: Path, began: float) -> None:
+    """Those made since `began`, a time of `time.time`."""
+    for path in folder.rglob(CHOICES):
+        if path.stat().st_mtime >= began:
+            path.unlink()
+
+
+def fill_one(case: Case, request: Request, facts: Facts) -> None:
+    """In a process of its own: what is compiled for these steps is on disk afterwards."""
+    with own_decisions():
+        only_runner(case, request, Hardware.from_dict(facts)).train(FILLING_STEPS, lambda: None)
+
+
+def starts(case: Case, way: str, hardware: Hardware) -> dict[str, Any]:
+    """halfstep's first start ever and its second, trials of `auto` included: two processes and one new cache."""
+    request = next(iter(row_requests(case, (way,)).values()))
+    with tempfile.TemporaryDirectory() as folder:
+        cold, warm = (in_own_process(start_once, case, request, hardware.to_dict(), folder) for _ in range(2))
+    return {"way": way, "date": time.strftime("%Y-%m-%d"), "cold": cold, "warm": warm}
+
+
+def start_once(case: Case, request: Request, facts: Facts, folder: str) -> dict[str, Any]:
+    """In a process of its own: from a model on the host to the end of the first step."""
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+    os.environ.update({"XDG_CACHE_HOME": folder, **compiled})
+    runner = only_runner(case, request, Hardware.from_dict(facts))
+    seconds, cache = first_step(runner, torch.device(facts["device"]))
+    return {"s": seconds, "cache": cache, "remarks": getattr(runner, "remarks", [])}
+
+
+def only_runner(case: Case, request: Request, hardware: Hardware) -> Runner:
+    [runner] = runners(problem_of(case, hardware), request, hardware)
+    if isinstance(runner, Row):
+        raise HardwareError(f"{runner.label} cannot run: {runner.reason}")
+    return runner
+
+
+def in_own_process(function: Callable[..., Found], *arguments: Any) -> Found:
+    """One process for one call: nothing compiled, loaded or allocated before it."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
