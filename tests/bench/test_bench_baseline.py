@@ -83,12 +83,20 @@ def test_rows_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
     assert rows_of(read(path), path) == rows
 
 
-def test_a_slower_row_is_a_regression_only_beyond_both_spreads(tmp_path: Path) -> None:
+def test_a_slower_row_is_a_regression_only_where_no_window_is_as_fast_as_then(tmp_path: Path) -> None:
     before = row("graph", "bf16", 20.0, spread=1.0)
     [line] = worse(tmp_path, before, row("graph", "bf16", 22.5, spread=1.0))
-    assert line.startswith("halfstep graph bf16 is slower: 22.5 ms a step against 20 (+12.5%")
-    assert worse(tmp_path, before, row("graph", "bf16", 21.9, spread=1.0)) == []
+    assert line.startswith("halfstep graph bf16 is slower: 22.5 ms a step against 20 (+12.5%, fastest window 22 ms")
+    assert worse(tmp_path, before, row("graph", "bf16", 20.9, spread=1.0)) == []
     assert worse(tmp_path, before, row("graph", "bf16", 15.0)) == []
+
+
+def test_a_window_in_which_the_machine_was_busy_hides_no_slowdown(tmp_path: Path) -> None:
+    before = row("graph", "bf16", 20.0)
+    slow = row("graph", "bf16", 40.0)
+    busy = dataclasses.replace(slow, window_ms=(*slow.window_ms[:-1], 400.0))
+    [line] = worse(tmp_path, before, busy)
+    assert "(+100.0%" in line
 
 
 def test_steady_windows_do_not_make_a_percent_a_regression(tmp_path: Path) -> None:

@@ -52,11 +52,13 @@ def _worse(before: Row, now: Row, device_type: str) -> list[str]:
     if not now.is_measured:
         return [f"{now.label} was measured then, and now: {now.reason}"]
     found = []
-    if now.ms > before.ms + max(before.spread_ms + now.spread_ms, TIME_BOUND * before.ms):
-        spread = before.spread_ms + now.spread_ms
+    # Windows that do not overlap, rather than medians that part by more than the spreads: one window in which the
+    # machine was busy makes a spread as large as the step, and would hide a slowdown of any size.
+    fastest_now, slowest_then = min(now.window_ms), max(before.window_ms)
+    if fastest_now > slowest_then and now.ms > (1 + TIME_BOUND) * before.ms:
         found.append(
-            f"{now.label} is slower: {now.ms:.4g} ms a step against {before.ms:.4g} "
-            f"({now.ms / before.ms - 1:+.1%}, windows vary by {spread:.2g} ms together)"
+            f"{now.label} is slower: {now.ms:.4g} ms a step against {before.ms:.4g} ({now.ms / before.ms - 1:+.1%}, "
+            f"fastest window {fastest_now:.4g} ms, slowest then {slowest_then:.4g})"
         )
     bound = MEMORY_BOUND.get(device_type, MEMORY_BOUND["cpu"])
     if now.peak_bytes and before.peak_bytes and now.peak_bytes > (1 + bound) * before.peak_bytes:
