@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from whole_runs import assert_same_run, final_state, records, resume
 
 from halfstep.config.load import load
 from halfstep.errors import CheckpointError, Interrupted
+from halfstep.run import loop
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
 from tiny_training import assert_same_bits
@@ -57,6 +59,24 @@ def test_a_run_stopped_in_mid_epoch_and_resumed_equals_an_unbroken_one(tmp_path:
     assert_same_run(whole, tmp_path / "parts")
     skipped = [r["bad_step"] for r in records(whole) if r.get("event") in ("skipped", "overflow")]
     assert set(POISONED) <= set(skipped)
+
+
+def test_a_run_stopped_while_it_validates_validates_again_and_equals_an_unbroken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole", config(workers=0))
+    original, calls = loop.validate, itertools.count()
+
+    def asked_to_end(*arguments: Any, **named: Any) -> dict[str, float]:
+        if next(calls) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(loop, "validate", asked_to_end)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts", config(workers=0))
+    resume(tmp_path / "parts")
+    assert_same_run(whole, tmp_path / "parts")
 
 
 def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:

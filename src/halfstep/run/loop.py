@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -23,6 +24,10 @@ from halfstep.run.validate import validate
 from halfstep.run.waiting import Waiting
 from halfstep.train.facts import Facts
 from halfstep.train.guard import Action, Verdict
+
+
+class AskedToLeave(Exception):
+    """The user asked for the end while the run was validating."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,11 +151,12 @@ class Loop:
     def _end_epoch(self) -> None:
         parts, train = self.parts, self.parts.config.train
         epoch, is_whole = self.position.epoch, self.position.batch >= len(parts.train_loader)
-        if is_whole:
-            self.position = Position(epoch=epoch + 1)
         in_turn = (epoch + 1) % train.validate_every == 0
         is_due = in_turn or self.is_done or epoch + 1 == train.epochs
         is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch, in_turn=in_turn and is_whole)
+        # Only now: a run that ends while it validates, validates again when it is resumed.
+        if is_whole:
+            self.position = Position(epoch=epoch + 1)
         self.train_metrics = parts.workload.metrics()
         # With checkpoints by steps an epoch's end is nothing special, but for what validation found.
         if is_due or not train.checkpoint_every:
@@ -162,12 +168,15 @@ class Loop:
         """Whether it is the best so far. One out of turn, at the end of a run, decides nothing else."""
         parts = self.parts
         average = parts.step.ema
-        with self.journal.validating(epoch, len(parts.val_loader)) as advance:
-            if average is None:
-                found = self._validated(advance)
-            else:
-                with average.swapped_in():
-                    found = self._validated(advance)
+        try:
+            with self.journal.validating(epoch, len(parts.val_loader)) as advance:
+                if average is None:
+                    found = self._validated(self._unless_asked(advance))
+                else:
+                    with average.swapped_in():
+                        found = self._validated(self._unless_asked(advance))
+        except AskedToLeave:
+            self._leave()  # here the model holds its own weights again
         value = found[parts.workload.metric]
         is_best = parts.stopping.observe(value, epoch, in_turn=in_turn)
         if parts.plateau is not None and in_turn:
@@ -175,6 +184,14 @@ class Loop:
             self._set_rate_factor()
         self.journal.epoch(epoch, parts.step.attempted, self.train_metrics.compute(), found, is_best=is_best)
         return is_best
+
+    def _unless_asked(self, advance: Callable[[], None]) -> Callable[[], None]:
+        def go_on() -> None:
+            advance()
+            if self.interrupts:
+                raise AskedToLeave
+
+        return go_on
 
     def _validated(self, advance: Any) -> dict[str, float]:
         try:
@@ -194,7 +211,7 @@ class Loop:
 
     # --- what is stored ---
 
-    def _leave(self) -> None:
+    def _leave(self) -> NoReturn:
         path = self.save()
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'request'} "

@@ -88,12 +88,19 @@ class GraphedStep:
             raise
         except Exception as error:
             torch.cuda.synchronize(step.device)
+            _end_what_broke_off(step.device)
             line = str(error).strip().splitlines() or [type(error).__name__]
             raise CaptureFailed(line[0]) from error
         finally:
             step.forget_capture()
             restore_rng(rng, step.device)
         return facts
+
+
+def _end_what_broke_off(device: torch.device) -> None:
+    """A capture that breaks leaves torch 2.11's generator believing that it goes on; a whole one ends that, too."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros((), device=device)
 
 
 def _let_fused_optimizers_in(step: Step) -> None:
