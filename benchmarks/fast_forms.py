@@ -45,7 +45,6 @@ def normed(channels: int, pool: int) -> nn.Module:
 
 CASES: dict[str, tuple[Form, Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "ResNet-50 stem, 256 x 224": ("few_channels", lambda: CentredConv2d(3, 64, 7, 2), (256, 3, 224, 224), False),
-    "U-Net first convolution, 8 x 512": ("few_channels", lambda: CentredConv2d(3, 64, 3), (8, 3, 512, 512), False),
     "BatchNorm 64 x 112, 256": ("batch_norm", lambda: BatchNorm2d(64), (256, 64, 112, 112), True),
     "BatchNorm 256 x 56, 256": ("batch_norm", lambda: BatchNorm2d(256), (256, 256, 56, 56), True),
     "BatchNorm 1024 x 14, 256": ("batch_norm", lambda: BatchNorm2d(1024), (256, 1024, 14, 14), True),

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.gpu
 
 LAYERS: dict[str, tuple[Form, Callable[[], nn.Module], tuple[int, ...]]] = {
     "stem": ("few_channels", lambda: CentredConv2d(3, 64, 7, 2), (4, 3, 64, 64)),
-    "first": ("few_channels", lambda: CentredConv2d(3, 64, 3), (4, 3, 64, 64)),
     "batch_norm": ("batch_norm", lambda: BatchNorm2d(64), (8, 64, 56, 56)),
     "patches": ("patches", lambda: PatchConv2d(3, 64, 16), (4, 3, 64, 64)),
     "upsampling": ("upsampling", lambda: DoublingConvTranspose2d(64, 32), (4, 64, 16, 16)),

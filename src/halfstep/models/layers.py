@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from halfstep.kernels.batch_norm import batch_norm_training
 from halfstep.kernels.convolution import (
     doubling_conv_transpose2d,
-    few_channels_conv2d,
-    has_few_channels,
+    folded_conv2d,
+    is_foldable,
     patches_conv2d,
 )
 from halfstep.kernels.fast_forms import wanted
@@ -23,8 +23,8 @@ class CentredConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        if wanted("few_channels", input) and has_few_channels(input, self.stride[0]):
-            return few_channels_conv2d(input, self.weight, stride=self.stride[0])
+        if wanted("few_channels", input) and is_foldable(input, self.stride[0]):
+            return folded_conv2d(input, self.weight)
         return super().forward(input)
 
 
