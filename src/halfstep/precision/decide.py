@@ -68,18 +68,21 @@ def decide(
         rows=(*_rows(model, default, parts, hardware, fp8_gains or {}, force=force), *map(_island, fragile)),
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
-    if model is not None and any(answer.compute == "fp8" and not answer.simulated for answer in grants):
+    if model is not None and any(answer.compute == "fp8" for answer in grants):
         return _checked_fp8(plan, model, strict=strict)
     return plan
 
 
 def _checked_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:
     """fp8 in which no layer runs fp8 is bf16, and says so."""
-    from halfstep.precision.fp8_pays import without_fp8
+    from halfstep.precision.fp8_pays import takes_fp8, without_fp8
 
     if any(row.compute == "fp8" for row in plan.rows):
         return plan
-    return without_fp8(plan, f"no layer of {type(model).__name__} takes fp8 and gains by it", strict=strict)
+    if any(map(takes_fp8, model.modules())):
+        return without_fp8(plan, f"no layer of {type(model).__name__} takes fp8 and gains by it", strict=strict)
+    why = f"{type(model).__name__} has no layer that can take fp8"
+    return without_fp8(plan, why, strict=strict, forcible=False)
 
 
 def _for_part(pattern: str, part: Grant, default: Grant) -> Grant:

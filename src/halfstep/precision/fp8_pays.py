@@ -128,15 +128,17 @@ def settled(plan: Plan, *, fp8_ms: float, bf16_ms: float, force: bool = False, s
     return without_fp8(plan, times, strict=strict)
 
 
-def without_fp8(plan: Plan, why: str, *, strict: bool = False) -> Plan:
-    """The same plan in bf16, with a warning; under `strict` an error instead."""
+def without_fp8(plan: Plan, why: str, *, strict: bool = False, forcible: bool = True) -> Plan:
+    """The same plan in bf16, with a warning; under `strict` an error. `forcible`: whether any layer could run fp8."""
     if strict:
         raise HardwareError(
             f"fp8 asked for, but {why}",
             why="strict is on, so halfstep does not go down to bf16",
-            fix="ask for bf16, leave strict off, or precision.force=true to run fp8 all the same",
+            fix="ask for bf16, or leave strict off"
+            + (", or precision.force=true to run fp8 all the same" if forcible else ""),
         )
-    warning = f"fp8 asked for, running bf16: {why} (precision.force=true runs fp8 all the same)"
+    warning = f"fp8 asked for, running bf16: {why}"
+    warning += " (precision.force=true runs fp8 all the same)" if forcible else ""
     granted, reason = ("bf16", why) if plan.granted == "fp8" else (plan.granted, plan.reason)
     rows = tuple(_in_bf16(row, why) for row in plan.rows)
     warnings = tuple(dict.fromkeys((*plan.warnings, warning)))
