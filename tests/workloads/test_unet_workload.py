@@ -132,6 +132,17 @@ def test_a_wrong_setting_is_explained(demo: Path, change: dict[str, Any], error:
         build(config(demo, **change))
 
 
+def test_masks_with_grey_edges_are_told_and_their_values_are_not_all_listed(tmp_path: Path) -> None:
+    write_demo(tmp_path / "own", num_images=4, side=16)
+    mask = sorted((tmp_path / "own" / "masks").iterdir())[0]
+    Image.fromarray((np.arange(256) % 200).astype(np.uint8).reshape(16, 16)).save(mask)
+    [note] = build(config(tmp_path / "own")).notes
+    assert "the masks hold 201 different values" in note
+    assert "and 193 more" in note
+    with pytest.raises(DataError, match=r"model.classes is 2, the masks hold 201 values: 0, 1, .* and 193 more"):
+        build(config(tmp_path / "own", model={"classes": 2}))
+
+
 def test_masks_of_one_value_are_refused(tmp_path: Path) -> None:
     write_demo(tmp_path / "own", num_images=3)
     for mask in (tmp_path / "own" / "masks").iterdir():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.config.unet import UNetConfig
 from halfstep.data.augment import Augmentation, augment
-from halfstep.data.files import BadFiles
+from halfstep.data.files import BadFiles, some_of
 from halfstep.data.loader import Batch
 from halfstep.data.masks import MaskTable, table_from
 from halfstep.data.pairs import Pair, PairLayout, Split, find_split
@@ -31,6 +31,11 @@ FRAGILE = (
     "loss.cross_entropy: log of probabilities near 0",
     "loss.dice: sums over all pixels of a batch pass fp16's largest number",
 )
+
+MANY_VALUES = 64
+"""More classes than common data sets of masks have (Cityscapes 34, VOC 22): rather grey edges than classes."""
+
+SHOWN_VALUES = 8
 
 
 def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workload:
@@ -79,7 +84,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         mode="max",
         fragile=FRAGILE,
         store=store,
-        notes=tuple(f"left out: {error.what} ({error.why})" for error in bad_files.skipped),
+        notes=(*_many_values(table), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
         val_names=tuple(pair.image.name for pair in val_pairs),
     )
 
@@ -137,7 +142,7 @@ def _store(config: UNetConfig, scan: Scan, table: MaskTable) -> dict[str, Any]:
         )
     if asked not in ("auto", found) and not (asked == 1 and found == 2):
         raise DataError(
-            f"model.classes is {asked}, the masks hold {found} values: {table.values}",
+            f"model.classes is {asked}, the masks hold {found} values: {some_of(table.values, SHOWN_VALUES)}",
             fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is no class",
         )
     return {
@@ -151,6 +156,15 @@ def _store(config: UNetConfig, scan: Scan, table: MaskTable) -> dict[str, Any]:
         # Later images are shrunk as much as these were, so that things have the size the model knows.
         "resize": [side / median(size[axis] for size in scan.sizes) for axis in (0, 1)],
     }
+
+
+def _many_values(table: MaskTable) -> list[str]:
+    found = len(table.values)
+    if found <= MANY_VALUES:
+        return []
+    shown = some_of(table.values, SHOWN_VALUES)
+    hint = "if these are edges blurred by JPEG or by resizing, save the masks again as PNG with exact values"
+    return [f"the masks hold {found} different values, each a class of its own: {shown}; {hint}"]
 
 
 def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
