@@ -84,6 +84,15 @@ def test_a_project_is_searched_and_its_pins_are_read(tmp_path: Path) -> None:
     assert report.num_scripts == 1
 
 
+def test_what_past_runs_left_behind_is_no_config_of_the_project(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("workload: unet\nprecision: bf16\n")
+    run = tmp_path / "runs" / "unet-1"
+    (run / "report").mkdir(parents=True)
+    for name in ("config.yaml", "plan.json", "metrics.jsonl", "report/evaluation.json"):
+        (run / name).write_text('{"workload": "unet", "precision": "fp16"}')
+    assert [source.name for source in check([], project=tmp_path).sources] == [str(tmp_path / "train.yaml")]
+
+
 def test_many_configs_of_one_kind_in_a_project_are_many_runs_not_a_conflict(tmp_path: Path) -> None:
     for name, precision in (("a", "bf16-mixed"), ("b", "16-mixed"), ("c", "32-true")):
         (tmp_path / f"{name}.yaml").write_text(f"trainer: {{precision: {precision}}}\n")

@@ -60,8 +60,14 @@ def project_files(folder: Path) -> Iterator[Path]:
 
 def files_below(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        visible = (name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        folders[:] = sorted(name for name in visible if not _is_past_run(Path(root) / name))
         yield from (Path(root) / name for name in sorted(names))
+
+
+def _is_past_run(folder: Path) -> bool:
+    """What `halfstep train` left behind says how one run went, not how the next one will."""
+    return all((folder / name).is_file() for name in ("config.yaml", "plan.json", "metrics.jsonl"))
 
 
 def size_of(path: Path) -> int:
