@@ -24,12 +24,16 @@ def test_packing_says_what_it_packed_and_finds_it_again(tmp_path: Path, capsys: 
     code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "32", "--workers", "1")
     assert code == 0
     assert "8 training and 4 validation images of 2 classes at 32 pixels" in text
-    assert text.strip().endswith("data.cache=true data.cache_size=32")
+    assert text.strip().endswith(f"--data-dir {tmp_path} data.cache=true data.cache_size=32")
     written = (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns
     code, text, _ = run(capsys, "pack", str(tmp_path), "--size", "32", "--json")
     summary = json.loads(text)
     assert (code, summary["train"], summary["val"], summary["left_out"]) == (0, 8, 4, [])
     assert (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns == written
+    code, text, said = run(capsys, "pack", str(tmp_path), "--size", "32")
+    assert (code, said) == (0, "")
+    assert "nothing was packed" in text
+    assert "Every image in it was checked" in run(capsys, "pack", str(tmp_path), "--size", "32", "--verify")[1]
     assert run(capsys, "pack", str(tmp_path), "--size", "32", "--force")[0] == 0
     assert (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns != written
 

@@ -60,7 +60,7 @@ def command(
         summary = verified(folder, layout, path, settings)
     else:
         summary = packed(folder, layout, path, settings, force=force)
-    show(summary | {"use": words_of(layout, settings, out)}, as_json=as_json)
+    show(summary | {"folder": str(folder), "use": words_of(layout, settings, out)}, as_json=as_json)
     if summary.get("stale"):
         raise typer.Exit(1)
 
@@ -80,7 +80,7 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
     work = pack if force else open_or_pack
     with PackingBar(path) as bar:
         result = work(found, path, settings, progress=bar)
-    return summary_of(result) | {"seconds": round(time.perf_counter() - start, 2)}
+    return summary_of(result) | {"made": bar.was_shown, "seconds": round(time.perf_counter() - start, 2)}
 
 
 def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings) -> Summary:
@@ -137,6 +137,10 @@ def show(summary: Summary, *, as_json: bool) -> None:
     for why in left_out:
         typer.echo(f"left out: {why}")
     if summary.get("stale"):
-        typer.echo(f"STALE: {summary['stale']}. Pack it again: halfstep pack DIR")
+        typer.echo(f"STALE: {summary['stale']}. Pack it again: halfstep pack {summary['folder']}")
         return
-    typer.echo(f"Use it: halfstep train WORKLOAD --data-dir DIR {summary['use']}")
+    if summary.get("verified"):
+        typer.echo("Every image in it was checked, and it fits the folder.")
+    elif not summary["made"]:
+        typer.echo("It was there already and fits the folder: nothing was packed (--force packs again).")
+    typer.echo(f"Use it: halfstep train WORKLOAD --data-dir {summary['folder']} {summary['use']}")

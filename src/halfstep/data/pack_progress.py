@@ -17,17 +17,23 @@ class PackingBar:
         self._bar = Progress(console=Console(stderr=True), transient=True)
         self._task: TaskID | None = None
 
+    @property
+    def was_shown(self) -> bool:
+        """Whether anything was packed."""
+        return self._task is not None
+
     def __enter__(self) -> PackingBar:
-        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self.was_shown:
+            self._bar.stop()
 
     def __call__(self, done: int, total: int) -> None:
         if self._task is None:
+            self._bar.start()
             self._bar.console.print(f"packing {total:,} images into {self._path}", soft_wrap=True, markup=False)
             self._task = self._bar.add_task("packing", total=total)
         self._bar.update(self._task, completed=done)
