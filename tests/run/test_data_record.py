@@ -49,6 +49,18 @@ def test_data_that_stayed_as_they_were_are_not_spoken_of(stopped: Path, capsys: 
     assert "sizes or times" not in capsys.readouterr().err
 
 
+def test_files_that_are_gone_are_counted_and_not_taken_for_copies(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("imgs", "masks"):
+        sorted((stopped.parent / "data" / folder).iterdir())[2].unlink()
+    config = load(str(stopped / "config.yaml"), overrides=["train.max_steps=2"])
+    train(config, resume=stopped, allow_changes=True)
+    said = capsys.readouterr().err
+    assert "12 data files when this run started, 10 now" in said
+    assert "copies" not in said
+
+
 def test_a_copy_is_said_to_be_perhaps_one(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = shutil.copytree(stopped.parent / "data", stopped.parent / "copy", copy_function=shutil.copyfile)
     for path in Path(copied).rglob("*.png"):

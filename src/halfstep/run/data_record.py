@@ -30,13 +30,16 @@ def record_data(workload: Workload, folder: RunFolder) -> None:
 def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
     """A note where sizes or times are others than when the run started; none for runs without a record."""
     try:
-        then = json.loads(_place(folder).read_text())["digest"]
+        record = json.loads(_place(folder).read_text())
+        then, num_then = record["digest"], record["files"]
         started_s = _place(folder).stat().st_mtime
     except (OSError, ValueError, KeyError):
         return []
     files = list(_files(workload))
     if _digest(files) == then:
         return []
+    if len(files) != num_then:
+        return [f"{num_then} data files when this run started, {len(files)} now: it does not continue exactly"]
     newer = [path for path in files if path.stat().st_mtime > started_s]
     which = f"written since: {some_of(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
     return [f"data files have other sizes or times than when this run started ({which}): it may not continue exactly"]

@@ -55,7 +55,8 @@ def _kept(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
             loop.save()
         except CheckpointError as unsaved:
             return _added(error, why=unsaved.what)
-    return _added(error, fix=f"then {_resume_command(folder)}")
+    left_out = " (with files left out: --allow-changes as well)" if "on_bad_file=skip" in error.fix else ""
+    return _added(error, fix=f"then {_resume_command(folder)}{left_out}")
 
 
 def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:
