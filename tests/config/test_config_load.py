@@ -251,7 +251,7 @@ def test_a_wrong_value_under_a_foreign_key_shows_that_key(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("unett", "unknown workload 'unett' (unett)\n  fix: did you mean 'unet'?"),
+        ("unett", "unknown workload 'unett'\n  fix: did you mean 'unet'?"),
         ("nowhere.yaml", "no such config file: nowhere.yaml"),
         ("some/where", "no such config file: some/where"),
         ("", "no workload is named"),

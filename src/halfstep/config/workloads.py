@@ -24,7 +24,7 @@ def schema_for(workload: str, where: str = "") -> type[RunConfig]:
     if is_import_path(workload):
         return RunConfig
     if workload not in SCHEMAS:
-        at = f" ({where})" if where else ""
+        at = f" ({where})" if where and where != workload else ""
         fix = f"{nearest(workload, SCHEMAS)} (or a YAML file, or an import path such as my_pkg.my_mod:build)"
         raise ConfigError(f"unknown workload {workload!r}{at}", fix=fix)
     return SCHEMAS[workload]

@@ -72,7 +72,7 @@ def evaluate(
             workload=config.workload,
             checkpoint=run.path.name,
             weights=run.weights,
-            data=str(config.data.dir),
+            data=str(config.data.dir or "the workload's own"),
             samples=len(workload.val_samples),
             precision=plan.granted,
             simulated=plan.simulated,
