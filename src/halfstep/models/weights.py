@@ -53,7 +53,7 @@ def load_weights_(model: nn.Module, weights: dict[str, Tensor], *, source: str) 
         raise ModelError(
             f"the weights of {source} do not fit the model",
             why="; ".join(differences[:4]) + more,
-            fix="set the model section to what those weights were trained with (width, depth, classes, bilinear)",
+            fix="set the model section to what those weights were trained with (architecture, sizes, classes)",
         )
     model.load_state_dict({own_name: weights[name] for name, own_name in named.items()})
 

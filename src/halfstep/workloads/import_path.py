@@ -56,4 +56,5 @@ def _where_to_look(module_name: str, error: ImportError) -> str:
         return "that is an import inside the module, or a part of the package: look there"
     beside = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
     guess = nearest(module_name, beside)
-    return (f"{guess} " if guess.startswith("did you mean") else "") + "Run where the module is, or set PYTHONPATH"
+    here = "Install it, run where the module is, or set PYTHONPATH"
+    return f"{guess} {here}" if guess.startswith("did you mean") else here
