@@ -8,6 +8,7 @@ see unet_parity.py.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ def one_run(precision: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = {name: one_run(name, Path(folder)) for name in ("fp32", "bf16", "fp16")}
     for name, row in rows.items():

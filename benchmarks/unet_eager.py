@@ -1,6 +1,6 @@
 """U-Net 31M, 512x512, batch 8, one GPU: eager halfstep steps by precision, and what the guarded step itself costs.
 
-    python benchmarks/unet_eager.py [--out DIR]
+    python benchmarks/unet_eager.py [--out DIR] [--tune]
 
 Overhead: the same model, optimizer, clipping and autocast in a bare loop (`loss.backward(); clip; optimizer.step()`,
 no finite check, no guard) against Step + guard, interleaved in one run. Random data that stay on the device.
@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--tune", action="store_true", help="let cuDNN try all its algorithms first")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device; `halfstep bench unet` measures on any")
     torch.backends.cudnn.benchmark = arguments.tune
     precisions = {
         name: measured(lambda n=name: guarded(n), warmup=8, steps=8, windows=5)  # type: ignore[misc]
