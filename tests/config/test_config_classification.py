@@ -91,3 +91,12 @@ def test_a_setting_out_of_range_is_an_error_that_says_the_range(override: str, c
     with pytest.raises(ConfigError) as caught:
         load("resnet50", overrides=[override])
     assert complaint in str(caught.value)
+
+
+def test_every_preset_is_in_the_help_and_in_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    documented = (root / "docs" / "training.md").read_text().partition("## Classifiers")[2].partition("\n## ")[0]
+    command = (root / "src" / "halfstep" / "cli" / "train.py").read_text()
+    for _, name in PAIRS:
+        assert f" {name}" in documented, name
+        assert name in command, name

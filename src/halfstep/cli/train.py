@@ -65,7 +65,11 @@ def command(
         int | None, typer.Option(help="Seed of weights, order and augmentation.", rich_help_panel=DATA)
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="fast, quality, lowmem, stable or debug.", rich_help_panel=DATA)
+        str | None,
+        typer.Option(
+            help="fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, guide, deit.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.", rich_help_panel=RUN)] = None,
     out: Annotated[
