@@ -66,6 +66,7 @@ def other_table() -> str:
             f"| guarded step against a bare loop, bf16, {kind} | {row['step_ms']:.2f} against {row['bare_ms']:.2f} ms "
             f"({row['overhead']:+.1%}) | `python benchmarks/unet_eager.py` |"
         )
+    lines += classification_lines()
     times = ", ".join(f"{name} {simulation[name]['times_fp32']:.2f}x" for name in ("bf16", "fp16"))
     lines.append(
         f"| simulated formats on a CPU, time against fp32 | {times} | `python benchmarks/simulation_overhead.py` |"
@@ -81,6 +82,21 @@ def other_table() -> str:
             "`python benchmarks/input_pipeline.py DIR` |"
         )
     return "\n".join(lines)
+
+
+def classification_lines() -> list[str]:
+    parity, feed = result("resnet_parity"), result("resnet_feed")
+    means = {name: 100 * statistics.mean(run["top1"] for run in runs) for name, runs in parity["runs"].items()}
+    others = ", ".join(f"{name} {means[name]:.1f}: {verdict(parity, name)}" for name in parity["verdicts"])
+    slower = feed["packed_slower_than"]["resident"]["median"]
+    rate = feed["images_per_s"]["packed"]["median"]
+    seeds, batch = len(parity["runs"]["fp32"]), feed["settings"]["batch"]
+    return [
+        f"| ResNet-50, 1,000 real pictures, {seeds} paired seeds, {parity['device']}, top-1 in % | "
+        f"fp32 {means['fp32']:.1f}, {others} | `{parity['command']}` |",
+        f"| ResNet-50 bf16 at batch {batch}, eager, {feed['device']}: fed from the packed cache against data on the GPU | "
+        f"{slower:+.1%} time, {rate:,.0f} images/s | `{feed['command']}` |",
+    ]
 
 
 def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """What U-Net's presets change: settings, and the time and memory of a step at 512x512.
 
-    python benchmarks/unet_presets.py               counts memory tensor by tensor, no GPU needed
-    python benchmarks/unet_presets.py --measure     on a CUDA device: the guarded steps themselves, random data
+    python benchmarks/unet_presets.py                  counts memory tensor by tensor, no GPU needed
+    python benchmarks/unet_presets.py --measure cuda   the guarded steps themselves, random data
+    python benchmarks/unet_presets.py --measure cpu    the same in fp32, 128x128 and a quarter of the width: only the
+                                                       ratios between presets say something then
 
 Counted on torch's meta device: weights, gradients, optimizer, activations while they live; workspaces and the
 allocator's gaps come on top. Measured: each preset as it runs, except that `train.fast: auto` stands for eager.
@@ -25,6 +27,7 @@ from halfstep.run.engine import Engine
 from halfstep.run.guide_memory import step_cost
 from halfstep.workloads.unet import model_from_store
 
+FULL = ["data.image_size=512"]
 DATA = {"num_classes": 2, "channels": 3, "image_size": 512}
 
 
@@ -34,45 +37,43 @@ def counted(config: RunConfig) -> dict[str, Any]:
     return {"step_gb": (cost.bytes_at(config.train.batch_size) + average) / 1e9}
 
 
-def measured(config: RunConfig) -> dict[str, Any]:
+def measured(config: RunConfig, device: torch.device) -> dict[str, Any]:
     assert isinstance(config, UNetConfig)
     torch.manual_seed(0)
     batch = random_batch(config)
-    workload = random_workload(config, model_from_store(config, DATA), batch)
-    parts = assemble(config, workload, plan_for(config, workload, probe("cuda")))
+    workload = random_workload(config, model_from_store(config, {**DATA, "image_size": config.data.image_size}), batch)
+    parts = assemble(config, workload, plan_for(config, workload, probe(str(device))))
     engine = Engine(parts, parts.way or "eager", lambda text, level: print(text))
-    window = [{name: value.cuda() for name, value in batch.items()}] * config.train.accumulate
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    window = [{name: value.to(device) for name, value in batch.items()}] * config.train.accumulate
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     timed = time_steps(lambda: engine(window), warmup=6, steps=5, windows=4)
     samples = config.train.batch_size * config.train.accumulate
-    return {
-        "way": engine.way,
-        "measured": timed,
-        "ms_a_sample": timed["ms"] / samples,
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
-    }
+    peak = {"peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9} if device.type == "cuda" else {}
+    return {"way": engine.way, "measured": timed, "ms_a_sample": timed["ms"] / samples, **peak}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--measure", choices=("cuda", "cpu"))
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     arguments = parser.parse_args()
-    rows = {}
+    rows, on_cpu = {}, arguments.measure == "cpu"
+    smaller = ["data.image_size=128", "model.base_channels=16", "precision=fp32", "device=cpu"]
     for name in ("lowmem", "quality", "stable", "debug", "fast"):
-        config = load("unet", preset=name, flags={"data_dir": "data"}, overrides=["data.image_size=512"]).config
+        config = load("unet", preset=name, flags={"data_dir": "data"}, overrides=smaller if on_cpu else FULL).config
         rows[name] = {
             "precision": config.precision.default,
             "batch_size": config.train.batch_size,
             "accumulate": config.train.accumulate,
             "fast": config.train.fast,
             "checkpointing": config.train.activation_checkpointing,
-            **(measured(config) if arguments.measure else counted(config)),
+            **(measured(config, torch.device(arguments.measure)) if arguments.measure else counted(config)),
         }
         print(name, rows[name])
-    name, device = ("unet_presets_measured", "cuda") if arguments.measure else ("unet_presets", "cpu")
-    store(name, {"rows": rows}, torch.device(device), arguments.out)
+    name = f"unet_presets_{arguments.measure}" if arguments.measure else "unet_presets"
+    store(name, {"rows": rows}, torch.device(arguments.measure or "cpu"), arguments.out)
 
 
 if __name__ == "__main__":
