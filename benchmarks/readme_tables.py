@@ -94,8 +94,8 @@ def classification_lines() -> list[str]:
     return [
         f"| ResNet-50, 1,000 real pictures, {seeds} paired seeds, {parity['device']}, top-1 in % | "
         f"fp32 {means['fp32']:.1f}, {others} | `{parity['command']}` |",
-        f"| ResNet-50 bf16 at batch {batch}, eager, {feed['device']}: fed from the packed cache against data on the GPU "
-        f"| {slower:+.1%} time, {rate:,.0f} images/s | `{feed['command']}` |",
+        f"| ResNet-50 bf16 at batch {batch}, eager, {feed['device']}: fed from the packed cache against data on the "
+        f"GPU | {slower:+.1%} time, {rate:,.0f} images/s | `{feed['command']}` |",
     ]
 
 
