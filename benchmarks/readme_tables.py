@@ -27,7 +27,8 @@ def unet_table() -> str:
     found, parity = result("unet_eager"), result("unet_parity")
     lines = [
         f"U-Net (31 M parameters), 512x512, batch {found['batch']}, AdamW, clip 1.0, eager, one {found['device']}, "
-        f"torch {found['torch']}; accuracy on held-out slices of real data, five paired seeds:",
+        f"torch {found['torch']} (`{found['command']}`); accuracy on held-out slices of real data, five paired seeds "
+        f"(`{parity['command']}`):",
         "",
         "| precision | time a step | speed | peak memory | IoU (mean ± deviation) | same accuracy as fp32? |",
         "|---|---|---|---|---|---|",
@@ -53,7 +54,8 @@ def verdict(parity: dict[str, Any], name: str) -> str:
         return "baseline" if name in parity["runs"] else "not run"
     found = parity["verdicts"][name]
     low, high = found["interval_90"]
-    return f"{found['verdict']} ({100 * low:+.2f} to {100 * high:+.2f} points)"
+    word = found["verdict"] if found["verdict"] == "same" or high >= 0 else "not shown, lower"
+    return f"{word} ({100 * low:+.2f} to {100 * high:+.2f} points, margin {100 * found['margin']:.2f})"
 
 
 def other_table() -> str:

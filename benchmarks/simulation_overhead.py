@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,7 +116,14 @@ def main() -> int:
     machine = {"machine": platform.machine(), "processor": platform.processor(), "torch": torch.__version__}
     if not args.print_only:
         settings = {name: value for name, value in vars(args).items() if name != "print_only"}
-        record = {"machine": machine, "settings": settings, "bound": BOUND, "rows": rows, "vit_rows": vit_rows}
+        record = {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": machine,
+            "settings": settings,
+            "bound": BOUND,
+            "rows": rows,
+            "vit_rows": vit_rows,
+        }
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(record, indent=2))
     return 0 if max(rows[name]["times_fp32"] for name in ("bf16", "fp16")) <= BOUND else 1

@@ -39,6 +39,8 @@ SHARE = 0.05
 """Of the expected run that may be spent on finding out how to run it."""
 MEMORY_TRIALS_S = 240.0
 """train.memory=low was asked for, so it may take longer: each setting is compiled anew."""
+MEMORY_TRIALS_AT_LEAST_S = 30.0
+"""In a short run no new setting is begun after so long."""
 WORTH = 1.02
 """A way must be this much faster to be preferred to a simpler one: trials differ by that much."""
 
@@ -203,22 +205,24 @@ def _with_fp8_that_pays(config: RunConfig, workload: Workload, plan: Plan, say: 
 def _with_memory(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
     if plan.memory:
         return plan
-    clock = Stopwatch()
-    way: Way = (
-        "eager" if plan.way == "eager" else "compile"
-    )  # a capture changes neither the peak nor the order of times
+    clock, costs = Stopwatch(), list[Cost]()
+    # A capture changes neither the peak nor the order of the times.
+    way: Way = "eager" if plan.way == "eager" else "compile"
 
     def measure(setting: MemorySetting) -> Cost:
         say(f"measuring memory: {setting} ...")
         trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
         with trial_run(config, workload, trial_plan) as trial:
-            return trial.cost(way)
+            costs.append(trial.cost(way))
+        return costs[-1]
+
+    def may_go_on() -> bool:
+        expected_s = costs[0].ms / 1e3 * expected_steps(config, workload) if costs else 0.0
+        return clock.elapsed_s < min(MEMORY_TRIALS_S, max(MEMORY_TRIALS_AT_LEAST_S, SHARE * expected_s))
 
     levers = levers_of(workload.model, config.optimizer.name, is_compiled=way == "compile")
     try:
-        choice = choose_memory(
-            measure, levers.positions, notes=levers.notes, may_go_on=lambda: clock.elapsed_s < MEMORY_TRIALS_S
-        )
+        choice = choose_memory(measure, levers.positions, notes=levers.notes, may_go_on=may_go_on)
     except CannotRun as error:
         choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
     for line in choice.lines():
