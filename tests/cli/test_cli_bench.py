@@ -107,6 +107,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("unet", "--save", "/nowhere/at/all.json"), "is no folder"),
         (("unet", "--baseline", "/nowhere.json"), "cannot read"),
+        (("unet", "--baseline", "/nowhere.json"), "fix: save one first: halfstep bench ... --save /nowhere.json"),
         (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
         (("unet", "--picture", "speed"), "fix: speed.png"),
         (("unet", "train.fast=off"), "fix: --ways eager"),

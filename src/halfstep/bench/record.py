@@ -119,7 +119,8 @@ def read(path: Path) -> Record:
     try:
         found = json.loads(path.read_text())
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        fix = f"save one first: halfstep bench ... --save {path}"
+        raise CheckpointError(f"cannot read {path}: {error.strerror}", fix=fix) from error
     except ValueError as error:
         raise _no_record(path) from error
     if not isinstance(found, dict) or found.get("bench") != VERSION:
