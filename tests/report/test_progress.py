@@ -83,6 +83,27 @@ def test_the_rate_recovers_from_a_slow_first_step() -> None:
     assert "10.0 it/s" in parts
 
 
+def test_a_step_that_compiled_is_in_the_time_but_not_in_the_rate_or_what_is_left() -> None:
+    clock = HandClock()
+    bar = Bar("Epoch", 21, clock=clock)
+    clock.now_s += 60.0
+    bar.advance()
+    bar.begin_pace()
+    assert bar.parts() == ["1/21", "", ""]
+    for _ in range(10):
+        clock.now_s += 1.0
+        bar.advance()
+    assert bar.parts() == ["11/21", "1.0 it/s", "0:10 left"]
+    bar.is_over = True
+    assert bar.parts() == ["11/21", "1.0 it/s", "in 1:10"]
+
+
+def test_fields_can_be_shown_before_the_first_step() -> None:
+    bar = Bar("Epoch", 10)
+    bar.show({"precision": "mp bf16"})
+    assert "0/10 mp bf16" in drawn(bar, 120)
+
+
 def test_a_bar_that_is_over_tells_its_mean_rate_and_its_time() -> None:
     bar = bar_at(150, 150, step_s=0.3)
     bar.is_over = True

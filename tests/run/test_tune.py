@@ -250,3 +250,21 @@ def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:
         engine([batch])
     assert calls == [4]
     assert parts.step.attempted == 2
+
+
+def test_compiling_is_announced_once_and_eager_steps_are_not(demo: Path) -> None:
+    for way, times in (("compile", 1), ("eager", 0)):
+        config, workload, plan = made(demo, train__fast="compile")
+        parts = assemble(config, workload, plan)
+        parts.region = parts.eager
+        told: list[int] = []
+        engine = Engine(
+            parts,
+            way,  # type: ignore[arg-type]
+            lambda text, level: pytest.fail(text),
+            before_compiling=lambda told=told, step=parts.step: told.append(step.attempted),
+        )
+        for batch in parts.train_loader.epoch(0):
+            engine([batch])
+        assert parts.step.attempted > 1
+        assert told == [0] * times

@@ -24,7 +24,7 @@ REFRESHES_PER_S = 8
 LINE_EVERY_S = 30.0
 """Log files are read later: often enough to see life, seldom enough to be read at all."""
 PACE_WINDOW_S = 10.0
-"""The shown rate is that of the last seconds, so a slow first step (compilation) does not spoil it for long."""
+"""The shown rate is that of the last seconds, so a slow first step does not spoil it for long."""
 BAR_WIDTHS = (5, 24)
 """Cells: below the first it no longer reads as a bar, beyond the second it only takes room from numbers."""
 NAMELESS_FIELDS = {"precision", "memory"}
@@ -40,27 +40,41 @@ class Bar:
         self._shown: Mapping[str, str] = {}
         self._clock = clock
         self._start_s = clock()
-        self._marks = deque([(self._start_s, 0)])
+        self.begin_pace()
 
     def advance(self, shown: Mapping[str, str] | None = None) -> None:
         """One step further; `shown` replaces the fields, most important first."""
         self.done += 1
         if shown is not None:
-            self._shown = shown
+            self.show(shown)
+
+    def show(self, shown: Mapping[str, str]) -> None:
+        """Replace the fields, most important first."""
+        self._shown = shown
+
+    def begin_pace(self) -> None:
+        """Leave the steps so far out of the rate: they were not like those to come."""
+        self._begin = self._clock(), self.done
+        self._marks = deque([self._begin])
 
     def parts(self) -> list[str]:
         """What stands beside the bar, most important first."""
         now_s, done = self._clock(), self.done
         elapsed_s = now_s - self._start_s
-        steps_per_s = done / max(elapsed_s, 1e-9) if self.is_over else self._pace(now_s, done)
+        steps_per_s = self._whole_pace(now_s, done) if self.is_over else self._pace(now_s, done)
         fields = [value if name in NAMELESS_FIELDS else f"{name} {value}" for name, value in self._shown.items()]
         return [f"{done}/{self.total}", format_rate(steps_per_s), *fields, self._time(elapsed_s, steps_per_s)]
 
+    def _whole_pace(self, now_s: float, done: int) -> float:
+        first_s, first_done = self._begin
+        return (done - first_done) / max(now_s - first_s, 1e-9)
+
     def _pace(self, now_s: float, done: int) -> float:
-        self._marks.append((now_s, done))
-        while len(self._marks) > 2 and self._marks[1][0] < now_s - PACE_WINDOW_S:
-            self._marks.popleft()
-        first_s, first_done = self._marks[0]
+        marks = self._marks  # the drawing thread's, while the training one may begin new ones
+        marks.append((now_s, done))
+        while len(marks) > 2 and marks[1][0] < now_s - PACE_WINDOW_S:
+            marks.popleft()
+        first_s, first_done = marks[0]
         return (done - first_done) / (now_s - first_s) if now_s > first_s else 0.0
 
     def _time(self, elapsed_s: float, steps_per_s: float) -> str:

@@ -48,8 +48,16 @@ class Captured:
 class Engine:
     """Makes the steps of a run."""
 
-    def __init__(self, parts: Assembly, way: Way, notice: Notice, count: Count = lambda outputs, batch: None) -> None:
+    def __init__(
+        self,
+        parts: Assembly,
+        way: Way,
+        notice: Notice,
+        count: Count = lambda outputs, batch: None,
+        before_compiling: Callable[[], None] = lambda: None,
+    ) -> None:
         self.parts, self.way, self.notice, self.count = parts, way, notice, count
+        self._before_compiling = before_compiling
         self.pieces = 1
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
         self.graphs: dict[Shape, Captured] = {}
@@ -70,6 +78,9 @@ class Engine:
 
     def step(self, prepared: list[Batch]) -> Facts:
         """Compute and commit a window that is ready for the model."""
+        will_compile = self.way != "eager" and not self._is_compiled
+        if will_compile and any(map(self._is_full, split_window(prepared, self.pieces))):
+            self._before_compiling()
         facts, outputs, pieces = self._made(prepared)
         with torch.no_grad():
             for found, batch in zip(outputs, pieces, strict=True):

@@ -24,6 +24,8 @@ from halfstep.train.guard import Guard, Verdict
 METRIC_EVERY_S = 2.0
 """The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""
 
+COMPILING = "compiling the step, once: the first one takes longer"
+
 
 class Journal:
     """Turns readings into shown fields and metrics.jsonl records."""
@@ -49,6 +51,9 @@ class Journal:
         self.loss_sum, self.num_losses, self.num_skipped, self.num_spikes = 0.0, 0, 0, 0
         self.train_metric: Callable[[], dict[str, float]] = dict
         self._bar: Bar | None = None
+        self._has_shown = False
+        """Whether this bar has had the fields of a step."""
+        self._is_compiling = False
         self._shown_metric = ""
         self._since_metric = Stopwatch()
 
@@ -75,7 +80,7 @@ class Journal:
         """After each window; writes a record when one is due."""
         is_due = attempted % self.report_every == 0 and self.latest is not None
         if self._bar is not None:
-            self._bar.advance(self._fields(waiting) if is_due else None)
+            self._advance(self._bar, waiting, is_due=is_due)
         if is_due and self.latest is not None:
             r = self.latest
             self._log(
@@ -94,6 +99,14 @@ class Journal:
                 }  # fmt: skip
             )
 
+    def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
+        is_first = self.latest is not None and not self._has_shown
+        bar.advance(self._fields(waiting) if is_due or is_first else None)
+        self._has_shown |= is_first
+        if self._is_compiling:
+            bar.begin_pace()
+            self._is_compiling = False
+
     def _fields(self, waiting: Waiting) -> dict[str, str]:
         r = self.latest
         assert r is not None
@@ -104,11 +117,14 @@ class Journal:
         fields = {"loss": f"{r.loss:.4f}", self.metric: self._shown_metric, "lr": f"{r.lr:.1e}"}
         if waiting.is_worth_saying:
             fields["data"] = f"{waiting.share:.0%}"
-        is_mixed = self.plan.granted in ("bf16", "fp16", "fp8")
-        simulated = " (simulated)" if self.plan.simulated else ""
-        fields["precision"] = f"{'mp ' if is_mixed else ''}{self.plan.granted}{simulated}"
+        fields["precision"] = self._precision
         memory = peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
+
+    @property
+    def _precision(self) -> str:
+        is_mixed = self.plan.granted in ("bf16", "fp16", "fp8")
+        return f"{'mp ' if is_mixed else ''}{self.plan.granted}{' (simulated)' if self.plan.simulated else ''}"
 
     def _event(self, event: str, reading: Reading, text: str, level: Level) -> None:
         self.report.notice(text, level)
@@ -150,7 +166,8 @@ class Journal:
     @contextmanager
     def training(self, epoch: int, num_windows: int) -> Iterator[None]:
         with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
-            self._bar = bar
+            self._bar, self._has_shown = bar, False
+            bar.show({"precision": self._precision})
             try:
                 yield
             finally:
@@ -180,6 +197,11 @@ class Journal:
 
     def notice(self, text: str, level: Level = "info") -> None:
         self.report.notice(text, level)
+
+    def compiling(self) -> None:
+        """Before the first compiled step, which its bar leaves out of the rate."""
+        self.report.notice(COMPILING)
+        self._is_compiling = True
 
     def early_stop(self, epoch: int, stopping: EarlyStopping) -> None:
         self.report.notice(

@@ -45,7 +45,7 @@ class Loop:
         self.parts, self.checkpoints, self.journal, self.interrupts = parts, checkpoints, journal, interrupts
         self.position = Position()
         self.train_metrics = parts.workload.metrics()
-        self.engine = Engine(parts, parts.way or "eager", journal.notice, self._count)
+        self.engine = Engine(parts, parts.way or "eager", journal.notice, self._count, journal.compiling)
         journal.train_metric = lambda: self.train_metrics.compute()
         self.throughput = Throughput()
         self.waiting = Waiting()

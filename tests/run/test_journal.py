@@ -1,0 +1,78 @@
+"""The bar of a run: precision at once, numbers as soon as they are known, no compilation in its rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from halfstep.config.load import from_dict
+from halfstep.hardware.probe import probe
+from halfstep.precision.plan import Plan
+from halfstep.report.metrics_file import read
+from halfstep.report.progress import Bar
+from halfstep.report.run_report import RunReport
+from halfstep.run.assemble import build_workload, plan_for
+from halfstep.run.journal import COMPILING, Journal
+from halfstep.run.waiting import Waiting
+from halfstep.train.facts import Reading
+
+
+@pytest.fixture
+def plan() -> Plan:
+    config = from_dict("tiny_workload:build", {"data.dir": "anywhere", "device": "cpu", "precision": "fp32"}).config
+    return plan_for(config, build_workload(config), probe("cpu"))
+
+
+def journal(folder: Path, plan: Plan) -> Journal:
+    return Journal(RunReport(folder, quiet=True), plan, epochs=2, report_every=10, metric="accuracy")
+
+
+def fact(attempted: int, loss: float) -> Reading:
+    return Reading(attempted=attempted, loss=loss, grad_norm=1.0, is_bad=False, is_spike=False, is_empty=False,
+                   is_ruined=False, scale=1.0, committed=attempted, lr=1e-3)  # fmt: skip
+
+
+def bar_of(journal: Journal) -> Bar:
+    assert journal._bar is not None
+    return journal._bar
+
+
+def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_readable(
+    tmp_path: Path, plan: Plan
+) -> None:
+    told = journal(tmp_path, plan)
+    for epoch in range(2):
+        with told.training(epoch, 12):
+            assert "fp32" in bar_of(told).parts()
+            if epoch == 0:
+                told.stepped(1, epoch, 1.0, Waiting())
+                assert not any(part.startswith("loss") for part in bar_of(told).parts())
+                told.on_reading(fact(1, 0.75))
+            told.stepped(2, epoch, 1.0, Waiting())
+            assert {"loss 0.7500", "lr 1.0e-03", "fp32"} <= set(bar_of(told).parts())
+
+
+def test_what_the_bar_shows_early_is_no_record(tmp_path: Path, plan: Plan) -> None:
+    told = journal(tmp_path, plan)
+    with told.training(0, 12):
+        for attempted in range(1, 13):
+            told.on_reading(fact(attempted, 1.0 / attempted))
+            told.stepped(attempted, 0, 1.0, Waiting())
+            shown = [part for part in bar_of(told).parts() if part.startswith("loss")]
+            assert shown == (["loss 1.0000"] if attempted < 10 else ["loss 0.1000"])
+    told.report.close()
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [10]
+
+
+def test_the_step_that_compiles_is_announced_and_left_out_of_the_rate(
+    tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Journal(RunReport(tmp_path), plan, epochs=1, report_every=10, metric="accuracy")
+    with told.training(0, 3):
+        told.compiling()
+        told.stepped(1, 0, 1.0, Waiting())
+        assert bar_of(told)._begin[1] == 1
+        told.stepped(2, 0, 1.0, Waiting())
+        assert bar_of(told)._begin[1] == 1
+    assert capsys.readouterr().out.splitlines()[1] == COMPILING
