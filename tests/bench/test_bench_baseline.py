@@ -148,6 +148,21 @@ def test_a_baseline_without_any_of_the_rows_is_refused(tmp_path: Path) -> None:
         worse(tmp_path, row("graph", "bf16", 20.0), row("eager", "fp32", 100.0))
 
 
+def test_simulated_rows_are_not_compared_however_slow_they_got(tmp_path: Path) -> None:
+    path, real = tmp_path / "before.json", row("eager", "fp32", 100.0)
+    save(record_of(real, row("eager", "bf16", 20.0, simulated=True)), path)
+    before = earlier_rows(path, record_of(real))
+    assert list(before) == ["halfstep eager fp32"]
+    assert regressions(before, [real, row("eager", "fp32", 900.0, simulated=True)], "cuda") == []
+
+
+def test_a_baseline_of_simulated_rows_alone_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    path, simulated = tmp_path / "before.json", row("eager", "bf16", 20.0, simulated=True)
+    save(record_of(simulated), path)
+    with pytest.raises(ConfigError, match="has no row to compare with"):
+        earlier_rows(path, record_of(simulated))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"bench": 1, "rows": [{}]})])
 def test_a_file_that_is_no_bench_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"

@@ -75,6 +75,22 @@ def test_a_baseline_that_was_faster_ends_with_one_and_an_equal_one_with_zero(
         assert ("1 of the baseline's 1 rows compared: none is slower or larger" in said.out) == (expected == 0)
 
 
+def test_a_baselines_simulated_rows_are_named_and_not_compared(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "before.json"
+    both = (*TINY, "--precisions", "fp32,tf32", "--ways", "eager", "--device", "cpu")
+    assert exit_code(*both, "--save", str(saved)) == 0
+    before = json.loads(saved.read_text())
+    for row, factor in zip(before["rows"], (1e3, 1e-3), strict=True):
+        row["window_ms"], row["peak_bytes"] = [factor * ms for ms in row["window_ms"]], None
+    saved.write_text(json.dumps(before))
+    assert exit_code(*both, "--baseline", str(saved)) == 0
+    said = capsys.readouterr().out
+    assert "1 of the baseline's 1 rows compared" in said
+    assert "not compared: halfstep eager tf32: simulated" in said
+
+
 def test_another_problems_baseline_is_refused_before_anything_is_measured(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

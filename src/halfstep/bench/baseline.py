@@ -20,7 +20,7 @@ MEMORY_BOUND = {"cuda": 0.01, "cpu": 0.10}
 
 
 def earlier_rows(path: Path, now: Mapping[str, Any]) -> dict[str, Row]:
-    """The measured rows of the file; refuses one of another device, other versions or another problem."""
+    """The file's rows that can be compared; refuses one of another device, other versions or another problem."""
     earlier = read(path)
     if differences := _differences(earlier, now):
         raise ConfigError(
@@ -28,14 +28,22 @@ def earlier_rows(path: Path, now: Mapping[str, Any]) -> dict[str, Row]:
             why="; ".join(differences),
             fix="save a new baseline here: --save FILE",
         )
-    return {row.label: row for row in rows_of(earlier, path) if row.is_measured}
+    found = {row.label: row for row in rows_of(earlier, path) if row.is_measured and not row.simulated}
+    if not found:
+        raise ConfigError(
+            f"{path} has no row to compare with",
+            why="each was simulated, whose time means nothing, or could not be measured",
+            fix="save one with a format that this device has: --precisions fp32 --save FILE",
+        )
+    return found
 
 
 def regressions(before: Mapping[str, Row], rows: Sequence[Row], device_type: str) -> list[str]:
-    """What got worse, in words."""
+    """What got worse, in words; rows that are simulated now are left out, as those of then are."""
+    rows = [row for row in rows if not row.simulated]
     if not any(row.label in before for row in rows):
         raise ConfigError(
-            f"the baseline has none of these rows: {', '.join(row.label for row in rows)}",
+            f"the baseline has none of these rows: {', '.join(row.label for row in rows) or 'all are simulated'}",
             fix=f"it has {', '.join(before)}",
         )
     return [line for row in rows if row.label in before for line in _worse(before[row.label], row, device_type)]

@@ -190,7 +190,8 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
         benched = bench(problem, request, rated, flops, lambda row: status.update(f"measuring {row}"))
     compared = {
         "regressions": regressions(before, benched.rows, problem.device.type) if baseline else [],
-        "compared_rows": [row.label for row in benched.rows if row.label in before],
+        "compared_rows": [row.label for row in benched.rows if row.label in before and not row.simulated],
+        "not_compared_rows": [row.label for row in benched.rows if row.simulated] if baseline else [],
         "baseline_rows": len(before),
     }
     return {**about, **results(benched), **compared}

@@ -33,6 +33,9 @@ def show_bench(record: Record, console: Console) -> None:
         found = f"{len(record['regressions'])} findings" if record["regressions"] else "none is slower or larger"
         line = f"{len(compared)} of the baseline's {record['baseline_rows']} rows compared: {found}"
         console.print(Text(line), soft_wrap=True)
+    if simulated := record.get("not_compared_rows"):
+        line = f"not compared: {', '.join(simulated)}: simulated, so their time means nothing"
+        console.print(Text(line), soft_wrap=True)
 
 
 def title(record: Record) -> str:
