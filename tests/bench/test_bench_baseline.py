@@ -36,7 +36,7 @@ def record_of(*rows: Row) -> dict[str, Any]:
 def worse(tmp_path: Path, before: Row, now: Row) -> list[str]:
     path = tmp_path / "before.json"
     save(record_of(before), path)
-    return regressions(earlier_rows(path, record_of(now)), [now], "cuda")
+    return regressions(earlier_rows(path, record_of(now)), [now])
 
 
 def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
@@ -153,7 +153,7 @@ def test_simulated_rows_are_not_compared_however_slow_they_got(tmp_path: Path) -
     save(record_of(real, row("eager", "bf16", 20.0, simulated=True)), path)
     before = earlier_rows(path, record_of(real))
     assert list(before) == ["halfstep eager fp32"]
-    assert regressions(before, [real, row("eager", "fp32", 900.0, simulated=True)], "cuda") == []
+    assert regressions(before, [real, row("eager", "fp32", 900.0, simulated=True)]) == []
 
 
 def test_a_baseline_of_simulated_rows_alone_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

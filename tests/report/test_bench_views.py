@@ -140,6 +140,16 @@ def test_the_picture_is_drawn_with_a_bar_a_row(tmp_path: Path) -> None:
     assert sizes[1][1] > 1.5 * sizes[0][1]
 
 
+def test_memory_has_a_panel_only_where_it_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("halfstep.report.bench_picture.save_figure", lambda figure, path: figures.append(figure))
+    uncounted = [measured("eager", "fp32", 246.6, peak_bytes=None)]
+    for rows in (RECORD["rows"][:1], uncounted):
+        draw_bench({**RECORD, "memory": "not counted on a CPU", "rows": rows}, tmp_path / "bench.png")
+    assert [len(figure.axes) for figure in figures] == [2, 1]
+    assert figures[1].get_supxlabel() == "memory: not counted on a CPU"
+
+
 def test_a_picture_without_rows_is_no_crash(tmp_path: Path) -> None:
     draw_bench({**RECORD, "rows": []}, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").exists()

@@ -15,8 +15,8 @@ SAME = ("torch", "cuda", "driver")
 """Versions that must be equal. halfstep's own is what a comparison is about, and a peer's counts for its rows only."""
 TIME_BOUND = 0.02
 """Runs of the same program part by a percent or so, however steady their windows are."""
-MEMORY_BOUND = {"cuda": 0.01, "cpu": 0.10}
-"""The allocator repeats itself; the resident memory of a process does not."""
+MEMORY_BOUND = 0.01
+"""The allocator repeats itself."""
 
 
 def earlier_rows(path: Path, now: Mapping[str, Any]) -> dict[str, Row]:
@@ -38,7 +38,7 @@ def earlier_rows(path: Path, now: Mapping[str, Any]) -> dict[str, Row]:
     return found
 
 
-def regressions(before: Mapping[str, Row], rows: Sequence[Row], device_type: str) -> list[str]:
+def regressions(before: Mapping[str, Row], rows: Sequence[Row]) -> list[str]:
     """What got worse, in words; rows that are simulated now are left out, as those of then are."""
     rows = [row for row in rows if not row.simulated]
     if not any(row.label in before for row in rows):
@@ -46,7 +46,7 @@ def regressions(before: Mapping[str, Row], rows: Sequence[Row], device_type: str
             f"the baseline has none of these rows: {', '.join(row.label for row in rows) or 'all are simulated'}",
             fix=f"it has {', '.join(before)}",
         )
-    return [line for row in rows if row.label in before for line in _worse(before[row.label], row, device_type)]
+    return [line for row in rows if row.label in before for line in _worse(before[row.label], row)]
 
 
 def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -56,7 +56,7 @@ def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return [f"{name} was {before}, is {after}" for name, before, after in pairs if before != after]
 
 
-def _worse(before: Row, now: Row, device_type: str) -> list[str]:
+def _worse(before: Row, now: Row) -> list[str]:
     if not now.is_measured:
         return [f"{now.label} was measured then, and now: {now.reason}"]
     found = []
@@ -68,7 +68,6 @@ def _worse(before: Row, now: Row, device_type: str) -> list[str]:
             f"{now.label} is slower: {now.ms:.4g} ms a step against {before.ms:.4g} ({now.ms / before.ms - 1:+.1%}, "
             f"fastest window {fastest_now:.4g} ms, slowest then {slowest_then:.4g})"
         )
-    bound = MEMORY_BOUND.get(device_type, MEMORY_BOUND["cpu"])
-    if now.peak_bytes and before.peak_bytes and now.peak_bytes > (1 + bound) * before.peak_bytes:
+    if now.peak_bytes and before.peak_bytes and now.peak_bytes > (1 + MEMORY_BOUND) * before.peak_bytes:
         found.append(f"{now.label} is larger: {format_bytes(now.peak_bytes)} against {format_bytes(before.peak_bytes)}")
     return found

@@ -62,7 +62,7 @@ class Lapped:
     window_s: tuple[float, ...]
     """Seconds a step, of each window."""
     peak_bytes: int | None
-    """While it trains, a graph's own memory included."""
+    """While it trains, a graph's own memory included; None on a CPU."""
     start_peak_bytes: int | None
     """Up to the end of the warm-up, when kernels are chosen and graphs captured."""
     reserved_bytes: int | None
@@ -105,7 +105,7 @@ class Laps:
 
     def _end_warm_up(self) -> None:
         wait_for(self.device)
-        self.start_peak_bytes = peak_memory_bytes(self.device)
+        self.start_peak_bytes = self._peak_bytes()
         reset_peak(self.device)
         self._energy = EnergyMeter(self.device)
 
@@ -117,6 +117,10 @@ class Laps:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def _peak_bytes(self) -> int | None:
+        # A process keeps what earlier rows imported and freed: on a CPU each row would look larger than the one before.
+        return None if self.device.type == "cpu" else peak_memory_bytes(self.device)
+
     def _end(self) -> None:
         """Inside the last call: a graph's memory is gone once its owner is."""
         limits = clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
@@ -126,7 +130,7 @@ class Laps:
         self._lapped = Lapped(
             start_s=self.start_s,
             window_s=tuple(window_s),
-            peak_bytes=peak_memory_bytes(self.device),
+            peak_bytes=self._peak_bytes(),
             start_peak_bytes=self.start_peak_bytes,
             reserved_bytes=torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None,
             joules_a_step=joules / (self.schedule.steps - self.schedule.warm_up) if joules is not None else None,

@@ -96,7 +96,7 @@ def _version_of(peer: str) -> str | None:
 def memory_meaning(hardware: Hardware) -> str:
     """What the column of memory counts."""
     if hardware.kind == "cpu":
-        return "peak resident memory of the whole process"
+        return "not counted on a CPU, where a process keeps what earlier rows took and later ones would look larger"
     return "peak of torch's tensors while training, what captured graphs hold included; reserved: all that torch took"
 
 

@@ -189,7 +189,7 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
         rated = measured_once(hardware, cache_directory(os.environ), measure)
         benched = bench(problem, request, rated, flops, lambda row: status.update(f"measuring {row}"))
     compared = {
-        "regressions": regressions(before, benched.rows, problem.device.type) if baseline else [],
+        "regressions": regressions(before, benched.rows) if baseline else [],
         "compared_rows": [row.label for row in benched.rows if row.label in before and not row.simulated],
         "not_compared_rows": [row.label for row in benched.rows if row.simulated] if baseline else [],
         "baseline_rows": len(before),

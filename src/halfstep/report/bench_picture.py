@@ -1,8 +1,8 @@
-"""The bench as a picture: a bar a row, time on the left and memory on the right."""
+"""The bench as a picture: a bar a row, time on the left and, where it was counted, memory on the right."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +28,34 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
     rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
     figure = new_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
     figure.suptitle(title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
-    time_axes, memory_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    _bars(time_axes, rows, [row["ms"] for row in rows], "time a step, ms (line: fastest to slowest window)")
-    _spreads(time_axes, rows)
-    _labels(time_axes, [row["ms_max"] for row in rows], [_time_label(row) for row in rows])
-    sizes = [(row["peak_bytes"] or 0) / 1e9 for row in rows]
-    _bars(memory_axes, rows, sizes, "peak memory, GB")
-    _labels(memory_axes, sizes, [f"{digits(size)} GB" if size else "not counted" for size in sizes])
-    if left_out := len(record["rows"]) - len(rows):
-        note = f"not drawn: {left_out} rows that could not be measured, or whose format is simulated here"
-        figure.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color=FAINT)
+    has_memory = any(row["peak_bytes"] for row in rows)
+    panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if has_memory else [figure.subplots()]
+    _draw_times(panels[0], rows)
+    if has_memory:
+        _draw_memory(panels[1], rows)
+    if notes := list(_notes(record, len(rows), has_memory=has_memory)):
+        figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=8.5, color=FAINT)
     save_figure(figure, path)
+
+
+def _notes(record: Mapping[str, Any], num_drawn: int, *, has_memory: bool) -> Iterator[str]:
+    """What is missing in the picture, and why."""
+    if num_drawn and not has_memory:
+        yield f"memory: {record['memory']}"
+    if left_out := len(record["rows"]) - num_drawn:
+        yield f"not drawn: {left_out} rows that could not be measured, or whose format is simulated here"
+
+
+def _draw_times(axes: Axes, rows: Sequence[Row]) -> None:
+    _bars(axes, rows, [row["ms"] for row in rows], "time a step, ms (line: fastest to slowest window)")
+    _spreads(axes, rows)
+    _labels(axes, [row["ms_max"] for row in rows], [_time_label(row) for row in rows])
+
+
+def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
+    sizes = [(row["peak_bytes"] or 0) / 1e9 for row in rows]
+    _bars(axes, rows, sizes, "peak memory, GB")
+    _labels(axes, sizes, [f"{digits(size)} GB" if size else "not counted" for size in sizes])
 
 
 def _bars(axes: Axes, rows: Sequence[Row], lengths: Sequence[float], name: str) -> None:

@@ -30,7 +30,8 @@ def show_bench(record: Record, console: Console) -> None:
     for warning in record["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     if compared := record.get("compared_rows"):
-        found = f"{len(record['regressions'])} findings" if record["regressions"] else "none is slower or larger"
+        better = "none is slower or larger" if any(row["peak_bytes"] for row in measured) else "none is slower"
+        found = f"{len(record['regressions'])} findings" if record["regressions"] else better
         line = f"{len(compared)} of the baseline's {record['baseline_rows']} rows compared: {found}"
         console.print(Text(line), soft_wrap=True)
     if simulated := record.get("not_compared_rows"):
