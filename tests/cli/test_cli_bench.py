@@ -43,6 +43,14 @@ def test_one_table_with_simulated_rows_marked_and_missing_ones_explained(capsys:
     assert "memory: not counted on a CPU" in said
 
 
+def test_without_a_workload_it_is_unet_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert FP32[0] == "unet"
+    assert exit_code(*FP32[1:], "--json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["problem"]["workload"] == "unet"
+    assert "no workload named: this is unet" in said.err
+
+
 def test_json_alone_is_on_standard_output_and_files_are_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

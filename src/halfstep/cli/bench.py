@@ -21,6 +21,7 @@ PEERS = ("plain", "lightning", "accelerate")
 VARIANTS = ("documented", "tuned", "graphs")
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
+DEFAULT_WORKLOAD = "unet"
 PIPE_WIDTH = 200
 
 WHAT, OUTPUT = "What is measured", "What becomes of it"
@@ -28,9 +29,11 @@ WHAT, OUTPUT = "What is measured", "What becomes of it"
 
 def command(
     words: Annotated[
-        list[str],
-        typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What would be trained, then settings."),
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What would be trained (default unet), then settings."
+        ),
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples of a step.", rich_help_panel=WHAT)] = None,
     image_size: Annotated[int | None, typer.Option(help="Side of the images.", rich_help_panel=WHAT)] = None,
     precisions: Annotated[
@@ -94,7 +97,8 @@ def command(
         refuse_unknown_format(picture)
     flags = {"batch_size": batch_size, "image_size": image_size, "device": device}
     timed = None if explain else steps
-    hardware, problem, request = prepared(words, flags, split(precisions), ways, against, timed, cold_start=cold_start)
+    named = with_workload(words or [])
+    hardware, problem, request = prepared(named, flags, split(precisions), ways, against, timed, cold_start=cold_start)
     if explain:
         from halfstep.cli.bench_explain import explain_request, show_explanations
 
@@ -115,6 +119,14 @@ def command(
     if found["regressions"] or not any(row["window_ms"] for row in found["rows"]):
         raise typer.Exit(1)
     return None
+
+
+def with_workload(words: list[str]) -> list[str]:
+    """The words with what is trained in front; the default is taken where none is named, and said."""
+    if words and "=" not in words[0]:
+        return words
+    typer.secho(f"no workload named: this is {DEFAULT_WORKLOAD}", fg="yellow", err=True)
+    return [DEFAULT_WORKLOAD, *words]
 
 
 def split(text: str, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
