@@ -124,6 +124,8 @@ def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp
         (["unet", "--precision", "fp7"], "unknown precision 'fp7' (--precision fp7)"),
         (["unet", "--bf16", "--fp16"], "`--bf16` and `--fp16` disagree"),
         (["unet", "--epochs", "abc"], "Invalid value for '--epochs'"),
+        (["unet", "--epochs", "abc"], "(given: --epochs abc)"),
+        (["unet", "--epochs=abc"], "(given: --epochs=abc)"),
         (["unet", "--epochs", "0"], "train.epochs = 0 (--epochs 0): expected at least 1"),
         (["unet", "--epohcs", "3"], "No such option: --epohcs"),
         (["unet", "--preset", "turbo"], "unknown preset 'turbo' (--preset turbo)"),

@@ -142,6 +142,16 @@ def test_weights_of_another_model_are_an_error_naming_the_difference(other: dict
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_weights_that_differ_are_named_before_counters_of_batches() -> None:
+    model = UNet(base_channels=2, depth=1)
+    weights = {name: value for name, value in model.state_dict().items() if "num_batches_tracked" not in name}
+    del weights["outc.conv.weight"]
+    with pytest.raises(ModelError) as caught:
+        load_weights_(model, weights, source="other.pth")
+    assert caught.value.why.startswith("outc.conv.weight is missing; inc.")
+    assert "num_batches_tracked" in caught.value.why
+
+
 @pytest.mark.parametrize("name", ["cut.pth", "cut.safetensors"])
 def test_a_truncated_file_is_an_error_naming_it(tmp_path: Path, name: str) -> None:
     state = UNet(base_channels=2, depth=1).state_dict()

@@ -230,7 +230,7 @@ def test_fp8_that_no_layer_can_take_is_called_bf16_and_no_force_is_offered(simul
 def test_a_pattern_that_matches_nothing_lists_near_names() -> None:
     with pytest.raises(PrecisionError) as caught:
         decide("bf16", HOPPER, tiny_diffusion(), modules={"vea.*": "fp32"})
-    assert "'vea.*' matches no module" in caught.value.what
+    assert "precision.modules: 'vea.*' matches no module" in caught.value.what
     assert "'vae" in caught.value.fix
 
 

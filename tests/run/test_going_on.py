@@ -24,7 +24,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     main_exits_with(0, "train", "--resume", str(folder))
     said = capsys.readouterr().out
-    assert said == f"{folder} is already finished: 2 epochs; train.epochs=4 to go on\n"
+    assert said == f"{folder} is finished after 2 of 2 epochs; to train on, add train.epochs=4 to the command\n"
     resume(folder, "train.epochs=4")
     assert newest(folder).state["step"]["attempted"] == 24
 
@@ -38,8 +38,14 @@ def main_exits_with(code: int, *words: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"train.max_steps": 3}, "already finished: 3 steps; train.max_steps=6 to go on, 0 for all 100 epochs"),
-        ({"train.early_stopping_patience": 1, "optimizer.lr": 1e-12}, "early stopping after 2 epochs"),
+        (
+            {"train.max_steps": 3},
+            "finished after 3 of 3 steps; to train on, add train.max_steps=6 to the command, or 0 for all 100 epochs",
+        ),
+        (
+            {"train.early_stopping_patience": 1, "optimizer.lr": 1e-12},
+            "finished by early stopping after 2 of 100 epochs; to train on, add train.early_stopping_patience=0",
+        ),
     ],
 )
 def test_other_ends_are_named_too(

@@ -180,7 +180,7 @@ def test_a_window_is_split_for_a_small_memory_without_losing_a_sample() -> None:
     assert max(len(part["image"]) for part in parts) == 2
 
 
-def test_out_of_memory_names_three_ways_out() -> None:
+def test_out_of_memory_names_the_ways_out() -> None:
     config = from_dict("unet", {"train.batch_size": 8, "data.dir": "x"}).config
     error = memory_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), config, 1,
                          torch.device("cpu"))  # fmt: skip
@@ -189,6 +189,13 @@ def test_out_of_memory_names_three_ways_out() -> None:
     assert "train.batch_size=4 train.accumulate=2" in error.fix
     assert "bf16" in error.fix
     assert "activation_checkpointing" in error.fix
+    assert "train.memory=low" in error.fix
+
+
+def test_out_of_memory_with_low_memory_does_not_suggest_it_again() -> None:
+    config = from_dict("unet", {"train.memory": "low", "data.dir": "x"}).config
+    error = memory_error(torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"))
+    assert "train.memory" not in error.fix
 
 
 def test_what_cannot_be_compiled_runs_eager_and_says_why(

@@ -190,7 +190,9 @@ def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path)
 def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> None:
     said: list[str] = []
     assert tuned(*made(demo, train__fast="graph"), said.append).way == "compile"
-    assert said == ["train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"]
+    assert said == [
+        "warning: train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"
+    ]
 
 
 def test_what_was_measured_is_kept_for_the_same_model_and_shape_only(

@@ -71,6 +71,9 @@ def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path
     assert way_out(config, files, 16).startswith("data.num_workers=16 (now 4")
     assert way_out(config, files, 4).startswith(f"data.cache=true, or first halfstep pack {tmp_path}")
     assert "data.cache" not in way_out(config, other, 4)
+    assert way_out(config, other, 4).startswith("a smaller data.image_size")
+    own = load("tiny_workload:build", overrides=["data.num_workers=4"]).config
+    assert way_out(own, other, 4) == "more cores (data.num_workers=4 uses all 4)"
 
 
 def test_no_training_has_no_share() -> None:

@@ -1,10 +1,14 @@
-"""A flag given twice with two values is a mistake: taking the last one would train something nobody asked for."""
+"""A flag given twice with two values is a mistake: taking the last one would train something nobody asked for.
+
+A value that cannot be is shown as it was given.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 from halfstep.errors import ConfigError
@@ -17,7 +21,13 @@ class OnceCommand(TyperCommand):
         for parameter in self.params:
             if parameter.param_type_name == "option" and not parameter.multiple:
                 refuse_two(list(given(args, parameter)))
-        return super().parse_args(ctx, args)
+        words = list(args)  # parsing takes its words from the list
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if said := list(given(words, error.param)) if error.param is not None else []:
+                error.message += f" (given: {said[-1]})"
+            raise
 
 
 def given(words: Sequence[str], parameter: Any) -> Iterator[str]:

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 
+BATCH_COUNTER = "num_batches_tracked"
+"""BatchNorm's. Of all that can differ it says the least about which model the weights are of."""
+
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint by name, and whatever else stood beside them (such as `mask_values`)."""
@@ -48,6 +51,7 @@ def load_weights_(model: nn.Module, weights: dict[str, Tensor], *, source: str) 
         for name, own_name in named.items()
         if name in weights and weights[name].shape != own[own_name].shape
     ]
+    differences.sort(key=lambda difference: BATCH_COUNTER in difference)
     if differences:
         more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
         raise ModelError(

@@ -46,7 +46,9 @@ def grants_by_module(model: nn.Module, default: Grant, parts: Mapping[str, Grant
         if not any(fnmatchcase(name, pattern) for name in names if name):
             depth = pattern.count(".")
             near = nearest(pattern.removesuffix(".*"), [name for name in names if name and name.count(".") <= depth])
-            raise PrecisionError(f"modules: {pattern!r} matches no module of {type(model).__name__}", fix=near)
+            raise PrecisionError(
+                f"precision.modules: {pattern!r} matches no module of {type(model).__name__}", fix=near
+            )
     grants: dict[str | None, Grant] = {}
     for name in names:  # named_modules gives parents before their children
         own = [answer for pattern, answer in parts.items() if name and fnmatchcase(name, pattern)]

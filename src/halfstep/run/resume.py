@@ -103,9 +103,16 @@ def why_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
     """What ended the run and how to go on all the same; empty where there is something left to do."""
     train, epochs, steps = config.train, state["position"]["epoch"], state["step"]["attempted"]
     if epochs >= train.epochs:
-        return f"already finished: {epochs} epochs; train.epochs={2 * epochs} to go on"
+        again = f"train.epochs={2 * epochs}"
+        return f"finished after {epochs} of {train.epochs} epochs; to train on, add {again} to the command"
     if 0 < train.max_steps <= steps:
-        return f"already finished: {steps} steps; train.max_steps={2 * steps} to go on, 0 for all {train.epochs} epochs"
+        return (
+            f"finished after {steps} of {train.max_steps} steps; to train on, add train.max_steps={2 * steps} to the "
+            f"command, or 0 for all {train.epochs} epochs"
+        )
     if 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
-        return f"already finished: early stopping after {epochs} epochs; train.early_stopping_patience=0 to go on"
+        return (
+            f"finished by early stopping after {epochs} of {train.epochs} epochs; to train on, add "
+            "train.early_stopping_patience=0 to the command"
+        )
     return ""

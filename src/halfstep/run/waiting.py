@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from halfstep.config.schema import RunConfig
 from halfstep.config.workers import num_cores as num_cores
+from halfstep.config.workloads import is_import_path
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples
 
@@ -40,4 +41,5 @@ def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
         return f"data.num_workers={cores} (now {workers}, and there are {cores} cores)"
     if isinstance(samples, TrainingFiles):
         return f"data.cache=true, or first halfstep pack {config.data.dir} (all {cores} cores decode pictures already)"
-    return f"a smaller data.image_size, or more cores (data.num_workers={workers} uses all {cores})"
+    smaller = "" if is_import_path(config.workload) else "a smaller data.image_size, or "
+    return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"

@@ -22,7 +22,7 @@ Batch: TypeAlias = dict[str, Tensor]
 Region: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | float, Any]]
 """Forward and loss of one batch: (loss, weight, outputs). This is what gets compiled."""
 
-NEEDS_CUDA = "train.fast=graph needs a CUDA device, this run is on {}: the step is compiled, not captured"
+NEEDS_CUDA = "warning: train.fast=graph needs a CUDA device, this run is on {}: the step is compiled, not captured"
 
 
 def asked_way(config: RunConfig, plan: Plan) -> Way | None:
