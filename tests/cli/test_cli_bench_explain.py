@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,15 @@ def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
     assert row["title"] == "halfstep eager fp32"
     assert Kind.CONV_BACKWARD in {kind["kind"] for kind in row["kinds"]}
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_profilers_own_log_is_not_on_the_terminal() -> None:
+    # A process of its own: the profiler reads its level once, and other tests have started it here.
+    words = [sys.executable, "-m", "halfstep", *EXPLAIN, "--precisions", "fp32"]
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert "ms a step" in done.stdout
+    assert "profiler_start" not in done.stderr
 
 
 def test_what_cannot_be_explained_exits_1_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

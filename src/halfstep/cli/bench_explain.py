@@ -29,12 +29,17 @@ if TYPE_CHECKING:
 STEPS = {"cuda": 10, "cpu": 5}
 """Timed, and then profiled, by default: kernels vary far less than whole steps."""
 PIPE_WIDTH = 120
+SILENT = "6"
+"""Above every level of the profiler's own log (Kineto), whose highest, 5, announces each start and stop."""
 
 
 def explain_request(
     hardware: Hardware, problem: Problem, request: Request, *, steps: int | None, any_precision: bool
 ) -> list[Explanation | NotExplained]:
     """Every row of the request; with no precision named, in the one that `auto` takes here."""
+    if problem.device.type == "cpu":
+        # Read when the profiler first starts. Not on a GPU, where that log tells why the driver lets nobody count.
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
     progress = Console(stderr=True)
     with contextlib.redirect_stdout(sys.stderr), progress.status("measuring matmuls") as status:
         rated = measured_once(hardware, cache_directory(os.environ), measure)
