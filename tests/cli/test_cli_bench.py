@@ -130,6 +130,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--against", "plain:graph"), "did you mean 'plain:graphs'"),
         (("unet", "--precisions", "fp7"), "fp7"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
+        (("tiny_workload:build", "--steps", "10"), "halfstep bench cannot make data for tiny_workload:build"),
         (("unet", "--save", "/nowhere/at/all.json"), "is no folder"),
         (("unet", "--baseline", "/nowhere.json"), "cannot read"),
         (("unet", "--baseline", "/nowhere.json"), "fix: save one first: halfstep bench ... --save /nowhere.json"),
