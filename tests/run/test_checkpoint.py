@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
@@ -50,6 +52,28 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(back.model["weight"], torch.full((3, 2), 0.1))
     assert back.state["lr"] == 0.1 + 0.2
     assert back.state["optimizers"][0][0]["betas"] == (0.9, 0.999)
+
+
+def test_the_average_has_a_file_only_where_there_is_one(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path / "without").save(1, checkpoint())
+    assert not (path / "ema.safetensors").exists()
+    assert load(path).ema == {}
+    averaged = Checkpoint(model={}, ema={"weight": torch.ones(2)}, state={})
+    path = Checkpoints(tmp_path / "with").save(1, averaged)
+    assert torch.equal(load(path).ema["weight"], torch.ones(2))
+    (path / "ema.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="is damaged: ema.safetensors"):
+        load(path)
+
+
+def test_an_empty_file_for_no_average_as_earlier_runs_wrote_it_is_read(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(1, checkpoint())
+    save_file({}, path / "ema.safetensors")
+    content = (path / "ema.safetensors").read_bytes()
+    document = json.loads((path / "state.json").read_text())
+    document["files"]["ema.safetensors"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    (path / "state.json").write_text(json.dumps(document))
+    assert load(path).ema == {}
 
 
 def test_channels_last_weights_can_be_saved(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from halfstep.run.tree import pack, unpack
 from halfstep.run.whole_file import flush, write_whole
 
 STATE = "state.json"
+AVERAGE = "ema.safetensors"
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
@@ -155,8 +156,9 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointError(f"checkpoint {path.name} has layout {version}, this halfstep reads {LAYOUT_VERSION}")
     for name, expected in files.items():
         _verify(path, name, expected)
-    tensors = {name: load_file(path / f"{name}.safetensors") for name in ("model", "ema", "state")}
-    return Checkpoint(model=tensors["model"], ema=tensors["ema"], state=unpack(state, tensors["state"]))
+    model, tensors = (load_file(path / f"{name}.safetensors") for name in ("model", "state"))
+    average = load_file(path / AVERAGE) if AVERAGE in files else {}
+    return Checkpoint(model=model, ema=average, state=unpack(state, tensors))
 
 
 def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
@@ -173,9 +175,10 @@ def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
     packed, tensors = pack(checkpoint.state)
-    for name, content in (("model", checkpoint.model), ("ema", checkpoint.ema), ("state", tensors)):
-        save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()},
-                  folder / f"{name}.safetensors")  # fmt: skip
+    contents = {"model.safetensors": checkpoint.model, AVERAGE: checkpoint.ema, "state.safetensors": tensors}
+    for name, content in contents.items():
+        if content or name != AVERAGE:
+            save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, folder / name)
     files = {path.name: _fingerprint(path) for path in sorted(folder.glob("*.safetensors"))}
     document = {"layout": LAYOUT_VERSION, "files": files, "state": packed}
     (folder / STATE).write_text(json.dumps(document))
