@@ -134,6 +134,22 @@ def test_of_another_folder_everything_counts_but_of_the_runs_own_only_what_was_h
         assert (found.samples, found.metrics) == (200, expected)
 
 
+def test_a_folder_of_one_known_class_is_evaluated_as_that_class(resnet: Path, tmp_path: Path) -> None:
+    shutil.copytree(resnet / "data" / "val" / "rings_fine", tmp_path / "data" / "rings_fine")
+    whole = {row["class"]: row for row in evaluated(resnet).classes}
+    found = evaluated(resnet, data=tmp_path / "data")
+    seen = {row["class"]: row["samples"] for row in found.classes if row["samples"]}
+    assert seen == {"rings_fine": found.samples} == {"rings_fine": 20}
+    assert found.metrics["top1"] == whole["rings_fine"]["accuracy"]
+
+
+def test_a_folder_of_one_unknown_class_is_an_error_that_names_it(resnet: Path, tmp_path: Path) -> None:
+    shutil.copytree(resnet / "data" / "val" / "rings_fine", tmp_path / "data" / "zebra")
+    with pytest.raises(DataError) as refused:
+        evaluated(resnet, data=tmp_path / "data")
+    assert "unknown: zebra" in refused.value.why
+
+
 def test_other_classes_are_an_error_that_lists_them(resnet: Path, tmp_path: Path) -> None:
     data = Path(shutil.copytree(resnet / "data" / "val", tmp_path / "data"))
     (data / "rings_fine").rename(data / "zebra")

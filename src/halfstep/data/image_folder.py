@@ -67,15 +67,18 @@ class ImageFolder:
     """Readable names of classes, where the folder brings them."""
 
 
-def find_images(root: Path, layout: FolderLayout) -> ImageFolder:
-    """Every picture of a data folder with its class and split; nothing is decoded."""
+def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) -> ImageFolder:
+    """Every picture of a data folder with its class and split; nothing is decoded.
+
+    `known` are the classes of a model that is only evaluated: the folder may hold some of them.
+    """
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {kind}", fix="check data.dir; without it the demo data are used")
     train_folders, val_folders = _split_folders(root, layout)
     train = _by_class(train_folders)
-    classes = tuple(sorted(train))
-    if len(classes) < 2:
+    classes = tuple(known) if set(train) <= set(known) else tuple(sorted(train))
+    if len(classes) < 2 and not known:
         raise DataError(
             f"{_names(train_folders)} holds one class, {classes[0]}",
             why="there is nothing to tell apart",

@@ -66,7 +66,9 @@ def open_image_data(
     layout = FolderLayout(
         train=config.train_folder, val=config.val_folder, val_fraction=config.val_fraction, seed=config.split_seed
     )
-    folder = find_images(root, layout)
+    # The same folder twice is how `other_data` asks for everything to be evaluated.
+    known = store["classes"] if store is not None and config.train_folder == config.val_folder != "" else ()
+    folder = find_images(root, layout, known=known)
     share = evaluation_share(config, store)
     return _packed(folder, config, share, quiet=quiet) if config.is_packed else _files(folder, config, share)
 
