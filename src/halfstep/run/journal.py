@@ -100,9 +100,11 @@ class Journal:
             )
 
     def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
-        is_first = self.latest is not None and not self._has_shown
-        bar.advance(self._fields(waiting) if is_due or is_first else None)
-        self._has_shown |= is_first
+        # What stands on a finished bar is not that of a step long ago.
+        is_wanted = is_due or not self._has_shown or bar.done + 1 == bar.total
+        fields = self._fields(waiting) if is_wanted and self.latest is not None else None
+        bar.advance(fields)
+        self._has_shown |= fields is not None
         if self._is_compiling:
             bar.begin_pace()
             self._is_compiling = False
