@@ -265,6 +265,7 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("halfstep.run.tune.COMPILE_S", 0.0)
+    monkeypatch.setattr("halfstep.run.tune.FEWEST_STEPS", 0)
     with algorithms(deterministic=False):
         loaded, workload, plan = made(tmp_path, **{"train.epochs": 2, "log.quiet": False})
         before = {name: value.clone() for name, value in workload.model.state_dict().items()}

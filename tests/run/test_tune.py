@@ -131,8 +131,8 @@ def test_a_trial_that_falls_to_another_way_is_no_candidate(demo: Path) -> None:
 
 
 def test_a_short_run_is_not_compiled_for_and_a_long_one_is(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, workload, plan = made(demo, train__epochs=2)
-    assert tune._measured(config, workload, plan)["way"] == "eager"
+    config, workload, plan = made(demo, train__epochs=120)
+    assert "too short to compile for" in tune._measured(config, workload, plan)["way_reason"]
     tried: list[str] = []
     real = tune._try
 
@@ -141,6 +141,9 @@ def test_a_short_run_is_not_compiled_for_and_a_long_one_is(demo: Path, monkeypat
         return real(trial, way, costs, problems, label) if way == "eager" else None
 
     monkeypatch.setattr(tune, "_try", remembered)
+    config, workload, plan = made(demo, train__epochs=2)
+    assert "too short for trials" in tune._measured(config, workload, plan)["way_reason"]
+    assert tried == []
     config, workload, plan = made(demo, train__epochs=10_000_000)
     found = tune._measured(config, workload, plan)
     assert tried == ["eager", "eager", "compile", "graph"]

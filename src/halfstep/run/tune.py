@@ -35,6 +35,8 @@ COMPILE_S = 45.0
 """What a cold start of the compiler takes: 40 to 60 s for U-Net, ResNet-50 and ViT-L beside an H200."""
 KERNEL_TUNING_S = 240.0
 """The same when inductor also searches each kernel's block sizes: more than two minutes for U-Net and ResNet-50."""
+FEWEST_STEPS = 300
+"""No trials for a run shorter than that: nothing is compiled for it unless a step takes three seconds."""
 SHARE = 0.05
 """Of the expected run that may be spent on finding out how to run it."""
 MEMORY_TRIALS_S = 240.0
@@ -84,7 +86,8 @@ def _with_way(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Pl
     kept = Kept(config, workload, plan)
     found = kept.read()
     if found is None:
-        say("measuring how fast steps run ...")
+        if expected_steps(config, workload) >= FEWEST_STEPS:
+            say("measuring how fast steps run ...")
         try:
             found = _measured(config, workload, plan)
         except CannotRun as error:
@@ -105,12 +108,15 @@ def _why_unmeasured(config: RunConfig, plan: Plan) -> str:
 
 
 def _measured(config: RunConfig, workload: Workload, plan: Plan) -> dict[str, Any]:
-    clock = Stopwatch()
+    clock, num_steps = Stopwatch(), expected_steps(config, workload)
+    if num_steps < FEWEST_STEPS:
+        reason = f"a run of {num_steps} steps is too short for trials (train.fast=graph compiles all the same)"
+        return {"way": "eager", "way_reason": reason, "is_final": False}
     found: dict[str, Any] = {"channels_last": wants_channels_last(config, plan)}
     costs: dict[str, Cost] = {}
     eager = _eager(config, workload, plan, found, costs)
     # What does not fit eagerly may fit compiled: how long that takes is then no question.
-    expected_s = eager.ms / 1e3 * expected_steps(config, workload) if eager is not None else COMPILE_S / SHARE
+    expected_s = eager.ms / 1e3 * num_steps if eager is not None else COMPILE_S / SHARE
     if expected_s * SHARE < COMPILE_S:
         reason = (
             f"{_line(costs)}; about {_duration(expected_s)} to go is too short to compile for (train.fast=graph does)"
