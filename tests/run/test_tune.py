@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -273,3 +274,38 @@ def test_compiling_is_announced_once_and_eager_steps_are_not(demo: Path) -> None
             engine([batch])
         assert parts.step.attempted > 1
         assert told == [0] * times
+
+
+def fp8_plan(demo: Path) -> tuple[RunConfig, Workload, Plan]:
+    config, workload, plan = made(demo)
+    return config, workload, dataclasses.replace(plan, granted="fp8", way="eager")
+
+
+@pytest.mark.parametrize(("fails", "granted"), [("fp8", "bf16"), ("bf16", "fp8")])
+def test_a_precision_whose_step_cannot_run_leaves_the_other(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, fails: str, granted: str
+) -> None:
+    config, workload, plan = fp8_plan(demo)
+    monkeypatch.setattr(tune, "trial_run", lambda config, workload, plan: contextlib.nullcontext(Costing(plan, fails)))
+    assert tune._with_fp8_that_pays(config, workload, plan, lambda line: None).granted == granted
+
+
+class Costing:
+    """A trial that runs but in one precision."""
+
+    def __init__(self, plan: Plan, fails: str) -> None:
+        self.plan, self.fails = plan, fails
+
+    def cost(self, way: str) -> Cost:
+        if self.plan.granted == self.fails:
+            raise CannotRun("out of memory")
+        return Cost(1.0, 1)
+
+
+def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def does_not_fit(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("halfstep.run.trials.assemble", does_not_fit)
+    with pytest.raises(CannotRun, match="out of memory"), trial_run(*made(demo)):
+        pass

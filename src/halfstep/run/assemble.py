@@ -79,7 +79,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         set_recompute(model, setting.recompute)
     eager = _eager_region(workload, model)
     train_loader, val_loader = _loaders(config, workload)
-    total_steps = _total_steps(config, len(train_loader))
+    total_steps = total_steps_of(config, len(train_loader))
     optimizer = _optimizer(config, model, setting)
     step = _step(config, model, optimizer, plan, total_steps, len(train_loader))
     guard = Guard(
@@ -145,7 +145,8 @@ def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
     return train, val
 
 
-def _total_steps(config: RunConfig, num_batches: int) -> int:
+def total_steps_of(config: RunConfig, num_batches: int) -> int:
+    """Steps to the end of the run, if nothing stops it early."""
     planned = config.train.epochs * math.ceil(num_batches / config.train.accumulate)
     return min(planned, config.train.max_steps) if config.train.max_steps else planned
 

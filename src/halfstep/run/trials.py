@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.loader import Loader
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
 from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.first_batch import first_batch
 from halfstep.run.guide_memory import LiveBytes
 from halfstep.run.memory_limit import first_line
 from halfstep.run.memory_low import CannotRun, Cost
 from halfstep.run.randomness import algorithms, generator_states, restore_generators
-from halfstep.run.ways import Batch, Way
+from halfstep.run.ways import Way
 from halfstep.workloads.workload import Workload
 
 TIMED_STEPS = 5
@@ -37,7 +37,7 @@ def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
     copied = dataclasses.replace(workload, model=_copied(workload.model))
     try:
         with algorithms(deterministic=config.train.deterministic):
-            yield Trial(assemble(config, copied, plan))
+            yield _assembled(config, copied, plan)
     finally:
         restore_generators(generators)
         del copied
@@ -46,6 +46,13 @@ def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
         gc.collect()
         if plan.on_cuda:
             torch.cuda.empty_cache()
+
+
+def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Trial:
+    try:
+        return Trial(assemble(config, workload, plan))
+    except torch.OutOfMemoryError as error:
+        raise CannotRun("the model itself is out of memory") from error
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -60,7 +67,8 @@ class Trial:
 
     def __init__(self, parts: Assembly) -> None:
         self.parts = parts
-        self.window = _first_window(parts)
+        batch = first_batch(parts.config, parts.workload)
+        self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
 
     def cost(self, way: Way) -> Cost:
         """Milliseconds and peak bytes of a step that runs in this way; CannotRun where it does not."""
@@ -111,13 +119,3 @@ class Trial:
     def _finish(self) -> None:
         if self.parts.device.type == "cuda":
             torch.cuda.synchronize(self.parts.device)
-
-
-def _first_window(parts: Assembly) -> list[Batch]:
-    """What the run will begin with. A sample is a function of seed, epoch and index, so reading it changes nothing."""
-    train = parts.config.train
-    loader = Loader(parts.workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)
-    batches = loader.epoch(0)
-    window = [{name: value.to(parts.device) for name, value in next(batches).items()}]
-    loader.close()
-    return window * train.accumulate

@@ -24,6 +24,7 @@ from halfstep.hardware.cache import cache_directory, read_json, write_json
 from halfstep.measure.clock import Stopwatch
 from halfstep.precision.fp8_pays import settled, without_fp8
 from halfstep.precision.plan import Plan
+from halfstep.run.assemble import total_steps_of
 from halfstep.run.layout import wants_channels_last
 from halfstep.run.memory_levers import levers_of
 from halfstep.run.memory_low import CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
@@ -32,7 +33,7 @@ from halfstep.run.ways import NEEDS_CUDA, Way, asked_way
 from halfstep.workloads.workload import Workload
 
 COMPILE_S = 45.0
-"""What a cold start of the compiler takes: 40 to 60 s for U-Net, ResNet-50 and ViT-L beside an H200."""
+"""What a cold start of the compiler takes: 30 to 60 s were seen for U-Net and ResNet-50 beside an H200."""
 KERNEL_TUNING_S = 240.0
 """The same when inductor also searches each kernel's block sizes: more than two minutes for U-Net and ResNet-50."""
 FEWEST_STEPS = 300
@@ -174,10 +175,8 @@ def fastest_way(costs: dict[str, Cost]) -> Way:
 
 
 def expected_steps(config: RunConfig, workload: Workload) -> int:
-    """Steps to the end of the run, if nothing stops it early."""
-    a_step = config.train.batch_size * config.train.accumulate
-    planned = config.train.epochs * math.ceil(len(workload.train_samples) / a_step)
-    return min(planned, config.train.max_steps) if config.train.max_steps else planned
+    """Steps to the end of the run, before it has a loader."""
+    return total_steps_of(config, math.ceil(len(workload.train_samples) / config.train.batch_size))
 
 
 def _line(costs: dict[str, Cost]) -> str:
@@ -198,11 +197,17 @@ def _with_fp8_that_pays(config: RunConfig, workload: Workload, plan: Plan, say: 
         return plan
     say("measuring whole steps in fp8 and in bf16 ...")
     way: Way = "eager" if plan.way == "eager" else "compile"
-    times = {}
-    for name, candidate in {"fp8": plan, "bf16": without_fp8(plan, "to compare")}.items():
-        with trial_run(config, workload, candidate) as trial:
-            times[name] = trial.cost(way).ms
-    return settled(plan, fp8_ms=times["fp8"], bf16_ms=times["bf16"], force=wish.force, strict=wish.strict)
+    try:
+        with trial_run(config, workload, plan) as trial:
+            fp8 = trial.cost(way)
+    except CannotRun as error:
+        return without_fp8(plan, f"its step cannot run {way}: {error}", strict=wish.strict)
+    try:
+        with trial_run(config, workload, without_fp8(plan, "to compare")) as trial:
+            bf16 = trial.cost(way)
+    except CannotRun:
+        return plan  # only fp8 fits
+    return settled(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, force=wish.force, strict=wish.strict)
 
 
 # --- memory ---

@@ -45,8 +45,8 @@ def compiled(eager: Region, *, tunes_kernels: bool = False, activation_budget: f
     """The region as torch.compile makes it, lazily: the compiler is loaded when the first batch comes.
 
     Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
-    `tunes_kernels` lets inductor search each kernel's block sizes: 6 % of ResNet-50's step on an H200, and minutes more
-    to start with an empty cache. `activation_budget` is the share of activations that backward may keep.
+    `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (docs/log.md), minutes more to start
+    with an empty cache. `activation_budget` is the share of activations that backward may keep.
     """
 
     @functools.cache
