@@ -104,7 +104,11 @@ def command(
 
         rows = explain_request(hardware, problem, request, steps=steps, any_precision=not precisions)
         return show_explanations(rows, as_json=as_json, picture=picture, save=save)
-    found = measured(hardware, problem, request, baseline)
+    return deliver(measured(hardware, problem, request, baseline), as_json=as_json, picture=picture, save=save)
+
+
+def deliver(found: dict[str, Any], *, as_json: bool, picture: Path | None, save: Path | None) -> None:
+    """Show, save and draw; exit 1 where something got worse or nothing could be measured."""
     show(found, as_json=as_json)
     if save:
         from halfstep.bench.record import save as save_record
@@ -118,7 +122,6 @@ def command(
         typer.secho(f"regression: {line}", fg="red", err=True)
     if found["regressions"] or not any(row["window_ms"] for row in found["rows"]):
         raise typer.Exit(1)
-    return None
 
 
 def with_workload(words: list[str]) -> list[str]:
