@@ -123,7 +123,7 @@ def test_what_cannot_be_captured_says_why_and_leaves_the_step_usable() -> None:
 
     def waits(b: dict[str, Tensor]) -> Tensor:
         loss = plain(b)
-        assert loss.item() == loss.item() or True
+        loss.item()
         return loss
 
     for k in range(UNCAPTURED):

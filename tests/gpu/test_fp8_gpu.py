@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from capture import captured
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, fp8_gain, gains_once
 from halfstep.hardware.probe import probe
 from halfstep.models.vit import vit
@@ -132,15 +133,7 @@ def test_forward_and_backward_can_be_captured() -> None:
             loss.backward()
         return loss
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     graph.replay()
-    replayed = captured.detach().clone()
+    replayed = found.detach().clone()
     torch.testing.assert_close(replayed, step().detach(), rtol=1e-2, atol=1e-4)

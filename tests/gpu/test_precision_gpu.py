@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from capture import captured
 from halfstep.hardware.probe import probe
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.precision.backend import effective_leaves, read_flags, strict_fp32, tf32
@@ -227,17 +228,9 @@ def test_forward_and_backward_can_be_captured_in_a_cuda_graph() -> None:
             loss.backward()
         return loss
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     graph.replay()
-    torch.testing.assert_close(captured.detach(), step().detach(), rtol=4 * BF16_SPACING, atol=1e-2)
+    torch.testing.assert_close(found.detach(), step().detach(), rtol=4 * BF16_SPACING, atol=1e-2)
 
 
 @needs_bf16
