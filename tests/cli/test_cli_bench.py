@@ -125,8 +125,8 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
     ("words", "said"),
     [
         (("unet", "--steps", "3"), "--steps 3 is too few"),
-        (("unet", "--ways", "eagre"), "'eagre' is not known here"),
-        (("unet", "--against", "keras"), "'keras' is not known here"),
+        (("unet", "--ways", "eagre"), "--ways takes no 'eagre'"),
+        (("unet", "--against", "keras"), "--against takes no 'keras'"),
         (("unet", "--against", "plain:graph"), "did you mean 'plain:graphs'"),
         (("unet", "--precisions", "fp7"), "fp7"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),

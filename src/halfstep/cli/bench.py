@@ -132,12 +132,13 @@ def with_workload(words: list[str]) -> list[str]:
     return [DEFAULT_WORKLOAD, *words]
 
 
-def split(text: str, allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """`a,b` as its words, in the order given; a word that is not allowed is refused."""
+def split(text: str, option: str = "", allowed: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """`a,b` as its words, in the order given; a word that the option does not take is refused."""
     found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
     for word in found:
         if allowed and word not in allowed:
-            raise ConfigError(f"{word!r} is not known here", fix=nearest(word, allowed))
+            plain = ", ".join(name for name in allowed if ":" not in name)
+            raise ConfigError(f"{option} takes no {word!r}", why=f"it takes {plain}", fix=nearest(word, allowed))
     return found
 
 
@@ -152,7 +153,8 @@ def prepared(
     cold_start: bool,
 ) -> tuple[Hardware, Problem, Request]:
     """Everything that can be wrong is found here, before anything is measured."""
-    named = split(ways, WAYS), split(against, (*PEERS, *(f"{peer}:{kind}" for peer in PEERS for kind in VARIANTS)))
+    variants = (f"{peer}:{kind}" for peer in PEERS for kind in VARIANTS)
+    named = split(ways, "--ways", WAYS), split(against, "--against", (*PEERS, *variants))
     from halfstep.config.aliases import precision_name
 
     asked = tuple(dict.fromkeys(precision_name(word, "--precisions") for word in precisions))

@@ -1,4 +1,4 @@
-"""The batch a run begins with, for trials: a sample depends on seed, epoch and index only, so reading changes nothing."""
+"""The batch a run begins with, for trials: a sample depends on seed, epoch and index, so reading it changes nothing."""
 
 from __future__ import annotations
 
