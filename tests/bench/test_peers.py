@@ -18,11 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.bench.peer_isolation import isolated
 from halfstep.bench.peer_setup import PeerSetup
 from halfstep.bench.peers import PEERS, PeerMissing, peers
 from halfstep.bench.runner import Batch, Problem, Runner
 from halfstep.config.load import load
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
+from halfstep.kernels.fast_forms import FORMS, forced, wanted
 from halfstep.precision.backend import effective_leaves, read_flags
 from halfstep.workloads.segmentation import segmentation_loss
 
@@ -300,3 +302,11 @@ def test_a_peers_name_stands_for_two_variants_and_the_third_is_asked_for() -> No
     graphs = peers(["plain:graphs"], Watched().problem, "bf16")
     assert [(runner.name, runner.variant) for runner in graphs] == [("plain", "graphs")]
     assert set(PEERS) == {"plain", "lightning", "accelerate"}
+
+
+def test_a_peer_computes_in_the_layers_of_torch_not_in_our_fast_forms() -> None:
+    x = torch.zeros(1, 3, 4, 4)
+    with forced(True):
+        with isolated(torch.device("cpu")):
+            assert not any(wanted(form, x) for form in FORMS)
+        assert all(wanted(form, x) for form in FORMS)

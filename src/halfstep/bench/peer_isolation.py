@@ -18,6 +18,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 
 from halfstep.bench.apart import apart
+from halfstep.kernels.fast_forms import forced
 from halfstep.precision.backend import fp32_mode
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -36,6 +37,8 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
         # A peer that silently stopped being compiled would be timed as something it is not.
         dynamo_config.patch(fail_on_recompile_limit_hit=True),
+        # Our models would compute in our own fast forms: a peer's user writes torch's layers.
+        forced(False),
     ):
         yield
 
