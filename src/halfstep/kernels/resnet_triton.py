@@ -1,0 +1,292 @@
+"""Triton kernels where paths of a ResNet meet: the end of a block, where its shortcut is added, and the stem's pooling.
+
+A map is rows (pixels) of channels, dense. A program owns some channels and walks over tiles of rows, so that what
+belongs to a channel is loaded once. Arithmetic is fp32 whatever the maps are.
+
+Comparisons are written so that a NaN wins: a map that is not finite must not look finite behind a ReLU or a maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfstep.kernels.normalise import GradientSums, Norm, combined
+
+TILE_VALUES = 2048
+"""16 values a thread and operand: two 16-byte accesses of a half format, and sums of two or three in registers."""
+
+MOST_CHANNELS = 256
+"""Channels of a tile: 512 bytes of a row in a half format, enough for whole memory transactions."""
+
+NUM_WARPS = 4
+
+NUM_PROGRAMS = 132 * 8
+"""Programs over a map: an H200 has 132 multiprocessors, and room in each for 8 programs of 4 warps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How rows × channels are cut: `grid` programs, each of which walks over tiles of `rows` × `channels`."""
+
+    rows: int
+    channels: int
+    grid: tuple[int, int]
+
+
+def tiles_of(num_rows: int, num_channels: int) -> Tiles:
+    """The cut for a map of this size."""
+    channels = min(triton.next_power_of_2(num_channels), MOST_CHANNELS)
+    rows = TILE_VALUES // channels
+    across = triton.cdiv(num_channels, channels)
+    return Tiles(rows, channels, (across, min(triton.cdiv(num_rows, rows), max(1, NUM_PROGRAMS // across))))
+
+
+def joined(y: Tensor, norm: Norm, shortcut: Tensor | None, shortcut_norm: Norm | None) -> Tensor:
+    """relu(y normalised + shortcut), the shortcut normalised too where it has a Norm; reads each once, writes one."""
+    num_rows, num_channels = y.numel() // y.shape[1], y.shape[1]
+    z, tiles, other = torch.empty_like(y), tiles_of(num_rows, num_channels), shortcut_norm or norm
+    _join[tiles.grid](
+        *(y, norm.scale, norm.offset, y if shortcut is None else shortcut, other.scale, other.offset, z),
+        *(num_rows, num_channels),
+        HAS_SHORTCUT=shortcut is not None,
+        IS_NORMALISED=shortcut_norm is not None,
+        BR=tiles.rows,
+        BC=tiles.channels,
+        num_warps=NUM_WARPS,
+    )
+    return z
+
+
+@triton.jit
+def _join(
+    y, scale, offset, shortcut, shortcut_scale, shortcut_offset, z, num_rows, num_channels,
+    HAS_SHORTCUT: tl.constexpr, IS_NORMALISED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Reads y and the shortcut, writes z."""
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    is_channel = columns < num_channels
+    a = tl.load(scale + columns, mask=is_channel)[None, :]
+    b = tl.load(offset + columns, mask=is_channel)[None, :]
+    if IS_NORMALISED:
+        a_shortcut = tl.load(shortcut_scale + columns, mask=is_channel)[None, :]
+        b += tl.load(shortcut_offset + columns, mask=is_channel)[None, :]
+    rows = tl.arange(0, BR)
+    places = rows[:, None] * num_channels + columns[None, :]
+    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BR), tl.num_programs(1)):
+        start = tl.cast(tile, tl.int64) * BR
+        inside = (start + rows < num_rows)[:, None] & is_channel[None, :]
+        at = start * num_channels + places
+        v = tl.load(y + at, mask=inside).to(tl.float32) * a + b
+        if HAS_SHORTCUT:
+            s = tl.load(shortcut + at, mask=inside).to(tl.float32)
+            v += s * a_shortcut if IS_NORMALISED else s
+        tl.store(z + at, tl.where(v <= 0, 0.0, v).to(z.dtype.element_ty), mask=inside)
+
+
+def join_gradient(
+    first: Tensor, second: Tensor | None, z: Tensor, *raws: tuple[Tensor, Norm]
+) -> tuple[Tensor, list[GradientSums]]:
+    """g = (first + second) where z > 0, and its sums for each of the one or two raw maps that z was made of.
+
+    A `second` that is smaller than z stands at its even rows and columns, as a convolution at stride 2 reads them.
+    """
+    num_rows, num_channels = z.numel() // z.shape[1], z.shape[1]
+    g, tiles = torch.empty_like(z), tiles_of(num_rows, num_channels)
+    (y, norm), (other, other_norm) = raws[0], raws[-1]
+    partials = torch.empty(tiles.grid[1], 1 + len(raws), num_channels, dtype=torch.float32, device=z.device)
+    _join_gradient[tiles.grid](
+        *(first, first if second is None else second, z, y, norm.mean, other, other_norm.mean, g, partials),
+        *(num_rows, num_channels, *z.shape[2:]),
+        HAS_SECOND=second is not None,
+        IS_SPARSE=second is not None and second.shape != z.shape,
+        NUM_RAWS=len(raws),
+        BR=tiles.rows,
+        BC=tiles.channels,
+        num_warps=NUM_WARPS,
+    )
+    of_bias, *of_weights = combined(partials)
+    return g, [GradientSums(of_bias, of_weight) for of_weight in of_weights]
+
+
+@triton.jit
+def _join_gradient(
+    first, second, z, y, mean, other, other_mean, g, partials, num_rows, num_channels, height, width,
+    HAS_SECOND: tl.constexpr, IS_SPARSE: tl.constexpr, NUM_RAWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Reads first, second, z, y and the other raw map, writes g; a row of sums [1 + NUM_RAWS, channels] a program."""
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    is_channel = columns < num_channels
+    mu = tl.load(mean + columns, mask=is_channel)[None, :]
+    sum_g = tl.zeros((BR, BC), tl.float32)
+    sum_gx = tl.zeros((BR, BC), tl.float32)
+    if NUM_RAWS == 2:
+        other_mu = tl.load(other_mean + columns, mask=is_channel)[None, :]
+        sum_other = tl.zeros((BR, BC), tl.float32)
+    rows = tl.arange(0, BR)
+    places = rows[:, None] * num_channels + columns[None, :]
+    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BR), tl.num_programs(1)):
+        start = tl.cast(tile, tl.int64) * BR
+        inside = (start + rows < num_rows)[:, None] & is_channel[None, :]
+        at = start * num_channels + places
+        dz = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+        if IS_SPARSE:
+            row = tile * BR + rows
+            w, h, image = row % width, row // width % height, row // (width * height)
+            sparse_row = (image * ((height + 1) // 2) + h // 2) * ((width + 1) // 2) + w // 2
+            is_read = inside & ((w % 2 == 0) & (h % 2 == 0))[:, None]
+            at_sparse = sparse_row.to(tl.int64)[:, None] * num_channels + columns[None, :]
+            dz += tl.load(second + at_sparse, mask=is_read, other=0.0).to(tl.float32)
+        elif HAS_SECOND:
+            dz += tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
+        is_on = tl.load(z + at, mask=inside, other=0.0).to(tl.float32) > 0
+        dz = tl.where(is_on, dz, 0.0).to(g.dtype.element_ty)
+        tl.store(g + at, dz, mask=inside)
+        dz = dz.to(tl.float32)  # the sums are those of what is written
+        sum_g += dz
+        sum_gx += dz * (tl.load(y + at, mask=inside, other=0.0).to(tl.float32) - mu)
+        if NUM_RAWS == 2:
+            sum_other += dz * (tl.load(other + at, mask=inside, other=0.0).to(tl.float32) - other_mu)
+    to = partials + tl.program_id(1) * (1 + NUM_RAWS) * num_channels + columns
+    tl.store(to, tl.sum(sum_g, 0), mask=is_channel)
+    tl.store(to + num_channels, tl.sum(sum_gx, 0), mask=is_channel)
+    if NUM_RAWS == 2:
+        tl.store(to + 2 * num_channels, tl.sum(sum_other, 0), mask=is_channel)
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Of each 3×3 window, at stride 2 with padding 1, of relu(y normalised): its maximum and where that came from."""
+
+    z: Tensor
+    raw: Tensor
+    """The value of y that became the maximum: pixels that became none get no gradient, so backward needs no others."""
+    places: Tensor
+    """int8, row · 3 + column in the window: the first in reading order where there are several, as torch has it."""
+
+
+def pooled(y: Tensor, norm: Norm) -> Pooled:
+    """Reads y once (a window's pixels come from the cache), writes a quarter of it twice and a quarter in bytes."""
+    n, num_channels, height, width = y.shape
+    shape = (n, num_channels, (height + 1) // 2, (width + 1) // 2)
+    layout = {"device": y.device, "memory_format": torch.channels_last}
+    z, raw = (torch.empty(shape, dtype=y.dtype, **layout) for _ in range(2))
+    places = torch.empty(shape, dtype=torch.int8, **layout)
+    num_windows = z.numel() // num_channels
+    tiles = tiles_of(num_windows, num_channels)
+    _pool[tiles.grid](
+        *(y, norm.scale, norm.offset, z, raw, places, num_windows, num_channels, height, width),
+        BR=tiles.rows,
+        BC=tiles.channels,
+        num_warps=NUM_WARPS,
+    )
+    return Pooled(z, raw, places)
+
+
+@triton.jit
+def _pool(
+    y, scale, offset, z, raw, places, num_windows, num_channels, height, width, BR: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Reads y, writes z, raw and places of a quarter as many pixels."""
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    is_channel = columns < num_channels
+    a = tl.load(scale + columns, mask=is_channel)[None, :]
+    b = tl.load(offset + columns, mask=is_channel)[None, :]
+    windows_across, windows_down = (width + 1) // 2, (height + 1) // 2
+    for tile in range(tl.program_id(1), tl.cdiv(num_windows, BR), tl.num_programs(1)):
+        window = tile * BR + tl.arange(0, BR)
+        left, top = window % windows_across * 2 - 1, window // windows_across % windows_down * 2 - 1
+        image = (window // (windows_across * windows_down)).to(tl.int64)
+        is_window = (window < num_windows)[:, None] & is_channel[None, :]
+        best = tl.full((BR, BC), float("-inf"), tl.float32)
+        best_raw = tl.zeros((BR, BC), tl.float32)
+        place = tl.zeros((BR, BC), tl.int8)
+        for number in tl.static_range(9):
+            h, w = top + number // 3, left + number % 3
+            is_pixel = (h >= 0) & (h < height) & (w >= 0) & (w < width)
+            inside = is_window & is_pixel[:, None]
+            at = ((image * height + h) * width + w)[:, None] * num_channels + columns[None, :]
+            x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+            v = x * a + b
+            is_better = inside & ((v > best) | (v != v))
+            best = tl.where(is_better, v, best)
+            best_raw = tl.where(is_better, x, best_raw)
+            place = tl.where(is_better, tl.full((BR, BC), number, tl.int8), place)
+        to = window.to(tl.int64)[:, None] * num_channels + columns[None, :]
+        tl.store(z + to, tl.where(best <= 0, 0.0, best).to(z.dtype.element_ty), mask=is_window)
+        tl.store(raw + to, best_raw.to(raw.dtype.element_ty), mask=is_window)
+        tl.store(places + to, place, mask=is_window)
+
+
+def pool_gradient(g: Tensor, places: Tensor, y: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
+    """The gradient of y from that of the pooled map: each pixel looks at the windows it lies in, no two writers meet."""
+    num_windows, num_channels = g.numel() // g.shape[1], g.shape[1]
+    dy, tiles = torch.empty_like(y), tiles_of(num_windows, num_channels)
+    _pool_gradient[tiles.grid](
+        *(g, places, y, norm.mean, norm.inverse, norm.scale, sums.g, sums.gx, dy),
+        *(num_windows, num_channels, *y.shape[2:], num_channels / y.numel()),
+        BR=tiles.rows,
+        BC=tiles.channels,
+        num_warps=NUM_WARPS,
+    )
+    return dy
+
+
+@triton.jit
+def _pool_gradient(
+    g, places, y, mean, inverse, scale, sum_g, sum_gx, dy, num_windows, num_channels, height, width, one_nth,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Reads g and places of a quarter of the pixels (each four times, from the cache) and y, writes dy.
+
+    Window (i, j) reads rows 2i - 1 to 2i + 1 and columns 2j - 1 to 2j + 1. So the 2×2 pixels from (2i, 2j) on lie in
+    it and in its neighbours to the right and below, and in no others.
+    """
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    is_channel = columns < num_channels
+    a = tl.load(scale + columns, mask=is_channel)[None, :]
+    inv = tl.load(inverse + columns, mask=is_channel)[None, :]
+    slope = -a * inv * inv * tl.load(sum_gx + columns, mask=is_channel)[None, :] * one_nth
+    mu = tl.load(mean + columns, mask=is_channel)[None, :]
+    level = -a * tl.load(sum_g + columns, mask=is_channel)[None, :] * one_nth
+    across, down = (width + 1) // 2, (height + 1) // 2
+    for tile in range(tl.program_id(1), tl.cdiv(num_windows, BR), tl.num_programs(1)):
+        window = tile * BR + tl.arange(0, BR)
+        j, i, image = window % across, window // across % down, (window // (across * down)).to(tl.int64)
+        inside = (window < num_windows)[:, None] & is_channel[None, :]
+        has_right = inside & (j + 1 < across)[:, None]
+        has_below = inside & (i + 1 < down)[:, None]
+        at = window.to(tl.int64)[:, None] * num_channels + columns[None, :]
+        right, below = at + num_channels, at + across * num_channels
+        g00, p00 = _window(g, places, at, inside)
+        g01, p01 = _window(g, places, right, has_right)
+        g10, p10 = _window(g, places, below, has_below)
+        g11, p11 = _window(g, places, below + num_channels, has_right & has_below)
+        even_even = tl.where(p00 == 4, g00, 0.0)
+        even_odd = tl.where(p00 == 5, g00, 0.0) + tl.where(p01 == 3, g01, 0.0)
+        odd_even = tl.where(p00 == 7, g00, 0.0) + tl.where(p10 == 1, g10, 0.0)
+        odd_odd = tl.where(p00 == 8, g00, 0.0) + tl.where(p01 == 6, g01, 0.0)
+        odd_odd += tl.where(p10 == 2, g10, 0.0) + tl.where(p11 == 0, g11, 0.0)
+        pixel = ((image * height + 2 * i) * width + 2 * j)[:, None] * num_channels + columns[None, :]
+        is_in_width = inside & (2 * j + 1 < width)[:, None]
+        is_in_height = inside & (2 * i + 1 < height)[:, None]
+        _raw_gradient(even_even, y, dy, pixel, inside, a, mu, slope, level)
+        _raw_gradient(even_odd, y, dy, pixel + num_channels, is_in_width, a, mu, slope, level)
+        pixel += width * num_channels
+        _raw_gradient(odd_even, y, dy, pixel, is_in_height, a, mu, slope, level)
+        _raw_gradient(odd_odd, y, dy, pixel + num_channels, is_in_width & is_in_height, a, mu, slope, level)
+
+
+@triton.jit
+def _window(g, places, at, inside):
+    return tl.load(g + at, mask=inside, other=0.0).to(tl.float32), tl.load(places + at, mask=inside, other=-1)
+
+
+@triton.jit
+def _raw_gradient(g, y, dy, at, inside, a, mu, slope, level):
+    x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dy + at, (a * g + slope * (x - mu) + level).to(dy.dtype.element_ty), mask=inside)
