@@ -8,13 +8,16 @@ the CPU run torch's layers, to the bit. `forced` overrules that, for tests and f
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token", "upsampling"]
+from halfstep.kernels.layout import has_channels_last
+
+Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token", "upsampling", "chain", "transposed"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 _forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces anew
@@ -22,7 +25,34 @@ _forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it,
 
 def wanted(form: Form, x: Tensor) -> bool:
     """Whether the layer that got `x` should compute in this form."""
-    return _forced.get(form, torch.compiler.is_compiling() and x.is_cuda)
+    return decided(form, otherwise=torch.compiler.is_compiling() and x.is_cuda)
+
+
+def decided(form: Form, *, otherwise: bool) -> bool:
+    """What `forced` says of this form, or `otherwise` where it says nothing."""
+    return _forced.get(form, otherwise)
+
+
+def chain_fits(x: Tensor, *, is_training: bool) -> bool:
+    """Whether a model that got `x` should, and can, run as a chain of our own kernels between convolutions.
+
+    A chain runs eagerly, so it is called through `torch.compiler.disable`. It computes in fp32 at most, and pays where
+    maps are half as wide: under autocast.
+    """
+    is_possible = is_training and torch.is_grad_enabled() and has_channels_last(x) and x.dtype != torch.float64
+    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
+
+
+def has_half_autocast(x: Tensor) -> bool:
+    """Whether layers on the device of `x` compute in a half format now."""
+    device = x.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in (torch.bfloat16, torch.float16)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_triton() -> bool:
+    """Whether the kernels' language is installed, as it is with every build of torch for CUDA on Linux."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,95 @@
+"""BatchNorm in training and the ReLU behind it, in kernels of our own: a map is read as often as it must be.
+
+    z = relu(y·scale + offset), scale = weight·inverse, offset = bias - mean·scale, inverse = 1/√(variance + eps)
+    dy = scale·(g - Σg/n - (y - mean)·inverse²·Σg(y - mean)/n), g = dz where z > 0
+
+Statistics need one pass over y and z one more; of the gradient the sums need a pass over dz and y, dy a second. The
+variance comes from two sums shifted by the channel's first value; `kernels.batch_norm` says why, and how exact that is.
+Maps are channels_last; vectors of channels and all sums are fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Norm(NamedTuple):
+    """How a raw map y is normalised, each [channels]: y·scale + offset."""
+
+    mean: Tensor
+    inverse: Tensor
+    scale: Tensor
+    offset: Tensor
+
+
+class GradientSums(NamedTuple):
+    """Sums over rows, each [channels], with g the gradient of y·scale + offset."""
+
+    g: Tensor
+    """Σ g, the gradient of the bias."""
+    gx: Tensor
+    """Σ g·(y - mean)."""
+    weight: Tensor
+    """inverse·Σ g·(y - mean), the gradient of the weight."""
+
+
+def normalisation(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
+    """By the statistics of this batch; the running ones are updated."""
+    from halfstep.kernels import normalise_triton as kernels
+
+    if y.numel() == y.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
+    result = torch.empty(4, y.shape[1], dtype=torch.float32, device=y.device)
+    kernels.finish_statistics(kernels.statistics(y), y, norm, result)
+    return Norm(*result)
+
+
+def normalised(y: Tensor, norm: Norm, *, out: Tensor | None = None) -> Tensor:
+    """relu(y·scale + offset); `out` may be a slice of the channels of a wider map."""
+    from halfstep.kernels import normalise_triton as kernels
+
+    result = dense_like(y) if out is None else out
+    kernels.normalised(y, norm.scale, norm.offset, result)
+    return result
+
+
+def gradient_sums(dz: Tensor, y: Tensor, norm: Norm) -> GradientSums:
+    """The sums for z = relu(y·scale + offset), whose gradient is dz; dz may be a slice of a wider map's channels."""
+    from halfstep.kernels import normalise_triton as kernels
+
+    return finished_sums(kernels.gradient_parts(dz, y, norm.mean, norm.scale, norm.offset), norm)
+
+
+def finished_sums(partials: Tensor, norm: Norm) -> GradientSums:
+    """From parts of Σ g and Σ g·(y - mean), [parts, 2, channels], as a kernel that had g at hand left them."""
+    from halfstep.kernels import normalise_triton as kernels
+
+    sums = torch.empty(3, partials.shape[2], dtype=torch.float32, device=partials.device)
+    kernels.finish_gradient(partials, norm.inverse, sums)
+    return GradientSums(*sums)
+
+
+def combined(partials: Tensor) -> Tensor:
+    """[parts, kinds, channels] summed over parts, always in the same order."""
+    from halfstep.kernels import normalise_triton as kernels
+
+    totals = torch.empty(partials.shape[1:], dtype=torch.float32, device=partials.device)
+    kernels.finish_plain(partials, totals)
+    return totals
+
+
+def gradient_of_raw(g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool) -> Tensor:
+    """dy; `masked` zeroes g where y·scale + offset <= 0 first, as ReLU does. g may be a slice of a wider map."""
+    from halfstep.kernels import normalise_triton as kernels
+
+    dy = dense_like(y)
+    kernels.gradient_of_raw(g, y, norm, (sums.g, sums.gx), dy, is_masked=masked)
+    return dy
+
+
+def dense_like(y: Tensor) -> Tensor:
+    """Memory for a map of y's shape and dtype, channels_last and dense even where y is a slice."""
+    return torch.empty(y.shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
