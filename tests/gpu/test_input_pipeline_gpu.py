@@ -14,6 +14,7 @@ from halfstep.data.loader import Loader, Samples
 from halfstep.data.pack_folder import PackSettings, pack
 from halfstep.data.prefetch import prefetch
 from halfstep.data.stored_images import TrainingImages
+from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
 
@@ -42,13 +43,9 @@ def test_preparing_a_batch_never_waits_for_the_gpu(samples: Samples) -> None:
     changes = dataclasses.replace(EVERYTHING, trivial=True)
     for warm_up in range(4):  # each meets other kinds of change
         model_images(batches[0], 64, changes=changes, key=(0, warm_up))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_wait():
         for step, batch in enumerate(batches):
             model_images(batch, 64, changes=changes, key=(0, step))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_batches_of_a_pack_arrive_pinned_and_whole(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from halfstep.precision.decide import decide
 from halfstep.run.memory_levers import levers_of, memory_setting, optimizer_for
 from halfstep.run.memory_low import NORMAL, TIME_LIMIT, Cost, MemorySetting, choose_memory
 from halfstep.train.adamw8bit import AdamW8bit
+from no_waiting import no_host_wait
 
 pytestmark = [
     pytest.mark.gpu,
@@ -181,9 +182,6 @@ def test_one_byte_moments_make_no_host_synchronisation() -> None:
     optimizer.found_inf = torch.zeros((), device="cuda")  # type: ignore[attr-defined]
     give(layer, gradient)
     optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_wait():
         for _ in range(3):
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

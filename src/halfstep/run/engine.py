@@ -24,7 +24,7 @@ from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import OutOfMemory, announce, first_line, split_window
 from halfstep.run.ways import Batch, Way
 from halfstep.train.facts import Facts
-from halfstep.train.graph import CaptureFailed, GraphedStep, Shape, shape_of
+from halfstep.train.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
 from halfstep.train.step import batch_length
 
 UNCAPTURED = 3
@@ -65,7 +65,7 @@ class Engine:
         """Whether a full batch went through compiled code, there and back: what fails later is no compiler's fault."""
         self._shape: Shape = ()
         self._in_a_row = 0
-        self._pool = torch.cuda.graph_pool_handle() if parts.device.type == "cuda" else None
+        self._pool: Pool = None
 
     def __call__(self, window: list[Batch]) -> Facts:
         """Prepare, compute and commit one window as it was loaded."""
@@ -149,6 +149,9 @@ class Engine:
         if len(self.graphs) >= MOST_GRAPHS:
             self._stay_uncaptured(f"windows come in more than {MOST_GRAPHS} shapes")
             return None
+        if not self.graphs:
+            # With its last graph a pool is gone, and torch 2.11 fails to capture into it again.
+            self._pool = torch.cuda.graph_pool_handle()
         outputs: list[Any] = []
         try:
             step = GraphedStep(self.parts.step, self._loss_into(outputs), window, self._pool)
