@@ -149,7 +149,7 @@ class Engine:
         if len(self.graphs) >= MOST_GRAPHS:
             self._stay_uncaptured(f"windows come in more than {MOST_GRAPHS} shapes")
             return None
-        if not self.graphs:
+        if not self.graphs and self.parts.device.type == "cuda":
             # With its last graph a pool is gone, and torch 2.11 fails to capture into it again.
             self._pool = torch.cuda.graph_pool_handle()
         outputs: list[Any] = []
