@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+from halfstep.run.randomness import algorithms
 from halfstep.train.clip import Clip
 from halfstep.train.guard import Guard
 from halfstep.train.optimizers import OPTIMIZERS, build_optimizer, parameter_groups
 from halfstep.train.schedule import ScheduleOptions, build_schedule
 from halfstep.train.step import Step
 from no_waiting import no_host_wait
-from tiny_training import assert_same_bits, batch, everything, loss_of, make_step, plan, poisoned
+from tiny_training import OPTIONS, assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +59,54 @@ def test_fifty_steps_make_no_host_synchronisation(optimizer: str, precision: str
     with no_host_wait():
         for k in range(50):
             guard.watch(step(loss_fn, [batches[k % 10], batches[(k + 1) % 10]]))
+
+
+@pytest.mark.parametrize("limit", [1e9, 0.1], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+def test_clipping_inside_the_optimizers_kernel_is_a_rounding_away_from_a_plain_loop(
+    optimizer: str, limit: float
+) -> None:
+    """Unclipped to the bit. Clipped, gradients are a spacing (1e-7) off, and Adam divides by their size; a
+    factor applied twice or never would be off by its own size."""
+    with algorithms(deterministic=True):
+        model = make_model(device="cuda")
+        reference = copy.deepcopy(model)
+        mine, theirs = (
+            build_optimizer(optimizer, parameter_groups(m, 0.01), lr=1e-2, options=OPTIONS.get(optimizer))
+            for m in (model, reference)
+        )
+        step = Step(model, mine, plan("fp32", "cuda"), clip=Clip(limit=limit))
+        for k in range(5):
+            facts = step(loss_of(model), [batch(k, device="cuda")])
+            assert facts.factor is not None
+            theirs.zero_grad()
+            with step.plan.forward():
+                loss = loss_of(reference)(batch(k, device="cuda"))
+            with step.plan.backend():
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
+            theirs.step()
+    if limit > 1:
+        assert_same_bits(model.state_dict(), reference.state_dict())
+    start = dict(make_model(device="cuda").named_parameters())
+    expected = dict(reference.named_parameters())
+    for name, ours in model.named_parameters():
+        theirs_now, began = expected[name], start[name]
+        assert ours.grad is not None
+        assert theirs_now.grad is not None
+        if name != "conv.bias":  # BatchNorm takes it away again: its gradient is noise
+            assert (ours - theirs_now).norm() <= 1e-3 * (theirs_now - began).norm()
+            assert (ours.grad - theirs_now.grad).norm() <= 1e-3 * theirs_now.grad.norm()
+
+
+def test_a_parameter_in_two_optimizers_is_clipped_once_on_cuda() -> None:
+    model = torch.nn.Linear(2, 1, bias=False).cuda()
+    torch.nn.init.zeros_(model.weight)
+    twice = [torch.optim.SGD(model.parameters(), lr=1.0, fused=True) for _ in range(2)]
+    step = Step(model, twice, plan("fp32", "cuda"), clip=Clip(limit=0.5))
+    for k in range(1, 4):  # the first commit is the host's
+        assert not step(lambda x: model(x).sum(), [torch.tensor([[3.0, 4.0]], device="cuda")]).read().is_bad
+        torch.testing.assert_close(model.weight.detach().cpu(), -k * torch.tensor([[0.6, 0.8]]))
 
 
 def test_the_gpu_does_not_idle_between_steps() -> None:

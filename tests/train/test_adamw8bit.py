@@ -164,13 +164,13 @@ def test_one_compiled_kernel_serves_all_sizes() -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(update, dynamic=True, fullgraph=True, backend=backend)
-    lr, keep = torch.tensor(1e-2), torch.tensor(False)
+    lr, keep, scale = torch.tensor(1e-2), torch.tensor(False), torch.tensor(3.0)
     for count in (4096, 8192, 12800, 65536):
         flat, grad = torch.randn(count), torch.randn(count)
         state = empty_state(flat)
         expected, expected_state = flat.clone(), empty_state(flat)
-        update(expected, grad, expected_state, lr, keep, (0.9, 0.999), 1e-8, 0.1)
-        compiled(flat, grad, state, lr, keep, (0.9, 0.999), 1e-8, 0.1)
+        update(expected, grad.clone(), scale, expected_state, lr, keep, (0.9, 0.999), 1e-8, 0.1)
+        compiled(flat, grad, scale, state, lr, keep, (0.9, 0.999), 1e-8, 0.1)
         torch.testing.assert_close(flat, expected)
         assert all(torch.equal(state[name], expected_state[name]) for name in state)
     assert len(graphs) == 1

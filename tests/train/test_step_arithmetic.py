@@ -44,16 +44,30 @@ def test_clipping_by_norm_equals_torchs(kind: str, norm: float) -> None:
     for p, g in zip(parameters, gradients, strict=True):
         p.grad = g.clone()
     expected_norm = torch.nn.utils.clip_grad_norm_(parameters, 0.3, norm_type=norm)
-    clip = Clip(limit=0.3, kind=kind)
-    found = clip.norm_of(gradients)
-    clip.apply_(gradients, found)
+    found, share = Clip(limit=0.3, kind=kind).measure(gradients)
+    assert share is not None
     assert torch.equal(found, expected_norm)
-    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, parameters, strict=True))
+    assert all(torch.equal(g * share, p.grad) for g, p in zip(gradients, parameters, strict=True))
 
 
-def test_clipping_by_value_limits_every_entry() -> None:
-    gradients = [torch.tensor([-3.0, 0.1, 5.0])]
-    Clip(limit=0.5, kind="value").apply_(gradients, torch.tensor(1.0))
+@pytest.mark.parametrize("kind", ["l2", "inf"])
+def test_scaled_gradients_are_measured_as_if_they_were_unscaled(kind: str) -> None:
+    """A power of two changes no bit, and one factor both unscales and clips."""
+    gradients = [torch.randn(5, 3), torch.randn(7) * 10]
+    norm, share = Clip(limit=0.3, kind=kind).measure(gradients)
+    scaled_norm, factor = Clip(limit=0.3, kind=kind).measure([g * 1024 for g in gradients], torch.tensor(1 / 1024))
+    assert share is not None
+    assert factor is not None
+    assert torch.equal(scaled_norm, norm)
+    assert all(torch.equal(g * 1024 * factor, g * share) for g in gradients)
+    assert Clip().measure(gradients)[1] is None
+
+
+def test_clipping_by_value_limits_every_unscaled_entry() -> None:
+    gradients = [torch.tensor([-6.0, 0.2, 10.0])]
+    norm, factor = Clip(limit=0.5, kind="value").measure(gradients, torch.tensor(0.5))
+    assert factor is None
+    assert norm.item() == pytest.approx((9 + 0.01 + 25) ** 0.5)
     assert gradients[0].tolist() == pytest.approx([-0.5, 0.1, 0.5])
 
 

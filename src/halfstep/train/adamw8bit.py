@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
-from halfstep.train.flat import flat_view, is_dense
+from halfstep.train.flat import flat_view, is_dense, shaped_like
 
 BLOCK = 256
 """Values that share a scale."""
@@ -50,7 +50,8 @@ class AdamW8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; nothing changes where the attribute `found_inf`, a device tensor, is not 0."""
+        """One update; nothing changes where the attribute `found_inf`, a device tensor, is not 0. Gradients are divided
+        by `grad_scale`, where there is one, and written back: torch's fused optimizers do so."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -60,18 +61,23 @@ class AdamW8bit(Optimizer):
             for device in dict.fromkeys(parameter.device for parameter in trained):
                 lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
                 keep = torch.as_tensor(getattr(self, "found_inf", 0.0), device=device) != 0
+                scale = getattr(self, "grad_scale", None)
+                scale = scale.to(device) if scale is not None else None
                 for parameter in (p for p in trained if p.device == device):
-                    self._update(parameter, lr, keep, group)
+                    self._update(parameter, scale, lr, keep, group)
         return loss
 
-    def _update(self, parameter: Tensor, lr: Tensor, keep: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, scale: Tensor | None, lr: Tensor, keep: Tensor, group: dict[str, Any]) -> None:
         state, grad = self.state[parameter], parameter.grad
         assert grad is not None
         if not state:
             state.update(empty_state(parameter))
         flat = flat_view(parameter) if is_dense(parameter) else parameter.reshape(-1)
+        ordered = _in_order_of(parameter, grad)
         constants = (group["betas"], group["eps"], group["weight_decay"])
-        _kernel(parameter.device.type)(flat, _in_order_of(parameter, grad), state, lr, keep, *constants)
+        _kernel(parameter.device.type)(flat, ordered, scale, state, lr, keep, *constants)
+        if scale is not None and ordered.data_ptr() != grad.data_ptr():
+            grad.copy_(shaped_like(ordered, parameter))
         if not is_dense(parameter):
             parameter.copy_(flat.view_as(parameter))
 
@@ -116,6 +122,7 @@ def _kernel(device_type: str) -> Callable[..., None]:
 def update(
     flat: Tensor,
     grad: Tensor,
+    scale: Tensor | None,
     state: dict[str, Tensor],
     lr: Tensor,
     keep: Tensor,
@@ -124,7 +131,10 @@ def update(
     weight_decay: float,
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019) on one flat parameter, everything left as it was where `keep` is set."""
-    grad, theta = grad.float(), flat.float()
+    theta, given, grad = flat.float(), grad, grad.float()
+    if scale is not None:
+        grad = grad / scale
+        given.copy_(torch.where(keep, given, grad.to(given.dtype)))
     step = state["step"] + 1
     first = torch.lerp(_moment(state, "exp_avg"), grad, 1 - betas[0])
     second = torch.lerp(_moment(state, "exp_avg_sq"), grad.square(), 1 - betas[1])

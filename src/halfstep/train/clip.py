@@ -1,8 +1,7 @@
-"""Gradient norms and clipping, after unscaling, without a host read."""
+"""Gradient norms and clipping, without a host read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,18 +24,30 @@ class Clip:
         if not 0 <= self.limit < float("inf"):
             raise ConfigError(f"clip_norm must be a number from 0 up, not {self.limit}", fix="0 turns clipping off")
 
-    def norm_of(self, gradients: Sequence[Tensor]) -> Tensor:
+    def measure(self, gradients: list[Tensor], unscale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The norm of the unscaled gradients, and the one factor, if any, that is left to unscale and clip them with.
+
+        Nothing but clipping by value writes into the gradients."""
+        if self.kind == "value" and self.limit:
+            return self._clamped(gradients, unscale), None
+        norm = self._norm_of(gradients)
+        if unscale is not None:
+            norm = norm * unscale
+        if self.limit == 0:
+            return norm, unscale
+        # The same expression as torch's clip_grad_norm_: multiplied with it, gradients are bit-equal to a plain loop's.
+        share = torch.clamp(self.limit / (norm + 1e-6), max=1.0)
+        return norm, share if unscale is None else unscale * share
+
+    def _norm_of(self, gradients: list[Tensor]) -> Tensor:
         """The norm that is judged and reported: the one that is clipped, L2 under value clipping."""
         kind = float("inf") if self.kind == "inf" else 2.0
-        return torch.nn.utils.get_total_norm(list(gradients), norm_type=kind, error_if_nonfinite=False)
+        return torch.nn.utils.get_total_norm(gradients, norm_type=kind, error_if_nonfinite=False)
 
-    def apply_(self, gradients: Sequence[Tensor], norm: Tensor) -> None:
-        if self.limit == 0 or not gradients:
-            return
-        if self.kind == "value":
-            torch._foreach_clamp_min_(list(gradients), -self.limit)
-            torch._foreach_clamp_max_(list(gradients), self.limit)
-            return
-        # The same expression as torch's clip_grad_norm_, so that results are bit-equal to a plain loop's.
-        share = torch.clamp(self.limit / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(list(gradients), share)
+    def _clamped(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor:
+        if unscale is not None:
+            torch._foreach_mul_(gradients, unscale)
+        norm = self._norm_of(gradients)
+        torch._foreach_clamp_min_(gradients, -self.limit)
+        torch._foreach_clamp_max_(gradients, self.limit)
+        return norm

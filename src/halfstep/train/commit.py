@@ -78,14 +78,14 @@ class Committer:
             return 0
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
-    def commit(self, bad: Tensor) -> None:
-        """Step the optimizer, or leave everything as it was where `bad` is set."""
-        if self.way == "host" or self._has_unsettled():
-            self._commit_by_host(bad)
-        elif self.way == "found_inf":
-            self._commit_in_kernel(bad)
-        else:
-            self._commit_by_selection(bad)
+    def commit(self, bad: Tensor, factor: Tensor | None = None) -> None:
+        """Step the optimizer with gradients times `factor`, or leave everything as it was where `bad` is set."""
+        by_host = self.way == "host" or self._has_unsettled()
+        if self.way == "found_inf" and not by_host:
+            return self._commit_in_kernel(bad, factor)
+        if factor is not None:
+            torch._foreach_mul_([p.grad for p in self._with_grad() if p.grad is not None], factor)
+        return self._commit_by_host(bad) if by_host else self._commit_by_selection(bad)
 
     def forget(self) -> None:
         """After the state was loaded: the tensors are new ones."""
@@ -113,13 +113,17 @@ class Committer:
                     first = p.grad * (group["dampening"] / group["momentum"])
                     self.optimizer.state[p]["momentum_buffer"] = first
 
-    def _commit_in_kernel(self, bad: Tensor) -> None:
-        # The attribute is how torch's GradScaler talks to fused optimizers.
-        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+    def _commit_in_kernel(self, bad: Tensor, factor: Tensor | None) -> None:
+        # The attributes are how torch's GradScaler talks to fused optimizers; they divide, and write the gradient back.
+        said = {"found_inf": bad.float()}
+        if factor is not None:
+            said["grad_scale"] = factor.float().reciprocal()
+        vars(self.optimizer).update(said)
         try:
             self._step()
         finally:
-            del self.optimizer.found_inf  # type: ignore[attr-defined]
+            for name in said:
+                delattr(self.optimizer, name)
 
     def _commit_by_selection(self, bad: Tensor) -> None:
         if self.snapshot is None:

@@ -50,14 +50,16 @@ class Facts:
     """One step's findings as device tensors, with the sample ids and RNG state that identify the step."""
 
     __slots__ = (
-        "_event", "_host", "attempted", "bad", "empty", "grad_norm", "ids", "loss", "packed", "rng", "ruined", "scale",
-        "spike",
+        "_event", "_host", "attempted", "bad", "empty", "factor", "grad_norm", "ids", "loss", "packed", "rng", "ruined",
+        "scale", "spike",
     )  # fmt: skip
 
     def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
         self.attempted = attempted
         self.loss, self.grad_norm, self.scale = loss, grad_norm, scale
         self.bad = self.spike = self.empty = self.ruined = torch.zeros((), dtype=torch.bool, device=loss.device)
+        self.factor: Tensor | None = None
+        """What the optimizers have yet to multiply the gradients by: unscaling and clipping in one."""
         self.ids: tuple[Tensor, ...] = ()
         self.rng: dict[str, Tensor] = {}
         self.packed = torch.empty(0)

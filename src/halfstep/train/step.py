@@ -1,6 +1,6 @@
 """The step: compute, judge, commit, over one window of micro-batches.
 
-    facts = step.compute(loss_fn, window)   forward, backward, unscale, norm: nothing committed, nothing read
+    facts = step.compute(loss_fn, window)   forward, backward, norm, verdict: nothing committed, nothing read
     step.commit(facts)                      the device decides: a bad step is dropped by a flag, not by an `if`
 
 A step is bad when its loss, its gradient norm or a buffer it wrote is not finite (or, on request, when its loss is a
@@ -8,7 +8,8 @@ spike). On a bad step weights, buffers, optimizer state, average, schedule and c
 BatchNorm statistics are written during forward, so they are copied when the window starts and put back. They belong
 to the verdict, too: a variance can overflow while loss and gradients stay finite, and only evaluation would show it.
 
-Order inside: backward on the scaled loss, divide by scale and window weight once, norm, verdict, clip, commit.
+Order inside: backward on the scaled loss, norm, verdict, then one factor on every gradient (one over scale and window
+weight, times what clipping leaves), commit. On CUDA fused optimizers apply the factor as they read the gradients.
 The host waits for nothing here but the first commit of each optimizer (see commit.py).
 """
 
@@ -101,7 +102,8 @@ class Step:
         return facts
 
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
-        """Forward, backward, unscale and norm. Gradients are ready afterwards, nothing else has changed for good."""
+        """Forward, backward, norm and verdict. Gradients are there afterwards, nothing else has changed for good. Where
+        `facts.factor` is set they are not multiplied by it yet: commit() does that."""
         if isinstance(window, (Tensor, Mapping)):
             raise ConfigError(
                 f"a step takes a window, a list of batches, not one {type(window).__name__}",
@@ -154,7 +156,7 @@ class Step:
             self.rates.refresh(self.committed)
         lr = self._first_rate()
         for committer in self.committers:
-            committer.commit(bad)
+            committer.commit(bad, facts.factor)
         self._buffers.restore_where(bad)
         self.committed.add_(~bad)
         if self.ema is not None:
@@ -207,9 +209,8 @@ class Step:
         gradients = [p.grad for p in parameters if p.grad is not None]
         _refuse_sparse(gradients)
         scale = self.scaler.value.clone()
-        if gradients and (self.scaler.enabled or is_weighted):
-            torch._foreach_mul_(gradients, 1.0 / (scale * weight))
-        norm = self.clip.norm_of(gradients) if gradients else torch.zeros((), device=self.device)
+        unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
+        norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
         facts.empty = weight == 0
         facts.spike = self.spikes.judge(loss)
@@ -217,8 +218,21 @@ class Step:
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | facts.empty | facts.ruined
         facts.bad = self.agree(bad | facts.spike if self.spikes.skips else bad)
         facts.spike = facts.spike & ~bad
-        self.clip.apply_(gradients, norm)
+        if self._optimizers_multiply(parameters):
+            facts.factor = factor
+        elif factor is not None:
+            torch._foreach_mul_(gradients, factor)
         return facts
+
+    def _optimizers_multiply(self, parameters: list[Tensor]) -> bool:
+        """Whether the optimizers' kernels scale the gradients as they read them, which saves a pass over all of them.
+
+        They divide by the inverse, a rounding away from the multiplication wherever the factor is not a power of two;
+        on a CPU, where a pass costs little, a step keeps the very bits of a plain loop. And they write the gradients
+        back, so that a second optimizer of the same parameter would scale them twice."""
+        in_kernels = self.device.type == "cuda" and all(c.way == "found_inf" for c in self.committers)
+        held = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        return in_kernels and held == len(parameters)
 
     def _trained_parameters(self) -> list[Tensor]:
         """Each once, asked for anew at every step: a group may have been added, a parameter be in two optimizers."""
