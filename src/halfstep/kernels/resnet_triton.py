@@ -8,6 +8,7 @@ Comparisons are written so that a NaN wins: a map that is not finite must not lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.normalise import GradientSums, Norm, combined
+from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
 
 TILE_VALUES = 2048
 """16 values a thread and operand: two 16-byte accesses of a half format, and sums of two or three in registers."""
+
+POOL_VALUES = 1024
+"""The same where 9 or 4 pixels of a window are operands; 8 a thread, so that bytes lie in threads as halfs do."""
 
 MOST_CHANNELS = 256
 """Channels of a tile: 512 bytes of a row in a half format, enough for whole memory transactions."""
@@ -38,10 +42,10 @@ class Tiles:
     grid: tuple[int, int]
 
 
-def tiles_of(num_rows: int, num_channels: int) -> Tiles:
-    """The cut for a map of this size."""
+def tiles_of(num_rows: int, num_channels: int, values: int = TILE_VALUES) -> Tiles:
+    """The cut for a map of this size, into tiles of so many values."""
     channels = min(triton.next_power_of_2(num_channels), MOST_CHANNELS)
-    rows = TILE_VALUES // channels
+    rows = values // channels
     across = triton.cdiv(num_channels, channels)
     return Tiles(rows, channels, (across, min(triton.cdiv(num_rows, rows), max(1, NUM_PROGRAMS // across))))
 
@@ -49,7 +53,7 @@ def tiles_of(num_rows: int, num_channels: int) -> Tiles:
 def joined(y: Tensor, norm: Norm, shortcut: Tensor | None, shortcut_norm: Norm | None) -> Tensor:
     """relu(y normalised + shortcut), the shortcut normalised too where it has a Norm; reads each once, writes one."""
     num_rows, num_channels = y.numel() // y.shape[1], y.shape[1]
-    z, tiles, other = torch.empty_like(y), tiles_of(num_rows, num_channels), shortcut_norm or norm
+    z, tiles, other = dense_like(y), tiles_of(num_rows, num_channels), shortcut_norm or norm
     _join[tiles.grid](
         *(y, norm.scale, norm.offset, y if shortcut is None else shortcut, other.scale, other.offset, z),
         *(num_rows, num_channels),
@@ -89,28 +93,28 @@ def _join(
 
 
 def join_gradient(
-    first: Tensor, second: Tensor | None, z: Tensor, *raws: tuple[Tensor, Norm]
+    dzs: Sequence[Tensor], z: Tensor, raws: Sequence[tuple[Tensor, Norm]]
 ) -> tuple[Tensor, list[GradientSums]]:
-    """g = (first + second) where z > 0, and its sums for each of the one or two raw maps that z was made of.
+    """g = Σ dzs where z > 0, and its sums for each of the raw maps that z was made of; one or two of either.
 
-    A `second` that is smaller than z stands at its even rows and columns, as a convolution at stride 2 reads them.
+    A second of `dzs` that is smaller than z stands at its even rows and columns: a convolution at stride 2 read them.
     """
     num_rows, num_channels = z.numel() // z.shape[1], z.shape[1]
-    g, tiles = torch.empty_like(z), tiles_of(num_rows, num_channels)
+    g, tiles = dense_like(z), tiles_of(num_rows, num_channels)
     (y, norm), (other, other_norm) = raws[0], raws[-1]
-    partials = torch.empty(tiles.grid[1], 1 + len(raws), num_channels, dtype=torch.float32, device=z.device)
+    first, second = dzs[0], dzs[-1]
+    partials = torch.empty(len(raws), tiles.grid[1], 2, num_channels, dtype=torch.float32, device=z.device)
     _join_gradient[tiles.grid](
-        *(first, first if second is None else second, z, y, norm.mean, other, other_norm.mean, g, partials),
+        *(first, second, z, y, norm.mean, other, other_norm.mean, g, partials),
         *(num_rows, num_channels, *z.shape[2:]),
-        HAS_SECOND=second is not None,
-        IS_SPARSE=second is not None and second.shape != z.shape,
+        HAS_SECOND=len(dzs) == 2,
+        IS_SPARSE=second.shape != z.shape,
         NUM_RAWS=len(raws),
         BR=tiles.rows,
         BC=tiles.channels,
         num_warps=NUM_WARPS,
     )
-    of_bias, *of_weights = combined(partials)
-    return g, [GradientSums(of_bias, of_weight) for of_weight in of_weights]
+    return g, [finished_sums(parts, norm) for parts, (_, norm) in zip(partials, raws, strict=True)]
 
 
 @triton.jit
@@ -118,7 +122,10 @@ def _join_gradient(
     first, second, z, y, mean, other, other_mean, g, partials, num_rows, num_channels, height, width,
     HAS_SECOND: tl.constexpr, IS_SPARSE: tl.constexpr, NUM_RAWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Reads first, second, z, y and the other raw map, writes g; a row of sums [1 + NUM_RAWS, channels] a program."""
+    """Reads first, second, z, y and the other raw map, writes g; a program's sums are [2, channels] a raw map.
+
+    From the maps' end, which was written last and may still be in the cache; the next kernel begins where this ends.
+    """
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
     mu = tl.load(mean + columns, mask=is_channel)[None, :]
@@ -129,7 +136,9 @@ def _join_gradient(
         sum_other = tl.zeros((BR, BC), tl.float32)
     rows = tl.arange(0, BR)
     places = rows[:, None] * num_channels + columns[None, :]
-    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BR), tl.num_programs(1)):
+    num_tiles = tl.cdiv(num_rows, BR)
+    for number in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        tile = num_tiles - 1 - number
         start = tl.cast(tile, tl.int64) * BR
         inside = (start + rows < num_rows)[:, None] & is_channel[None, :]
         at = start * num_channels + places
@@ -151,11 +160,13 @@ def _join_gradient(
         sum_gx += dz * (tl.load(y + at, mask=inside, other=0.0).to(tl.float32) - mu)
         if NUM_RAWS == 2:
             sum_other += dz * (tl.load(other + at, mask=inside, other=0.0).to(tl.float32) - other_mu)
-    to = partials + tl.program_id(1) * (1 + NUM_RAWS) * num_channels + columns
-    tl.store(to, tl.sum(sum_g, 0), mask=is_channel)
+    to, total = partials + tl.program_id(1) * 2 * num_channels + columns, tl.sum(sum_g, 0)
+    tl.store(to, total, mask=is_channel)
     tl.store(to + num_channels, tl.sum(sum_gx, 0), mask=is_channel)
     if NUM_RAWS == 2:
-        tl.store(to + 2 * num_channels, tl.sum(sum_other, 0), mask=is_channel)
+        to += tl.num_programs(1) * 2 * num_channels
+        tl.store(to, total, mask=is_channel)
+        tl.store(to + num_channels, tl.sum(sum_other, 0), mask=is_channel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +184,10 @@ def pooled(y: Tensor, norm: Norm) -> Pooled:
     """Reads y once (a window's pixels come from the cache), writes a quarter of it twice and a quarter in bytes."""
     n, num_channels, height, width = y.shape
     shape = (n, num_channels, (height + 1) // 2, (width + 1) // 2)
-    layout = {"device": y.device, "memory_format": torch.channels_last}
-    z, raw = (torch.empty(shape, dtype=y.dtype, **layout) for _ in range(2))
-    places = torch.empty(shape, dtype=torch.int8, **layout)
+    z = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
+    raw, places = torch.empty_like(z), torch.empty_like(z, dtype=torch.int8)
     num_windows = z.numel() // num_channels
-    tiles = tiles_of(num_windows, num_channels)
+    tiles = tiles_of(num_windows, num_channels, POOL_VALUES)
     _pool[tiles.grid](
         *(y, norm.scale, norm.offset, z, raw, places, num_windows, num_channels, height, width),
         BR=tiles.rows,
@@ -223,9 +233,9 @@ def _pool(
 
 
 def pool_gradient(g: Tensor, places: Tensor, y: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
-    """The gradient of y from that of the pooled map: each pixel looks at the windows it lies in, no two writers meet."""
+    """The gradient of y from that of the pooled map: each pixel looks at the windows it lies in, so no writers meet."""
     num_windows, num_channels = g.numel() // g.shape[1], g.shape[1]
-    dy, tiles = torch.empty_like(y), tiles_of(num_windows, num_channels)
+    dy, tiles = dense_like(y), tiles_of(num_windows, num_channels, POOL_VALUES)
     _pool_gradient[tiles.grid](
         *(g, places, y, norm.mean, norm.inverse, norm.scale, sums.g, sums.gx, dy),
         *(num_windows, num_channels, *y.shape[2:], num_channels / y.numel()),

@@ -1,0 +1,218 @@
+"""A ResNet between raw outputs of convolutions, in kernels of our own. Every convolution is centred: odd and padded.
+
+BatchNorm, ReLU and the sum with a shortcut belong to whoever reads the raw maps: `NormReluConv` within a block, `Join`
+at its end, `StemPool` before the first. The latter two also hold the convolutions that read their result, because
+autograd would sum those gradients in a pass of its own, and here the kernel that reads them first does it.
+
+Passes over a block's output in backward: 4 reads and a write for g, which is also the gradient of an identity, and 2
+reads and a write for the gradient of the raw map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from halfstep.kernels.chain import NormReluConv, convolution_gradients, convolved, weights_for
+from halfstep.kernels.normalise import Norm, gradient_of_raw, normalisation, normalised
+from halfstep.kernels.stem import StemConv, stem_fits
+
+Gradients = tuple[Tensor | None, ...]
+Layer = tuple[nn.Conv2d, nn.BatchNorm2d]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Layers of a block."""
+
+    layers: Sequence[Layer]
+    """In the order they run."""
+    projection: Layer | None
+    """Of the shortcut, where the shape changes."""
+    keep: bool
+    """Whether normalised maps within the block stay in memory, or are computed again in backward."""
+
+    @property
+    def readers(self) -> tuple[nn.Conv2d, ...]:
+        """Convolutions that read the block's input."""
+        firsts = [self.layers[0]] if self.projection is None else [self.layers[0], self.projection]
+        return tuple(convolution for convolution, _ in firsts)
+
+
+def resnet_map(image: Tensor, stem: Layer, blocks: Sequence[Block], *, is_pooled: bool) -> Tensor:
+    """The last block's output; gradients reach every parameter, and running statistics move on."""
+    y = _first_raw(image, stem[0])
+    z, *raws = _pooled(y, stem[1], blocks[0]) if is_pooled else _joined(y, stem[1], None, None, blocks[0])
+    for block, following in zip_longest(blocks, blocks[1:]):
+        y, *projected = raws
+        for (_, norm), (convolution, _) in pairwise(block.layers):
+            w, stride = convolution.weight, convolution.stride[0]
+            y = NormReluConv.apply(  # type: ignore[no-untyped-call]
+                y, norm.weight, norm.bias, w, norm, stride, w.shape[2] // 2, block.keep
+            )
+        shortcut_norm = None if block.projection is None else block.projection[1]
+        z, *raws = _joined(y, block.layers[-1][1], projected[0] if projected else z, shortcut_norm, following)
+    return z
+
+
+def _first_raw(image: Tensor, convolution: nn.Conv2d) -> Tensor:
+    weight, stride, device = convolution.weight, convolution.stride[0], image.device.type
+    if not stem_fits(image, weight, stride, weight.shape[2] // 2):
+        plain: Tensor = convolution(image)
+        return plain.contiguous(memory_format=torch.channels_last)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else image.dtype
+    y: Tensor = StemConv.apply(image, weight, stride, weight.shape[2] // 2, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _joined(
+    y: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor | None, shortcut_norm: nn.BatchNorm2d | None, next: Block | None
+) -> tuple[Tensor, ...]:
+    affine = (None, None) if shortcut_norm is None else (shortcut_norm.weight, shortcut_norm.bias)
+    readers = () if next is None else next.readers
+    strides, weights = tuple(reader.stride[0] for reader in readers), (reader.weight for reader in readers)
+    found: tuple[Tensor, ...] = Join.apply(  # type: ignore[no-untyped-call]
+        y, norm.weight, norm.bias, shortcut, *affine, norm, shortcut_norm, strides, *weights
+    )
+    return found
+
+
+def _pooled(y: Tensor, norm: nn.BatchNorm2d, next: Block) -> tuple[Tensor, ...]:
+    strides, weights = tuple(reader.stride[0] for reader in next.readers), (reader.weight for reader in next.readers)
+    found: tuple[Tensor, ...] = StemPool.apply(  # type: ignore[no-untyped-call]
+        y, norm.weight, norm.bias, norm, next.keep, strides, *weights
+    )
+    return found
+
+
+class Join(torch.autograd.Function):
+    """z = relu(y normalised + shortcut), and the raw maps of the convolutions that read z, at `strides`.
+
+    The shortcut is the former z, a raw map with a norm of its own, or nothing, behind a stem that does not pool.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        _weight: Tensor,
+        _bias: Tensor,
+        shortcut: Tensor | None,
+        _shortcut_weight: Tensor | None,
+        _shortcut_bias: Tensor | None,
+        norm: nn.BatchNorm2d,
+        shortcut_norm: nn.BatchNorm2d | None,
+        strides: tuple[int, ...],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        from halfstep.kernels.resnet_triton import joined
+
+        how, raws = normalisation(y, norm), [y]
+        hows, shortcut_how = [how], None
+        if shortcut is not None and shortcut_norm is not None:
+            shortcut_how = normalisation(shortcut, shortcut_norm)
+            raws, hows = [y, shortcut], [how, shortcut_how]
+        z = joined(y, how, shortcut, shortcut_how)
+        found, cast = read(z, weights, strides)
+        ctx.save_for_backward(z, *cast, *raws)
+        ctx.hows, ctx.strides = hows, strides
+        ctx.set_materialize_grads(False)
+        return z, *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor | None, *gradients: Tensor) -> Gradients:
+        from halfstep.kernels.resnet_triton import join_gradient
+
+        (z, *kept), num_readers = ctx.saved_tensors, len(ctx.strides)
+        weights, raws = kept[:num_readers], kept[num_readers:]
+        wants = ctx.needs_input_grad
+        dzs, dws = reader_gradients(gradients, z, weights, ctx.strides, any(wants[:6]), wants[9:])
+        dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
+        if not any(wants[:6]):
+            return (*[None] * 9, *dws)
+        g, sums = join_gradient(dzs, z, list(zip(raws, ctx.hows, strict=True)))
+        of_raws: list[Tensor | None] = []
+        for raw, how, its_sums in zip(raws, ctx.hows, sums, strict=True):
+            of_raws += [gradient_of_raw(g, raw, how, its_sums, masked=False), its_sums.weight, its_sums.g]
+        of_shortcut = of_raws[3:] or [g if wants[3] else None, None, None]
+        return (*of_raws[:3], *of_shortcut, None, None, None, *dws)
+
+
+class StemPool(torch.autograd.Function):
+    """z = 3×3 max-pooling at stride 2 of relu(y normalised), and the raw maps of the convolutions that read z."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        _weight: Tensor,
+        _bias: Tensor,
+        norm: nn.BatchNorm2d,
+        keep: bool,
+        strides: tuple[int, ...],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        from halfstep.kernels.resnet_triton import pooled
+
+        how = normalisation(y, norm)
+        pool = pooled(y, how)
+        found, cast = read(pool.z, weights, strides)
+        ctx.save_for_backward(y, pool.raw, pool.places, pool.z if keep else None, *how, *cast)
+        ctx.strides = strides
+        ctx.set_materialize_grads(False)
+        return pool.z, *found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor | None, *gradients: Tensor) -> Gradients:
+        from halfstep.kernels.resnet_triton import join_gradient, pool_gradient
+
+        y, raw, places, z, *kept = ctx.saved_tensors
+        how, weights, wants = Norm(*kept[:4]), kept[4:], ctx.needs_input_grad
+        z = normalised(raw, how) if z is None else z
+        dzs, dws = reader_gradients(gradients, z, weights, ctx.strides, any(wants[:3]), wants[6:])
+        dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
+        if not any(wants[:3]):
+            return (*[None] * 6, *dws)
+        g, (sums,) = join_gradient(dzs, z, [(raw, how)])
+        dy = pool_gradient(g, places, y, how, sums) if wants[0] else None
+        return (dy, sums.weight, sums.g, None, None, None, *dws)
+
+
+def read(z: Tensor, weights: Sequence[Tensor], strides: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """z convolved with each of these, centred; and the weights as they were used."""
+    cast = [weights_for(z, w) for w in weights]
+    return [convolved(z, w, stride, w.shape[2] // 2) for w, stride in zip(cast, strides, strict=True)], cast
+
+
+def reader_gradients(
+    gradients: Sequence[Tensor],
+    z: Tensor,
+    weights: Sequence[Tensor],
+    strides: Sequence[int],
+    wants_z: bool,
+    wants_weights: Sequence[bool],
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Each convolution's gradients of z, unsummed, and of its weight."""
+    dzs: list[Tensor] = []
+    dws: list[Tensor | None] = []
+    for dy, w, stride, wants_w in zip(gradients, weights, strides, wants_weights, strict=True):
+        is_sparse = stride == 2 and w.shape[2] == 1
+        dz, dw = convolution_gradients(dy, z, w, stride, w.shape[2] // 2, (wants_z and not is_sparse, wants_w))
+        if wants_z and is_sparse:
+            dz = pixel_gradient(dy, w)
+        dzs += [] if dz is None else [dz]
+        dws.append(dw)
+    return dzs, dws
+
+
+def pixel_gradient(dy: Tensor, w: Tensor) -> Tensor:
+    """The gradient of a 1×1 convolution's input at the pixels it reads: at stride 2 all others would be zeros."""
+    return (dy.permute(0, 2, 3, 1) @ w.flatten(1)).permute(0, 3, 1, 2)
