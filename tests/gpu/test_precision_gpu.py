@@ -265,14 +265,31 @@ def test_simulation_on_cuda_gives_the_numbers_of_real_autocast() -> None:
     torch.testing.assert_close(our_grad, native_grad, rtol=BF16_SPACING, atol=BF16_SPACING)
 
 
+LEFT_OUT = 2.0**-5
+"""What compiled code may be off by that leaves a rounding to bf16 before fp8 out. It shifts value and largest value by
+at most 2^-9 of themselves each; an e4m3 spacing is at least 2^-4 of a value, so at most 1 in 16 falls to a neighbour,
+at most 2^-3 away: sqrt(1/16) * 2^-3. (1.3 % through inductor on a CPU; e4m3's own rounding is 2.7 %.)"""
+SUMMED = 0.01
+"""Products are summed in another order, and cuBLAS keeps fewer bits in fp8 sums: well under fp8's own 2^-4."""
+COMPILED: dict[str, dict[str, bool] | None] = {
+    "eager": None,
+    "compiled": {},
+    "compiled with every cast": {"emulate_precision_casts": True},
+}
+
+
 @needs_fp8
 @pytest.mark.parametrize("tokens", [64, 37])
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_native_fp8_gives_the_numbers_of_simulated_fp8(tokens: int, is_compiled: bool) -> None:
+@pytest.mark.parametrize("how", COMPILED)
+def test_native_fp8_gives_the_numbers_of_simulated_fp8(
+    tokens: int, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compiled code keeps the tokens' bf16 in fp32; told to round as eager code does, it gives its numbers."""
     torch.manual_seed(0)
     x = torch.randn(tokens, 128, device="cuda")
     grad = torch.randn(tokens, 64, device="cuda").bfloat16()
     weight, results = torch.randn(64, 128, device="cuda"), []
+    options = COMPILED[how]
     for simulated in (False, True):
         model = nn.Sequential(nn.Linear(128, 64)).cuda()
         with torch.no_grad():
@@ -281,17 +298,19 @@ def test_native_fp8_gives_the_numbers_of_simulated_fp8(tokens: int, is_compiled:
         plan = plan_for("fp8", model, simulate=simulated, strict=True)
         plan.apply(model)
         assert type(model[0]).__name__ == ("LinearInFp8" if simulated else "LinearInTorchaoFp8")
-        run = torch.compile(model) if is_compiled and not simulated else model
+        run = model if simulated or options is None else torch.compile(model, options=options)
         tokens_in = x.clone().requires_grad_()
         with plan.forward():
             output = run(tokens_in)
         with plan.backend():
             output.backward(grad)
         results.append((output.detach().float(), tokens_in.grad, model[0].weight.grad))
-    for native, simulated_result in zip(*results, strict=True):
-        assert native is not None
-        # Products are summed in another order, and cuBLAS keeps fewer bits in fp8 sums: well under fp8's own 2^-4.
-        assert (native - simulated_result).norm() / simulated_result.norm() < 0.01
+    errors = [relative_error((a, b)) for a, b in zip(*results, strict=True)]
+    with capsys.disabled():
+        print(f"\nfp8 {how}, {tokens} tokens: output, grad of tokens, grad of weight off by {errors}")
+    of_output, of_tokens, of_weight = errors
+    assert of_tokens < SUMMED  # of the gradient and the weight, which no cast to bf16 precedes
+    assert max(of_output, of_weight) < (LEFT_OUT if how == "compiled" else SUMMED)
 
 
 @needs_fp8
