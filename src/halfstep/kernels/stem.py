@@ -1,0 +1,158 @@
+"""A model's first convolution, of an image with few channels that needs no gradient, in kernels of our own.
+
+Libraries fill three channels up to eight and then multiply mostly zeros, or do without matrix units. Here the copy that
+casts the image gives it a frame of zeros and a fourth channel, after which the convolution and its weight's gradient
+are matmuls that gather their operand from the cache. The map is written once and its gradient read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.normalise import GradientSums, Norm
+
+PIXEL = 4
+"""Channels of a padded pixel: 8 bytes of a half format, the least that asynchronous copies move well."""
+OUT_CHANNELS_AT_ONCE = 16
+"""The least that matrix units take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Where the windows of a square kernel lie on a padded image."""
+
+    height: int
+    width: int
+    kernel: int
+    stride: int
+    padding: int
+
+    @property
+    def rows(self) -> int:
+        """Of the convolution's result."""
+        return (self.height + 2 * self.padding - self.kernel) // self.stride + 1
+
+    @property
+    def columns(self) -> int:
+        """Of the convolution's result."""
+        return (self.width + 2 * self.padding - self.kernel) // self.stride + 1
+
+    @property
+    def row_taps(self) -> int:
+        """Values read for one row of the kernel: a power of two that matrix units take."""
+        return max(16, 1 << (PIXEL * self.kernel - 1).bit_length())
+
+    @property
+    def padded_height(self) -> int:
+        return self.height + 2 * self.padding
+
+    @property
+    def padded_width(self) -> int:
+        """With all that the last window reads; even, so that windows at stride 2 begin at multiples of 16 bytes."""
+        read = (self.columns - 1) * self.stride + self.row_taps // PIXEL
+        needed = max(self.width + 2 * self.padding, read)
+        return needed + needed % 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedImage:
+    """An image in a frame of zeros, [N, padded_height, padded_width, PIXEL], with as many channels as it had."""
+
+    values: Tensor
+    channels: int
+    windows: Windows
+
+
+def stem_fits(image: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
+    """Whether `StemConv` can compute this convolution."""
+    out, channels, kernel, kernel_width = weight.shape
+    return (
+        image.dim() == 4
+        and not image.requires_grad
+        and image.is_floating_point()
+        and image.element_size() <= 4
+        and image.shape[1] == channels <= PIXEL
+        and kernel == kernel_width <= 7
+        and kernel % 2 == 1
+        and stride in (1, 2)
+        and out % OUT_CHANNELS_AT_ONCE == 0
+        and min(image.shape[2:]) + 2 * padding >= kernel
+        and image.numel() > 0
+    )
+
+
+class StemConv(torch.autograd.Function):
+    """An image without a gradient, a weight, stride and padding to the raw map, channels_last, in `dtype`.
+
+    `dtype` is the image's own unless given: an image that is still to be cast is cast by the copy that pads it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, image: Tensor, weight: Tensor, stride: int, padding: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        assert not ctx.needs_input_grad[0], "the image's gradient is not computed here"
+        padded = padded_image(image, weight.shape[2], stride, padding, dtype or image.dtype)
+        ctx.save_for_backward(padded.values, weight)
+        ctx.channels, ctx.windows = padded.channels, padded.windows
+        return convolved_image(padded, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, weight = ctx.saved_tensors
+        padded = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows)
+        dy = gradients[0].contiguous(memory_format=torch.channels_last)
+        return None, stem_weight_gradient(padded, weight, dy).to(weight.dtype), None, None, None
+
+
+def padded_image(image: Tensor, kernel: int, stride: int, padding: int, dtype: torch.dtype) -> PaddedImage:
+    """The image as `convolved_image` reads it, in the dtype of the map to come; it may lie in memory in any order."""
+    from halfstep.kernels import stem_triton as kernels
+
+    n, channels, height, width = image.shape
+    windows = Windows(height=height, width=width, kernel=kernel, stride=stride, padding=padding)
+    shape = n, windows.padded_height, windows.padded_width, PIXEL
+    values = torch.empty(shape, dtype=dtype, device=image.device)
+    padded = PaddedImage(values=values, channels=channels, windows=windows)
+    kernels.pad(image, padded)
+    return padded
+
+
+def convolved_image(image: PaddedImage, weight: Tensor) -> Tensor:
+    """The raw map, channels_last, in the padded image's dtype."""
+    from halfstep.kernels import stem_triton as kernels
+
+    n, out, windows = image.values.shape[0], weight.shape[0], image.windows
+    y = torch.empty(
+        (n, out, windows.rows, windows.columns),
+        dtype=image.values.dtype,
+        device=weight.device,
+        memory_format=torch.channels_last,
+    )
+    kernels.convolve(image, kernels.arranged(image, weight), y)
+    return y
+
+
+def stem_weight_gradient(image: PaddedImage, weight: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of `weight`, in fp32 and laid out like it, from that of the raw map."""
+    from halfstep.kernels import stem_triton as kernels
+
+    gradient = torch.empty_like(weight, dtype=torch.float32)
+    kernels.finish(image, kernels.gradient_parts(image, dy), gradient)
+    return gradient
+
+
+def stem_weight_gradient_through_norm(
+    image: PaddedImage, weight: Tensor, g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool
+) -> Tensor:
+    """The same where the raw map y goes through a BatchNorm: dy is what `gradient_of_raw` gives, and never written."""
+    from halfstep.kernels import stem_triton as kernels
+
+    gradient = torch.empty_like(weight, dtype=torch.float32)
+    parts = kernels.gradient_parts(image, g, kernels.ThroughNorm(y, norm, sums, masked))
+    kernels.finish(image, parts, gradient)
+    return gradient
