@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
+from halfstep.kernels.fast_forms import chain_fits
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
+from halfstep.models.unet_chain import Level, chained_logits, suits_chain
 
 
 class DoubleConv(nn.Module):
@@ -33,6 +35,11 @@ class DoubleConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.double_conv(x)
         return y
+
+    def level(self) -> Level:
+        """Its layers, as the chain takes them."""
+        convolution, norm, _, next_convolution, last_norm, _ = self.double_conv
+        return Level(convolution, norm, next_convolution, last_norm)
 
 
 class Down(nn.Module):
@@ -122,7 +129,29 @@ class UNet(Recomputing):
                 why=f"each level halves the size, so a side needs at least {2**self.depth} pixels",
                 fix="a larger image_size, or a smaller model.depth",
             )
+        is_chain = self.recompute != "blocks" and not x.requires_grad and chain_fits(x, is_training=self.training)
+        if is_chain and self._suits_chain():
+            return self._chained(x)
         return region_runner(self.recompute)(self._down_and_up, x)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _suits_chain(self) -> bool:
+        return suits_chain(self, head=self.outc.conv)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _chained(self, x: Tensor) -> Tensor:
+        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or hooked
+            return self._down_and_up(x)
+        depths = range(1, self.depth + 1)
+        downs = [self.inc, *(self.get_submodule(f"down{depth}").maxpool_conv[1] for depth in depths)]
+        ups = [self.get_submodule(f"up{depth}") for depth in depths]
+        return chained_logits(
+            x,
+            [block.level() for block in downs],
+            [(up.up, up.conv.level()) for up in ups],
+            self.outc.conv,
+            keep=self.recompute == "none",
+        )
 
     def _down_and_up(self, x: Tensor) -> Tensor:
         run = block_runner(self.recompute)

@@ -1,0 +1,218 @@
+"""Triton kernels of a U-Net's way down: normalise, ReLU and 2×2 max-pooling in one pass, and their gradients in two.
+
+A tile is [windows, channels]. The four pixels of a window are rows `first`, `first + 1`, `first + width` and one more of
+the channels_last map. Where a side is odd its last row or column lies in no window: such pixels stand in incomplete
+windows, which have a gradient of their own pixels and none of a pooled one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfstep.kernels.layout import row_stride
+from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
+
+TILE_VALUES = 1024
+"""Windows times channels of a tile: 8 values, 16 bytes, of each pixel a thread of four warps."""
+MOST_CHANNELS = 128
+NUM_WARPS = 4
+NUM_PROGRAMS = 132 * 12
+"""An H200 has 132 SMs; a dozen programs each keep enough loads in flight."""
+
+
+@triton.jit
+def _windows(tile, num_windows, height, width, ROWS: tl.constexpr):
+    """First pixel's row and pooled row of each window of a tile, and which of its pixels there are."""
+    window = tile * ROWS + tl.arange(0, ROWS)
+    across, down = (width + 1) // 2, (height + 1) // 2
+    column, line = window % across, window // across
+    row, image = line % down, line // down
+    here = window < num_windows
+    right = here & (2 * column + 1 < width)
+    below = here & (2 * row + 1 < height)
+    first = (image * height + 2 * row) * width + 2 * column
+    pooled = (image * (height // 2) + row) * (width // 2) + column
+    return first, pooled, here, right, below
+
+
+@triton.jit
+def _load_pixels(pointer, stride, first, width, here, right, below, columns, is_channel):
+    """A window's four pixels in fp32; 0 where there is none."""
+    at = (pointer + first.to(tl.int64) * stride)[:, None] + columns[None, :]
+    is_channel = is_channel[None, :]
+    a = tl.load(at, mask=here[:, None] & is_channel, other=0.0)
+    b = tl.load(at + stride, mask=right[:, None] & is_channel, other=0.0)
+    c = tl.load(at + width * stride, mask=below[:, None] & is_channel, other=0.0)
+    d = tl.load(at + (width + 1) * stride, mask=(right & below)[:, None] & is_channel, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+
+
+@triton.jit
+def _store_pixel(pointer, stride, row, mask, columns, is_channel, value):
+    at = (pointer + row.to(tl.int64) * stride)[:, None] + columns[None, :]
+    tl.store(at, value.to(pointer.dtype.element_ty), mask=mask[:, None] & is_channel[None, :])
+
+
+@triton.jit
+def _activated(y, scale, offset, pointer):
+    """relu(y * scale + offset), rounded as a stored map would be: ties for the maximum are then torch's. NaN stays."""
+    z = y * scale[None, :] + offset[None, :]
+    return tl.where(z < 0, 0.0, z).to(pointer.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def pooled_kernel(y, scale, offset, out, num_windows, height, width, channels, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Reads y once, writes a quarter of it."""
+    columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    is_channel = columns < channels
+    weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
+    for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
+        first, pooled, here, right, below = _windows(tile, num_windows, height, width, ROWS)
+        a, b, c, d = _load_pixels(y, channels, first, width, here, right, below, columns, is_channel)
+        a, b = _activated(a, weight, bias, y), _activated(b, weight, bias, y)
+        c, d = _activated(c, weight, bias, y), _activated(d, weight, bias, y)
+        # Not tl.maximum, which drops a NaN: the statistics make it the whole channel's, so that the first has it too.
+        best = tl.where(b > a, b, a)
+        best = tl.where(c > best, c, best)
+        best = tl.where(d > best, d, best)
+        _store_pixel(out, channels, pooled, right & below, columns, is_channel, best)
+
+
+@triton.jit
+def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, tile, num_windows, height, width,
+                     columns, is_channel, ROWS: tl.constexpr):  # fmt: skip
+    """Of each pixel y and the gradient of y * scale + offset: the skip's, and the pooled one at the first maximum."""
+    first, pooled, here, right, below = _windows(tile, num_windows, height, width, ROWS)
+    a, b, c, d = _load_pixels(y, channels, first, width, here, right, below, columns, is_channel)
+    ga, gb, gc, gd = _load_pixels(dskip, skip_stride, first, width, here, right, below, columns, is_channel)
+    at = (dpooled + pooled.to(tl.int64) * channels)[:, None] + columns[None, :]
+    gpool = tl.load(at, mask=(right & below)[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
+    za, zb = _activated(a, scale, offset, y), _activated(b, scale, offset, y)
+    zc, zd = _activated(c, scale, offset, y), _activated(d, scale, offset, y)
+    best_ab, best_cd = tl.where(zb > za, zb, za), tl.where(zd > zc, zd, zc)
+    is_above = ~(best_cd > best_ab)
+    is_left_above, is_left_below = ~(zb > za), ~(zd > zc)
+    ga += tl.where(is_above & is_left_above, gpool, 0.0)
+    gb += tl.where(is_above & ~is_left_above, gpool, 0.0)
+    gc += tl.where(~is_above & is_left_below, gpool, 0.0)
+    gd += tl.where(~is_above & ~is_left_below, gpool, 0.0)
+    ga, gb = tl.where(za > 0, ga, 0.0), tl.where(zb > 0, gb, 0.0)
+    gc, gd = tl.where(zc > 0, gc, 0.0), tl.where(zd > 0, gd, 0.0)
+    return a, b, c, d, ga, gb, gc, gd
+
+
+@triton.jit
+def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, skip_stride, num_windows, height, width,
+                              channels, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Reads y, the skip's gradient and a quarter of it; writes each program's sums of g and g * (y - mean)."""
+    columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    is_channel = columns < channels
+    weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
+    mu = tl.load(mean + columns, mask=is_channel, other=0.0)[None, :]
+    sum_g, sum_gx = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
+        a, b, c, d, ga, gb, gc, gd = _pixel_gradients(
+            y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, height, width, columns,
+            is_channel, ROWS)  # fmt: skip
+        sum_g += (ga + gb) + (gc + gd)
+        sum_gx += (ga * (a - mu) + gb * (b - mu)) + (gc * (c - mu) + gd * (d - mu))
+    at = partials + tl.program_id(0) * 2 * channels + columns
+    tl.store(at, tl.sum(sum_g, 0), mask=is_channel)
+    tl.store(at + channels, tl.sum(sum_gx, 0), mask=is_channel)
+
+
+@triton.jit
+def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g, sum_gx, out, skip_stride, num_windows,
+                         height, width, channels, num_values,
+                         ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Reads y, the skip's gradient and a quarter of it; writes the gradient of y."""
+    columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    is_channel = columns < channels
+    weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
+    slope = tl.load(inverse + columns, mask=is_channel)
+    slope = slope * slope * tl.load(sum_gx + columns, mask=is_channel) / num_values
+    level = tl.load(sum_g + columns, mask=is_channel) / num_values
+    mu = tl.load(mean + columns, mask=is_channel)
+    factor, slope, level, mu = weight[None, :], slope[None, :], level[None, :], mu[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
+        a, b, c, d, ga, gb, gc, gd = _pixel_gradients(
+            y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, height, width, columns,
+            is_channel, ROWS)  # fmt: skip
+        a, b = factor * (ga - level - (a - mu) * slope), factor * (gb - level - (b - mu) * slope)
+        c, d = factor * (gc - level - (c - mu) * slope), factor * (gd - level - (d - mu) * slope)
+        first, _, here, right, below = _windows(tile, num_windows, height, width, ROWS)
+        _store_pixel(out, channels, first, here, columns, is_channel, a)
+        _store_pixel(out, channels, first + 1, right, columns, is_channel, b)
+        _store_pixel(out, channels, first + width, below, columns, is_channel, c)
+        _store_pixel(out, channels, first + width + 1, right & below, columns, is_channel, d)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How windows × channels are cut: a grid of programs, each of which walks over tiles."""
+
+    num_windows: int
+    rows: int
+    columns: int
+    grid: tuple[int, int]
+
+
+def tiles_of(y: Tensor) -> Tiles:
+    """The cut for the windows of this map."""
+    n, channels, height, width = y.shape
+    num_windows = n * triton.cdiv(height, 2) * triton.cdiv(width, 2)
+    columns = min(triton.next_power_of_2(channels), MOST_CHANNELS)
+    rows, across = TILE_VALUES // columns, triton.cdiv(channels, columns)
+    return Tiles(
+        num_windows, rows, columns, (min(triton.cdiv(num_windows, rows), max(1, NUM_PROGRAMS // across)), across)
+    )
+
+
+def pooled(y: Tensor, norm: Norm) -> Tensor:
+    """2×2 max-pooling of relu(y normalised)."""
+    n, channels, height, width = y.shape
+    tiles = tiles_of(y)
+    out = torch.empty(
+        (n, channels, height // 2, width // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last
+    )
+    pooled_kernel[tiles.grid](
+        *(y, norm.scale, norm.offset, out, tiles.num_windows, height, width, channels),
+        ROWS=tiles.rows,
+        COLS=tiles.columns,
+        num_warps=NUM_WARPS,
+    )
+    return out
+
+
+def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) -> GradientSums:
+    """The sums that BatchNorm's gradient needs; `dskip` may be a slice of a wider map's channels."""
+    channels, height, width = y.shape[1:]
+    tiles = tiles_of(y)
+    partials = y.new_empty((tiles.grid[0], 2, channels), dtype=torch.float32)
+    pool_gradient_sums_kernel[tiles.grid](
+        *(y, dskip, dpooled, norm.mean, norm.scale, norm.offset, partials),
+        *(row_stride(dskip), tiles.num_windows, height, width, channels),
+        ROWS=tiles.rows,
+        COLS=tiles.columns,
+        num_warps=NUM_WARPS,
+    )
+    return finished_sums(partials, norm)
+
+
+def pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
+    """The gradient of y."""
+    channels, height, width = y.shape[1:]
+    tiles, out = tiles_of(y), dense_like(y)
+    pool_gradient_kernel[tiles.grid](
+        *(y, dskip, dpooled, norm.mean, norm.inverse, norm.scale, norm.offset, sums.g, sums.gx, out),
+        *(row_stride(dskip), tiles.num_windows, height, width, channels, y.numel() // channels),
+        ROWS=tiles.rows,
+        COLS=tiles.columns,
+        num_warps=NUM_WARPS,
+    )
+    return out

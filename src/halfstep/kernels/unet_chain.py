@@ -1,0 +1,183 @@
+"""A U-Net between its convolutions: what autograd sees are their raw outputs, as in `kernels.chain`.
+
+The normalised skip connection has two consumers, pooling and concatenation. It is never a tensor of its own: pooling
+normalises y as it reads it, the concatenation once more, straight into its half. So that the gradient of both meet in
+one kernel, `PoolConv` hands out a *promise* beside its result: a tensor without memory in the shape of the
+concatenation, which `UpConcatConv` takes and whose gradient, that of the whole concatenation, comes back through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from halfstep.kernels.chain import convolution_gradients, convolved, weights_for
+from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
+from halfstep.kernels.stem import PaddedImage, convolved_image, padded_image, stem_weight_gradient_through_norm
+from halfstep.kernels.upsample import doubled_into, doubling_gradients
+
+
+MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
+"""What `Head` can do: it has all channels of a pixel in registers, and walks over classes."""
+
+
+class StemNormReluConv(torch.autograd.Function):
+    """An image without gradient, the first convolution's weight, BatchNorm's weight and bias, the second convolution's
+    weight to its raw map. The first raw map's gradient is used where it is computed, and never written.
+
+    `keep`: whether the first raw map and the normalised one stay in memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image: Tensor,
+        w_stem: Tensor,
+        _weight: Tensor,
+        _bias: Tensor,
+        w_conv: Tensor,
+        norm: nn.BatchNorm2d,
+        dtype: torch.dtype,
+        keep: bool,
+    ) -> Tensor:
+        padded = padded_image(image, w_stem.shape[2], 1, w_stem.shape[2] // 2, dtype)
+        y = convolved_image(padded, w_stem)
+        how, w = normalisation(y, norm), weights_for(y, w_conv)
+        z = normalised(y, how)
+        ctx.save_for_backward(padded.values, w_stem, w, y if keep else None, z if keep else None, *how)
+        ctx.channels, ctx.windows = padded.channels, padded.windows
+        return convolved(z, w, 1, 1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, w_stem, w, y, z, *vectors = ctx.saved_tensors
+        padded, norm = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows), Norm(*vectors)
+        y = convolved_image(padded, w_stem) if y is None else y
+        z = normalised(y, norm) if z is None else z
+        dz, dw = convolution_gradients(gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[4]))
+        assert dz is not None
+        sums = gradient_sums(dz, y, norm)
+        dw_stem = stem_weight_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
+        return None, dw_stem, sums.weight, sums.g, dw, None, None, None
+
+
+class PoolConv(torch.autograd.Function):
+    """A raw map y, BatchNorm's weight and bias, the next level's convolution to its raw map, and the promise.
+
+    `norm` is how y is normalised: `UpConcatConv` needs it too. `keep`: whether the pooled map stays in memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_conv: Tensor, norm: Norm, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        from halfstep.kernels.pool_triton import pooled
+
+        w, z = weights_for(y, w_conv), pooled(y, norm)
+        ctx.save_for_backward(y, w, z if keep else None, *norm)
+        n, channels, height, width = y.shape
+        # The whole concatenation's shape, not only the skip's half of it: a slice would be copied on its way here.
+        promise = y.new_empty(1).expand(n, 2 * channels, height, width)
+        return convolved(z, w, 1, 1), promise
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from halfstep.kernels.pool_triton import pool_gradient, pool_gradient_sums, pooled
+
+        y, w, z, *vectors = ctx.saved_tensors
+        norm, dcat = Norm(*vectors), gradients[1].contiguous(memory_format=torch.channels_last)
+        z = pooled(y, norm) if z is None else z
+        dpooled, dw = convolution_gradients(gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
+        assert dpooled is not None
+        dskip = dcat[:, : y.shape[1]]
+        sums = pool_gradient_sums(y, dskip, dpooled, norm)
+        return pool_gradient(y, dskip, dpooled, norm, sums), sums.weight, sums.g, dw, None, None
+
+
+class UpConcatConv(torch.autograd.Function):
+    """Skip and a deeper raw map, concatenated and convolved to a raw map.
+
+    `promise` and `skip`, a raw map without gradient, are of `PoolConv`; `deep` has BatchNorm's weight and bias, then
+    weight and bias of the transposed convolution. `keep`: whether the concatenation stays in memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        promise: Tensor,
+        skip: Tensor,
+        skip_norm: Norm,
+        deep: Tensor,
+        _weight: Tensor,
+        _bias: Tensor,
+        w_up: Tensor,
+        b_up: Tensor,
+        w_conv: Tensor,
+        norm: Norm,
+        keep: bool,
+    ) -> Tensor:
+        w, taps, b_up = weights_for(deep, w_conv), taps_of(deep, w_up), b_up.to(deep.dtype)
+        cat = concatenated(skip, skip_norm, deep, norm, taps, b_up)
+        ctx.save_for_backward(skip, deep, w, taps, b_up, cat if keep else None, *skip_norm, *norm)
+        return convolved(cat, w, 1, 1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        skip, deep, w, taps, b_up, cat, *vectors = ctx.saved_tensors
+        skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
+        cat = concatenated(skip, skip_norm, deep, norm, taps, b_up) if cat is None else cat
+        dcat, dw = convolution_gradients(gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
+        assert dcat is not None
+        g, sums, dtaps, db_up = doubling_gradients(dcat[:, skip.shape[1] :], deep, norm, taps)
+        ddeep = gradient_of_raw(g, deep, norm, sums, masked=False)
+        dw_up = dtaps.view(len(taps), 2, 2, -1).permute(0, 3, 1, 2)
+        return dcat, None, None, ddeep, sums.weight, sums.g, dw_up, db_up, dw, None, None
+
+
+def taps_of(deep: Tensor, w_up: Tensor) -> Tensor:
+    """A transposed 2×2 convolution's weights as [channels in, 4 · channels out], which is how channels_last has them."""
+    return w_up.to(deep.dtype, memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(len(w_up), -1)
+
+
+def concatenated(skip: Tensor, skip_norm: Norm, deep: Tensor, norm: Norm, taps: Tensor, b_up: Tensor) -> Tensor:
+    """relu(skip normalised), and relu(deep normalised) doubled in size and put in its middle."""
+    n, channels, height, width = skip.shape
+    shape = (n, channels + len(b_up), height, width)
+    cat = torch.empty(shape, dtype=skip.dtype, device=skip.device, memory_format=torch.channels_last)
+    normalised(skip, skip_norm, out=cat[:, :channels])
+    doubled_into(cat[:, channels:], deep, norm, taps, b_up)
+    return cat
+
+
+class Head(torch.autograd.Function):
+    """A raw map y, BatchNorm's weight and bias, weight and bias of a 1×1 convolution to logits.
+
+    There is no `keep`: the normalised map is nowhere in memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_out: Tensor, b_out: Tensor, norm: Norm
+    ) -> Tensor:
+        from halfstep.kernels.head_triton import logits
+
+        w = w_out.flatten(1).to(y.dtype).contiguous()
+        ctx.save_for_backward(y, w, *norm)
+        return logits(y, norm, w, b_out.to(y.dtype))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from halfstep.kernels.head_triton import head_gradient, head_sums
+
+        y, w, *vectors = ctx.saved_tensors
+        norm, dlogits = Norm(*vectors), gradients[0]
+        sums, dw, db = head_sums(y, dlogits, norm, w)
+        dy = head_gradient(y, dlogits, norm, w, sums)
+        return dy, sums.weight, sums.g, dw[:, :, None, None], db, None
