@@ -8,7 +8,6 @@ the CPU run torch's layers, to the bit. `forced` overrules that, for tests and f
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -36,23 +35,17 @@ def decided(form: Form, *, otherwise: bool) -> bool:
 def chain_fits(x: Tensor, *, is_training: bool) -> bool:
     """Whether a model that got `x` should, and can, run as a chain of our own kernels between convolutions.
 
-    A chain runs eagerly, so it is called through `torch.compiler.disable`. It computes in fp32 at most, and pays where
-    maps are half as wide: under autocast.
+    A chain runs eagerly, so it is called through `torch.compiler.disable`; Triton is there wherever the compiler can
+    write kernels for CUDA. It computes in fp32 at most, and pays where maps are half as wide: under autocast.
     """
     is_possible = is_training and torch.is_grad_enabled() and has_channels_last(x) and x.dtype != torch.float64
-    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
+    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced)
 
 
 def has_half_autocast(x: Tensor) -> bool:
     """Whether layers on the device of `x` compute in a half format now."""
     device = x.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in (torch.bfloat16, torch.float16)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_triton() -> bool:
-    """Whether the kernels' language is installed, as it is with every build of torch for CUDA on Linux."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ SUM_ROWS, SUM_WARPS = 32, 8
 SUM_PROGRAMS = 4 * 132
 """Four a multiprocessor of an H200; more would lengthen the second sum, over programs."""
 MAP_ROWS, MAP_TILES, MAP_WARPS = 64, 4, 8
-FINISH_VALUES, FINISH_WARPS = 4096, 4
+FINISH_VALUES, FINISH_WARPS = 8192, 8
 """How many of one sum's parts a program adds at once: all that `SUM_PROGRAMS` leave, in one round trip to memory."""
 
 
