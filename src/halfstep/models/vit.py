@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.kernels.fast_forms import wanted
+from halfstep.kernels.fast_forms import decided, has_half_autocast, wanted
+from halfstep.kernels.transformer_chain import Block, Stream, through_blocks
 from halfstep.models.layers import PatchConv2d
 from halfstep.models.recompute import Blocks
 
@@ -111,6 +112,16 @@ class EncoderBlock(nn.Module):
         out: Tensor = x + self.ls_2(self.mlp(self.ln_2(x)))
         return out
 
+    def layers_of_chain(self) -> Block:
+        """This block for `through_blocks`, which gives what `forward` does if there is no layer scale."""
+        attention, first, second = self.self_attention, self.mlp[0], self.mlp[2]
+        assert isinstance(first, nn.Linear)
+        assert isinstance(second, nn.Linear)
+        return Block(
+            num_heads=attention.heads, norm_1=self.ln_1, in_weight=attention.in_proj_weight,
+            in_bias=attention.in_proj_bias, out=attention.out_proj, norm_2=self.ln_2, first=first, second=second,
+        )  # fmt: skip
+
 
 class Encoder(nn.Module):
     """Class token and patches (N, 1 + rows · columns, dim) to the class token's features (N, dim)."""
@@ -134,8 +145,47 @@ class Encoder(nn.Module):
             registers = self.register_tokens.expand(len(tokens), -1, -1)
             tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
         # Only the class token is read, and a layer norm acts on each token alone.
-        features: Tensor = self.ln(self.layers(tokens)[:, 0])
+        features: Tensor = self.ln(self._through_layers(tokens)[:, 0])
         return features
+
+    def _through_layers(self, tokens: Tensor) -> Tensor:
+        if not (self.training and chain_wanted(self.layers, tokens) and self._suits_chain()):
+            plain: Tensor = self.layers(tokens)
+            return plain
+        x, branch, bias = self._chained(tokens)
+        # The last block is the compiler's: of its tokens one is read, so that between its matmuls little is left to do.
+        out: Tensor = self.layers[-1](x if branch is None or bias is None else x + (branch + bias))
+        return out
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _suits_chain(self) -> bool:
+        return all(is_plain(part) for block in list(self.layers)[:-1] for part in block.modules())
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _chained(self, tokens: Tensor) -> Stream:
+        blocks = [block for block in list(self.layers)[:-1] if isinstance(block, EncoderBlock)]
+        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or hooked
+            return Stream(nn.Sequential(*blocks)(tokens), None, None)
+        device = tokens.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
+        layers = [block.layers_of_chain() for block in blocks]
+        return through_blocks(layers, tokens, dtype, keep=self.layers.recompute == "none")
+
+
+def chain_wanted(blocks: Blocks, tokens: Tensor) -> bool:
+    """Whether all blocks but the last should run as a chain of our own kernels between matmuls: compiled, on a GPU, and
+    under autocast, where rows are half as wide; or when forced."""
+    is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
+    is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and len(blocks) > 1
+    return is_possible and blocks.recompute != "blocks" and decided("chain", otherwise=is_fast)
+
+
+def is_plain(part: nn.Module) -> bool:
+    """Whether a part of a block is of a class the chain knows, trains in fp32, and nobody would miss its call."""
+    known = (EncoderBlock, SelfAttention, nn.LayerNorm, nn.Linear, nn.Sequential, nn.GELU, nn.Identity)
+    hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
+    trains = all(p.dtype == torch.float32 and p.requires_grad for p in part.parameters(recurse=False))
+    return type(part) in known and trains and not any(hooks)
 
 
 class ViT(nn.Module):

@@ -1,0 +1,247 @@
+"""A transformer's blocks as matmuls, attention, and kernels of our own between them.
+
+Tokens travel in two parts: x, in fp32, and the last branch's raw output, in a half format and without its bias. Who
+normalises next adds them up. So one kernel does a sum and its LayerNorm; backward, one kernel gives the gradient of x,
+that of the branch in its format, and the parts of three sums over rows: weight and bias of the LayerNorm, bias of the
+branch. In the same way GELU adds the bias of the linear layer before it.
+
+Weights are fp32, gradients of weights too, as the matmul accumulates them. With `keep` false the outputs of LayerNorm
+and GELU are not kept for backward: kernels there, which read all that is needed, write them once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from halfstep.kernels.normalise import combined
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """The layers of a pre-norm block: attention, whose three projections are one, then two linear layers with GELU."""
+
+    num_heads: int
+    norm_1: nn.LayerNorm
+    in_weight: Tensor
+    in_bias: Tensor
+    out: nn.Linear
+    norm_2: nn.LayerNorm
+    first: nn.Linear
+    second: nn.Linear
+
+
+class Rounded(NamedTuple):
+    """What a block's matmuls read of its parameters, in the format they compute in."""
+
+    in_weight: Tensor
+    in_bias: Tensor
+    out: Tensor
+    first: Tensor
+    second: Tensor
+
+
+class Stream(NamedTuple):
+    """Tokens [batch, tokens, dim]: the sum of x, of a branch's raw output and of its bias."""
+
+    x: Tensor
+    branch: Tensor | None
+    branch_bias: Tensor | None
+
+
+def through_blocks(blocks: Sequence[Block], tokens: Tensor, dtype: torch.dtype, *, keep: bool) -> Stream:
+    """fp32 tokens through all blocks, whose matmuls and attention compute in `dtype`."""
+    stream = Stream(tokens.contiguous(), None, None)
+    for block, rounded in zip(blocks, rounded_weights(blocks, dtype), strict=True):
+        stream = through_attention(block, rounded, stream, keep=keep)
+        stream = through_perceptron(block, rounded, stream, keep=keep)
+    return stream
+
+
+def rounded_weights(blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[Rounded]:
+    """All copies are made at once: a kernel for each would take longer to start than to run."""
+    weights = [Rounded(b.in_weight, b.in_bias, b.out.weight, b.first.weight, b.second.weight) for b in blocks]
+    flat = [weight.detach() for of_block in weights for weight in of_block]
+    copies = [torch.empty_like(weight, dtype=dtype) for weight in flat]
+    torch._foreach_copy_(copies, flat)
+    return (Rounded(*copies[i : i + 5]) for i in range(0, len(copies), 5))
+
+
+def through_attention(block: Block, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
+    """Attention as the stream's new branch."""
+    norm, form = block.norm_1, Form(eps=block.norm_1.eps, num_heads=block.num_heads, keep=keep)
+    parameters = norm.weight, norm.bias, block.in_weight, block.in_bias
+    x, q, k, v = AttentionInput.apply(*stream, *parameters, rounded.in_weight, rounded.in_bias, form)  # type: ignore[no-untyped-call]
+    attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    branch = Product.apply(attended, block.out.weight, rounded.out)  # type: ignore[no-untyped-call]
+    return Stream(x, branch, block.out.bias)
+
+
+def through_perceptron(block: Block, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
+    """The two linear layers as the stream's new branch."""
+    norm, form = block.norm_2, Form(eps=block.norm_2.eps, num_heads=block.num_heads, keep=keep)
+    parameters = norm.weight, norm.bias, block.first.weight, block.first.bias, block.second.weight
+    x, branch = Perceptron.apply(*stream, *parameters, rounded.first, rounded.second, form)  # type: ignore[no-untyped-call]
+    return Stream(x, branch, block.second.bias)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """What a half of a block needs to know besides tensors."""
+
+    eps: float
+    num_heads: int
+    keep: bool
+
+
+class AttentionInput(torch.autograd.Function):
+    """A stream to its x with the branch added, and to queries, keys and values, [batch, heads, tokens, channels]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, norm_weight: Tensor, norm_bias: Tensor,
+        in_weight: Tensor, in_bias: Tensor, half_weight: Tensor, half_bias: Tensor, form: Form,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        normed = add_norm(Stream(x, branch, branch_bias), norm_weight, norm_bias, form.eps, half_weight.dtype)
+        qkv = F.linear(normed.out, half_weight, half_bias)
+        save(ctx, form, normed, branch, norm_weight, norm_bias, half_weight)
+        return normed.x, *qkv.unflatten(2, (3, form.num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        from halfstep.kernels import transformer_triton as kernels
+
+        normed, (norm_weight, norm_bias, half_weight) = saved(ctx)
+        batch, num_tokens, dim = dx.shape
+        partials = kernels.new_partials(batch * num_tokens, 6 * dim, dx.device)
+        d_qkv = dq.new_empty(batch * num_tokens, 3 * dim)
+        kernels.packed((dq, dk, dv), d_qkv, partials[:, : 3 * dim])
+        d_out = d_qkv @ half_weight
+        dx, d_branch, out = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias, partials[:, 3 * dim :])
+        d_weight = weight_gradient(d_qkv, out)
+        d_bias, d_norm_weight, d_norm_bias, d_branch_bias = total(partials).split([3 * dim, dim, dim, dim])
+        return (
+            dx, d_branch, d_branch_bias if ctx.has_branch else None, d_norm_weight, d_norm_bias,
+            d_weight, d_bias, None, None, None,
+        )  # fmt: skip
+
+
+class Perceptron(torch.autograd.Function):
+    """A stream to its x with the branch added, and to the second linear layer's output, without bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, branch_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor,
+        first: Tensor, first_bias: Tensor, second: Tensor, half_first: Tensor, half_second: Tensor, form: Form,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        from halfstep.kernels import transformer_triton as kernels
+
+        normed = add_norm(Stream(x, branch, branch_bias), norm_weight, norm_bias, form.eps, half_first.dtype)
+        raw = F.linear(normed.out, half_first)
+        active = torch.empty_like(raw)
+        kernels.gelu(raw, first_bias, active)
+        kept = active if form.keep else None
+        save(ctx, form, normed, branch, norm_weight, norm_bias, half_first, half_second, first_bias, raw, kept)
+        return normed.x, F.linear(active, half_second)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, d_second: Tensor) -> tuple[Tensor | None, ...]:
+        from halfstep.kernels import transformer_triton as kernels
+
+        normed, (norm_weight, norm_bias, half_first, half_second, first_bias, raw, active) = saved(ctx)
+        dim, inner = dx.shape[2], raw.shape[2]
+        partials = kernels.new_partials(dx.numel() // dim, inner + 3 * dim, dx.device)
+        d_second = d_second.reshape(-1, dim)
+        d_raw = d_second @ half_second  # of GELU's output until the kernel has run: it works in place
+        remade = None if ctx.keep else torch.empty_like(raw)
+        kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade, partials[:, :inner])
+        d_second_weight = weight_gradient(d_second, active if remade is None else remade)
+        d_out = d_raw @ half_first
+        dx, d_branch, out = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias, partials[:, inner:])
+        d_first_weight = weight_gradient(d_raw, out)
+        d_bias, d_norm_weight, d_norm_bias, d_branch_bias = total(partials).split([inner, dim, dim, dim])
+        return (
+            dx, d_branch, d_branch_bias, d_norm_weight, d_norm_bias,
+            d_first_weight, d_bias, d_second_weight, None, None, None,
+        )  # fmt: skip
+
+
+class Product(torch.autograd.Function):
+    """A linear layer without bias: rows, its weight, and the rounded weight it computes with."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, half_weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, half_weight)
+        return F.linear(rows, half_weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, half_weight = ctx.saved_tensors
+        return d_out @ half_weight, weight_gradient(d_out.flatten(0, 1), rows), None
+
+
+class Normed(NamedTuple):
+    """A sum, its LayerNorm, and the statistics of its rows."""
+
+    x: Tensor
+    out: Tensor
+    mean: Tensor
+    inverse: Tensor
+
+
+def add_norm(stream: Stream, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Normed:
+    """The stream's parts added up, and normalised into `dtype`."""
+    from halfstep.kernels import transformer_triton as kernels
+
+    out = torch.empty_like(stream.x, dtype=dtype)
+    x, mean, inverse = kernels.add_norm(*stream, weight, bias, eps, out)
+    return Normed(x, out, mean, inverse)
+
+
+def add_norm_backward(
+    ctx: Any, d_out: Tensor, dx: Tensor, normed: Normed, weight: Tensor, bias: Tensor, partials: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of x and of the branch; and LayerNorm's output, kept or made again."""
+    from halfstep.kernels import transformer_triton as kernels
+
+    remade = None if ctx.keep else torch.empty_like(normed.x, dtype=d_out.dtype)
+    d_branch = torch.empty_like(normed.x, dtype=d_out.dtype) if ctx.has_branch else None
+    dx_in = torch.empty_like(normed.x)
+    kernels.add_norm_backward(
+        d_out, dx.contiguous(), normed.x, (normed.mean, normed.inverse), weight, bias, dx_in, d_branch, remade, partials
+    )
+    return dx_in, d_branch, normed.out if remade is None else remade
+
+
+def save(ctx: Any, form: Form, normed: Normed, branch: Tensor | None, *others: Tensor | None) -> None:
+    """For backward: the sum, with its LayerNorm if that is to be kept, and the others."""
+    ctx.has_branch, ctx.keep = branch is not None, form.keep
+    ctx.save_for_backward(normed.x, normed.out if form.keep else None, normed.mean, normed.inverse, *others)
+
+
+def saved(ctx: Any) -> tuple[Normed, Sequence[Any]]:
+    """What `save` took; without `keep` the LayerNorm is missing."""
+    x, out, mean, inverse, *others = ctx.saved_tensors
+    return Normed(x, out, mean, inverse), others
+
+
+def weight_gradient(d_out: Tensor, rows: Tensor) -> Tensor:
+    """d_outᵀ·rows in fp32. On CUDA the matmul writes it so itself: nothing is rounded, and there is no cast to run."""
+    rows = rows.reshape(-1, rows.shape[-1])
+    if d_out.is_cuda and d_out.dtype != torch.float32:
+        return torch.mm(d_out.t(), rows, out_dtype=torch.float32)
+    return torch.mm(d_out.t(), rows).float()
+
+
+def total(partials: Tensor) -> Tensor:
+    """Sums over rows from the parts that programs left."""
+    return combined(partials[:, None]).flatten()

@@ -1,0 +1,263 @@
+"""The Triton kernels between a transformer's matmuls, on rows of channels, [num_rows, dim]; sums are taken in fp32.
+
+A program takes every n-th tile of rows, so that vectors of channels are loaded once and sums over rows stay in
+registers until the end, where they become one row of `partials`. All kernels of one backward share that buffer and its
+number of rows, so that one further kernel finishes their sums. Offsets of a whole map can exceed 32 bits, those within
+a tile cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfstep.kernels.gelu_triton import normal_density, normal_distribution
+
+NUM_PARTS = 3 * 132
+"""Rows of `partials`: three programs for each multiprocessor of an H200."""
+NORM_VALUES, NORM_WARPS, NORM_STAGES = 4096, 4, 2
+NORM_BACKWARD_VALUES = 2048
+"""Values of a tile of whole rows; backward holds more of each row in registers."""
+MAP_ROWS, MAP_COLUMNS, MAP_WARPS, MAP_STAGES = 16, 256, 4, 1
+"""A tile where rows need not be whole."""
+
+
+@triton.jit
+def _add_norm(
+    x, branch, branch_bias, weight, bias, x_out, out, mean, inverse,
+    num_rows, dim, eps,
+    HAS_BRANCH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """x_out = x + branch + branch_bias, out = LayerNorm(x_out): reads 4 + 2 bytes a value and writes 4 + 2; or 4, 2."""
+    columns = tl.arange(0, DIM)
+    is_column = columns < dim
+    gain, shift = tl.load(weight + columns, is_column, 0.0), tl.load(bias + columns, is_column, 0.0)
+    if HAS_BRANCH:
+        added = tl.load(branch_bias + columns, is_column, 0.0)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        is_row = rows < num_rows
+        inside = is_row[:, None] & is_column[None, :]
+        places = tl.cast(tile * ROWS, tl.int64) * dim + (tl.arange(0, ROWS)[:, None] * dim + columns[None, :])
+        value = tl.load(x + places, inside, 0.0)
+        if HAS_BRANCH:
+            value += tl.load(branch + places, inside, 0.0).to(tl.float32) + added[None, :]
+            tl.store(x_out + places, value, inside)
+        middle = tl.sum(value, 1) / dim
+        deviation = tl.where(inside, value - middle[:, None], 0.0)
+        narrow = 1 / tl.sqrt(tl.sum(deviation * deviation, 1) / dim + eps)
+        tl.store(mean + rows, middle, is_row)
+        tl.store(inverse + rows, narrow, is_row)
+        result = deviation * narrow[:, None] * gain[None, :] + shift[None, :]
+        tl.store(out + places, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _add_norm_backward(
+    d_out, dx_out, x_out, mean, inverse, weight, bias, dx, d_branch, out, partials,
+    num_rows, dim, partials_stride,
+    HAS_BRANCH: tl.constexpr, REMAKES_OUT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx, also rounded for the branch, and parts of the gradients of weight, bias and branch_bias.
+
+    Reads 2 + 4 + 4 bytes a value and writes 4 + 2; 2 more where `out` is made again.
+    """
+    columns = tl.arange(0, DIM)
+    is_column = columns < dim
+    gain = tl.load(weight + columns, is_column, 0.0)
+    if REMAKES_OUT:
+        shift = tl.load(bias + columns, is_column, 0.0)
+    d_weight = tl.zeros([DIM], tl.float32)
+    d_bias = tl.zeros([DIM], tl.float32)
+    d_branch_bias = tl.zeros([DIM], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        is_row = rows < num_rows
+        inside = is_row[:, None] & is_column[None, :]
+        places = tl.cast(tile * ROWS, tl.int64) * dim + (tl.arange(0, ROWS)[:, None] * dim + columns[None, :])
+        gradient = tl.load(d_out + places, inside, 0.0).to(tl.float32)
+        value = tl.load(x_out + places, inside, 0.0)
+        direct = tl.load(dx_out + places, inside, 0.0)
+        middle, narrow = tl.load(mean + rows, is_row, 0.0), tl.load(inverse + rows, is_row, 0.0)
+        normal = (value - middle[:, None]) * narrow[:, None]
+        if REMAKES_OUT:
+            again = normal * gain[None, :] + shift[None, :]
+            tl.store(out + places, again.to(out.dtype.element_ty), inside)
+        d_weight += tl.sum(gradient * normal, 0)
+        d_bias += tl.sum(gradient, 0)
+        gained = gradient * gain[None, :]
+        along_normal = tl.sum(gained * normal, 1) / dim
+        along_one = tl.sum(gained, 1) / dim
+        result = direct + (gained - normal * along_normal[:, None] - along_one[:, None]) * narrow[:, None]
+        d_branch_bias += tl.sum(result, 0)
+        tl.store(dx + places, result, inside)
+        if HAS_BRANCH:
+            tl.store(d_branch + places, result.to(d_branch.dtype.element_ty), inside)
+    part = partials + tl.program_id(0) * partials_stride + columns
+    tl.store(part, d_weight, is_column)
+    tl.store(part + dim, d_bias, is_column)
+    tl.store(part + 2 * dim, d_branch_bias, is_column)
+
+
+@triton.jit
+def _gelu(raw, bias, out, num_rows, dim, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+    """out = GELU(raw + bias): reads a value, writes a value."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < dim
+    added = tl.load(bias + columns, is_column, 0.0)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.arange(0, ROWS)[:, None]
+        inside = (tile * ROWS + row < num_rows) & is_column[None, :]
+        places = tl.cast(tile * ROWS, tl.int64) * dim + (row * dim + columns[None, :])
+        value = tl.load(raw + places, inside, 0.0).to(tl.float32) + added[None, :]
+        tl.store(out + places, (value * normal_distribution(value)).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gelu_backward(
+    d_out, raw, bias, d_raw, out, partials,
+    num_rows, dim, partials_stride,
+    REMAKES_OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """d_raw and parts of its sum over rows, the gradient of bias: reads two values and writes one; or two, with out."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < dim
+    added = tl.load(bias + columns, is_column, 0.0)
+    d_bias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.arange(0, ROWS)[:, None]
+        inside = (tile * ROWS + row < num_rows) & is_column[None, :]
+        places = tl.cast(tile * ROWS, tl.int64) * dim + (row * dim + columns[None, :])
+        value = tl.load(raw + places, inside, 0.0).to(tl.float32) + added[None, :]
+        gradient = tl.load(d_out + places, inside, 0.0).to(tl.float32)
+        below = normal_distribution(value)
+        if REMAKES_OUT:
+            tl.store(out + places, (value * below).to(out.dtype.element_ty), inside)
+        result = gradient * (below + value * normal_density(value))
+        tl.store(d_raw + places, result.to(d_raw.dtype.element_ty), inside)
+        d_bias += result
+    tl.store(partials + tl.program_id(0) * partials_stride + columns, tl.sum(d_bias, 0), is_column)
+
+
+@triton.jit
+def _packed_third(
+    part, part_batch, part_head, part_token, packed, partials, first_column,
+    num_rows, num_tokens, dim,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One of queries, keys and values: [batch, head, token, HEAD] by its strides to rows of 3 * dim channels."""
+    columns = first_column + tl.arange(0, COLUMNS)
+    is_column = columns < dim
+    within = columns // HEAD * part_head + columns % HEAD
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        inside = (rows < num_rows)[:, None] & is_column[None, :]
+        sources = (rows // num_tokens).to(tl.int64) * part_batch + rows % num_tokens * part_token
+        value = tl.load(part + sources[:, None] + within[None, :], inside, 0.0)
+        places = tl.cast(tile * ROWS, tl.int64) * 3 * dim + (tl.arange(0, ROWS)[:, None] * 3 * dim + columns[None, :])
+        tl.store(packed + places, value, inside)
+        total += value.to(tl.float32)
+    tl.store(partials + columns, tl.sum(total, 0), is_column)
+
+
+@triton.jit
+def _packed(
+    q, q_batch, q_head, q_token, k, k_batch, k_head, k_token, v, v_batch, v_head, v_token, packed, partials,
+    num_rows, num_tokens, dim, partials_stride,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of queries, keys and values side by side, and parts of their sums: reads a value, writes a value."""
+    sums = partials + tl.program_id(0) * partials_stride
+    third, first = tl.program_id(2), tl.program_id(1) * COLUMNS
+    # Three copies, not a choice of pointers: of a chosen pointer the compiler does not know the alignment.
+    if third == 0:
+        _packed_third(
+            q, q_batch, q_head, q_token, packed, sums, first, num_rows, num_tokens, dim, HEAD, ROWS, COLUMNS, STAGES
+        )
+    elif third == 1:
+        _packed_third(k, k_batch, k_head, k_token, packed + dim, sums + dim, first,
+                      num_rows, num_tokens, dim, HEAD, ROWS, COLUMNS, STAGES)  # fmt: skip
+    else:
+        _packed_third(v, v_batch, v_head, v_token, packed + 2 * dim, sums + 2 * dim, first,
+                      num_rows, num_tokens, dim, HEAD, ROWS, COLUMNS, STAGES)  # fmt: skip
+
+
+def new_partials(num_rows: int, num_sums: int, device: torch.device) -> Tensor:
+    """Room for what each program sums, [parts, num_sums]: as many parts as the kernels below have programs for rows."""
+    num_parts = max(1, min(NUM_PARTS, num_rows // MAP_ROWS))
+    return torch.empty(num_parts, num_sums, dtype=torch.float32, device=device)
+
+
+def add_norm(
+    x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + branch + branch_bias, and the mean and inverse deviation of its rows; its LayerNorm goes to `out`."""
+    dim, num_rows = x.shape[-1], x.numel() // x.shape[-1]
+    x_out = x if branch is None else torch.empty_like(x)
+    mean, inverse = x.new_empty(2, num_rows)
+    blocks = _norm_blocks(dim, NORM_VALUES)
+    _add_norm[(min(NUM_PARTS, triton.cdiv(num_rows, blocks["ROWS"])),)](
+        x, branch, branch_bias, weight, bias, x_out, out, mean, inverse,
+        num_rows, dim, eps, HAS_BRANCH=branch is not None, **blocks,
+    )  # fmt: skip
+    return x_out, mean, inverse
+
+
+def add_norm_backward(
+    d_out: Tensor, dx_out: Tensor, x_out: Tensor, statistics: tuple[Tensor, Tensor], weight: Tensor, bias: Tensor,
+    dx: Tensor, d_branch: Tensor | None, out: Tensor | None, partials: Tensor,
+) -> None:  # fmt: skip
+    """dx and d_branch, and `out` once more where it is given; partials: of weight, bias and branch_bias."""
+    dim, num_rows = x_out.shape[-1], x_out.numel() // x_out.shape[-1]
+    _add_norm_backward[(len(partials),)](
+        d_out, dx_out, x_out, *statistics, weight, bias, dx, d_branch, out, partials,
+        num_rows, dim, partials.stride(0), HAS_BRANCH=d_branch is not None, REMAKES_OUT=out is not None,
+        **_norm_blocks(dim, NORM_BACKWARD_VALUES),
+    )  # fmt: skip
+
+
+def gelu(raw: Tensor, bias: Tensor, out: Tensor) -> None:
+    """out = GELU(raw + bias)."""
+    dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
+    blocks = _map_blocks(dim)
+    grid = (min(NUM_PARTS, triton.cdiv(num_rows, MAP_ROWS)), triton.cdiv(dim, blocks["COLUMNS"]))
+    _gelu[grid](raw, bias, out, num_rows, dim, **blocks)
+
+
+def gelu_backward(
+    d_out: Tensor, raw: Tensor, bias: Tensor, d_raw: Tensor, out: Tensor | None, partials: Tensor
+) -> None:
+    """d_raw, and `out` once more where it is given; partials: of bias. d_raw may be d_out."""
+    dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
+    blocks = _map_blocks(dim)
+    _gelu_backward[(len(partials), triton.cdiv(dim, blocks["COLUMNS"]))](
+        d_out, raw, bias, d_raw, out, partials, num_rows, dim, partials.stride(0), REMAKES_OUT=out is not None, **blocks
+    )
+
+
+def packed(thirds: Sequence[Tensor], out: Tensor, partials: Tensor) -> None:
+    """out [batch, tokens, 3 * dim] from three [batch, heads, tokens, channels of a head]; partials: its sums."""
+    _, num_heads, num_tokens, head = thirds[0].shape
+    thirds = [third if third.stride(3) == 1 else third.contiguous() for third in thirds]
+    strided = [part for third in thirds for part in (third, *third.stride()[:3])]
+    dim, num_rows = num_heads * head, out.numel() // out.shape[-1]
+    blocks = _map_blocks(dim)
+    _packed[(len(partials), triton.cdiv(dim, blocks["COLUMNS"]), 3)](
+        *strided, out, partials, num_rows, num_tokens, dim, partials.stride(0), HEAD=head, **blocks
+    )
+
+
+def _norm_blocks(dim: int, num_values: int) -> dict[str, int]:
+    columns = triton.next_power_of_2(dim)
+    rows = max(1, min(MAP_ROWS, num_values // columns))
+    return {"ROWS": rows, "DIM": columns, "STAGES": NORM_STAGES, "num_warps": NORM_WARPS}
+
+
+def _map_blocks(dim: int) -> dict[str, int]:
+    columns = min(MAP_COLUMNS, triton.next_power_of_2(dim))
+    return {"ROWS": MAP_ROWS, "COLUMNS": columns, "STAGES": MAP_STAGES, "num_warps": MAP_WARPS}
