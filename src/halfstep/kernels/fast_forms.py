@@ -8,6 +8,7 @@ the CPU run torch's layers, to the bit. `forced` overrules that, for tests and f
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -20,6 +21,7 @@ Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token
 FORMS: tuple[Form, ...] = get_args(Form)
 
 _forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces anew
+_has_triton = importlib.util.find_spec("triton") is not None  # here, as torch 2.11's compiler cannot trace the search
 
 
 def wanted(form: Form, x: Tensor) -> bool:
@@ -35,17 +37,22 @@ def decided(form: Form, *, otherwise: bool) -> bool:
 def chain_fits(x: Tensor, *, is_training: bool) -> bool:
     """Whether a model that got `x` should, and can, run as a chain of our own kernels between convolutions.
 
-    A chain runs eagerly, so it is called through `torch.compiler.disable`; Triton is there wherever the compiler can
-    write kernels for CUDA. It computes in fp32 at most, and pays where maps are half as wide: under autocast.
+    A chain runs eagerly, so it is called through `torch.compiler.disable`. It computes in fp32 at most, and pays where
+    maps are half as wide: under autocast.
     """
     is_possible = is_training and torch.is_grad_enabled() and has_channels_last(x) and x.dtype != torch.float64
-    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced)
+    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
 
 
 def has_half_autocast(x: Tensor) -> bool:
     """Whether layers on the device of `x` compute in a half format now."""
     device = x.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in (torch.bfloat16, torch.float16)
+
+
+def has_triton() -> bool:
+    """Whether the kernels' language is installed, as it is with every build of torch for CUDA on Linux."""
+    return _has_triton
 
 
 @contextlib.contextmanager
