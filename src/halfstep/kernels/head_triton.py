@@ -1,6 +1,6 @@
 """Triton kernels of a U-Net's end: normalise, ReLU and the 1×1 convolution to a few logits in one pass over the map.
 
-The normalised map is never written. A tile is [rows, all channels]; logits are so few that a program walks over classes.
+The normalised map is never written. A tile is [rows, all channels]; classes are few, so a program walks over them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def logits_kernel(y, scale, offset, weight, bias, out, num_rows, channels,
 
 
 @triton.jit
-def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_partials, num_rows, channels, height, width,
-                     n_stride, k_stride, h_stride, w_stride,
+def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_partials, num_rows, channels, height,
+                     width, n_stride, k_stride, h_stride, w_stride,
                      CLASSES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Reads y and the logits' gradient; writes each program's sums of g, of g * (y - mean) and of dlogits * z."""
     columns = tl.arange(0, COLS)
@@ -86,7 +86,8 @@ def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_par
         value, z, row, _ = _map_tile(y, a, b, tile * ROWS, num_rows, channels, columns, is_channel, ROWS)
         pixel = _pixel_offsets(row, height, width, n_stride, h_stride, w_stride)
         dz = _map_gradient(
-            dlogits, weight, pixel, row, num_rows, k_stride, channels, columns, is_channel, CLASSES, ROWS, COLS)  # fmt: skip
+            dlogits, weight, pixel, row, num_rows, k_stride, channels, columns, is_channel,
+            CLASSES, ROWS, COLS)  # fmt: skip
         g = tl.where(z > 0, dz, 0.0)
         sum_g += g
         sum_gx += g * (value - mu[None, :])
@@ -122,7 +123,8 @@ def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g
         value, z, row, inside = _map_tile(y, a, b, tile * ROWS, num_rows, channels, columns, is_channel, ROWS)
         pixel = _pixel_offsets(row, height, width, n_stride, h_stride, w_stride)
         dz = _map_gradient(
-            dlogits, weight, pixel, row, num_rows, k_stride, channels, columns, is_channel, CLASSES, ROWS, COLS)  # fmt: skip
+            dlogits, weight, pixel, row, num_rows, k_stride, channels, columns, is_channel,
+            CLASSES, ROWS, COLS)  # fmt: skip
         dy = a[None, :] * (tl.where(z > 0, dz, 0.0) - level - (value - mu) * slope)
         at = (out + row.to(tl.int64) * channels)[:, None] + columns[None, :]
         tl.store(at, dy.to(out.dtype.element_ty), mask=inside)

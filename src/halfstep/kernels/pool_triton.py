@@ -1,7 +1,7 @@
 """Triton kernels of a U-Net's way down: normalise, ReLU and 2×2 max-pooling in one pass, and their gradients in two.
 
-A tile is [windows, channels]. The four pixels of a window are rows `first`, `first + 1`, `first + width` and one more of
-the channels_last map. Where a side is odd its last row or column lies in no window: such pixels stand in incomplete
+A tile is [windows, channels]. The four pixels of a window are rows `first`, `first + 1`, `first + width` and one more
+of the channels_last map. Where a side is odd its last row or column lies in no window: such pixels stand in incomplete
 windows, which have a gradient of their own pixels and none of a pooled one.
 """
 

@@ -19,7 +19,6 @@ from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, nor
 from halfstep.kernels.stem import PaddedImage, convolved_image, padded_image, stem_weight_gradient_through_norm
 from halfstep.kernels.upsample import doubled_into, doubling_gradients
 
-
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
 """What `Head` can do: it has all channels of a pixel in registers, and walks over classes."""
 
@@ -141,7 +140,7 @@ class UpConcatConv(torch.autograd.Function):
 
 
 def taps_of(deep: Tensor, w_up: Tensor) -> Tensor:
-    """A transposed 2×2 convolution's weights as [channels in, 4 · channels out], which is how channels_last has them."""
+    """A transposed 2×2 convolution's weights as [channels in, 4 · channels out]: how channels_last has them."""
     return w_up.to(deep.dtype, memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(len(w_up), -1)
 
 

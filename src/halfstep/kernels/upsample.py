@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.kernels.normalise import GradientSums, Norm, combined, gradient_sums, normalised
+from halfstep.kernels.normalise import GradientSums, Norm, gradient_sums, normalised
 
 FEWEST_ROWS = 0
 """Pixels of y from which on our kernels are faster."""
@@ -43,12 +43,8 @@ def doubling_gradients(
     n, depth, height, width = y.shape
     dz = (pixels @ taps.t()).view(n, height, width, depth).permute(0, 3, 1, 2)
     g = dz.masked_fill(z <= 0, 0)
-    return (
-        g,
-        gradient_sums(g, y, norm),
-        (rows_of(z).t() @ pixels).float(),
-        pixels.view(-1, dhalf.shape[1]).sum(0, dtype=torch.float32),
-    )
+    dbias = pixels.view(-1, dhalf.shape[1]).sum(0, dtype=torch.float32)
+    return g, gradient_sums(g, y, norm), (rows_of(z).t() @ pixels).float(), dbias
 
 
 def has_own_kernels(y: Tensor) -> bool:
@@ -68,7 +64,6 @@ def corner(half: Tensor, y: Tensor) -> tuple[int, int]:
 
 def four_pixels_of(half: Tensor, y: Tensor) -> Tensor:
     """The view [n, height, width, 2, 2, channels] of what y becomes."""
-    (top, left), (n, channels), (height, width) = corner(half, y), half.shape[:2], y.shape[2:]
+    (top, left), (height, width) = corner(half, y), y.shape[2:]
     inner = half[:, :, top : top + 2 * height, left : left + 2 * width].permute(0, 2, 3, 1)
-    sizes = inner.unflatten(2, (width, 2)).unflatten(1, (height, 2))
-    return sizes.permute(0, 1, 3, 2, 4, 5)
+    return inner.unflatten(2, (width, 2)).unflatten(1, (height, 2)).permute(0, 1, 3, 2, 4, 5)

@@ -1,4 +1,4 @@
-"""Triton kernels of a U-Net's way up: the transposed 2×2 convolution at stride 2 as a matmul, in place and in one piece.
+"""Triton kernels of a U-Net's way up: the transposed 2×2 convolution at stride 2 as one matmul, in place.
 
 Its input is a raw map y, normalised where it is read: z = relu(y * scale + offset) is never written. With C channels
 out, the weights are [channels in, 4C]: column `tap * C + c` gives channel c of pixel `tap` of the 2×2 that a pixel
@@ -20,6 +20,8 @@ from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_
 
 ROWS, COLUMNS, DEPTH = 128, 256, 64
 """A tile of the product, and how many terms are added at once."""
+GRADIENT_COLUMNS = 128
+"""Of the gradient's product, which has y beside it at the end: more would not stay in registers."""
 WEIGHT_ROWS, WEIGHT_COLUMNS = 256, 128
 NUM_WARPS, NUM_STAGES = 8, 3
 WEIGHT_PROGRAMS = 132
@@ -51,7 +53,7 @@ def _activated(y, scale, offset):
 def doubled_kernel(y, scale, offset, taps, bias, out, num_rows, depth, stride, height, width, out_height, out_width,
                    top, left, CHANNELS: tl.constexpr,
                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Reads y, writes four times as many pixels. Programs of the same rows follow each other: y comes from the cache."""
+    """Reads y, writes four times as many pixels. Programs of the same rows follow each other: the cache has y."""
     across = tl.cdiv(4 * CHANNELS, BN)
     row = tl.program_id(0) // across * BM + tl.arange(0, BM)
     column = tl.program_id(0) % across * BN + tl.arange(0, BN)
@@ -114,13 +116,13 @@ def halved_kernel(dout, taps, y, mean, scale, offset, g, partials, num_rows, col
 def weight_parts_kernel(dout, y, scale, offset, partials, bias_partials, num_rows, columns, rows_each, stride, height,
                         width, out_height, out_width, top, left, CHANNELS: tl.constexpr,
                         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Each program's part of the gradients of taps and, for each tap, of the bias: reads y and four pixels' gradient."""
+    """A program's part of the gradients of taps and, for each tap, of the bias: reads y and four pixels' gradient."""
     tap = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     is_tap, is_column = tap < 4 * CHANNELS, column < columns
     a = tl.load(scale + column, mask=is_column, other=0.0)
     b = tl.load(offset + column, mask=is_column, other=0.0)
-    at = dout + _tap_offsets(tap, out_width, stride, CHANNELS)[:, None]
+    pixels = dout + _tap_offsets(tap, out_width, stride, CHANNELS)[:, None]
     total = tl.zeros((BM, BN), tl.float32)
     # Sums over rows come from a product too, with ones: in registers the gradient is nowhere else needed.
     total_bias = tl.zeros((BM, 16), tl.float32)
@@ -130,7 +132,7 @@ def weight_parts_kernel(dout, y, scale, offset, partials, bias_partials, num_row
         row = start + tl.arange(0, BK)
         is_row = row < end
         first = _first_pixels(row, height, width, out_height, out_width, top, left).to(tl.int64)
-        gradient = tl.load(at + (first * stride)[None, :], mask=is_tap[:, None] & is_row[None, :], other=0.0)
+        gradient = tl.load(pixels + (first * stride)[None, :], mask=is_tap[:, None] & is_row[None, :], other=0.0)
         place = row.to(tl.int64)[:, None] * columns + column[None, :]
         values = tl.load(y + place, mask=is_row[:, None] & is_column[None, :], other=0.0)
         total = tl.dot(gradient, _activated(values, a, b), total, input_precision="ieee")
@@ -138,9 +140,9 @@ def weight_parts_kernel(dout, y, scale, offset, partials, bias_partials, num_row
     part = partials + tl.program_id(2).to(tl.int64) * columns * (4 * CHANNELS)
     at = part + column[None, :] * (4 * CHANNELS) + tap[:, None]
     tl.store(at, total, mask=is_tap[:, None] & is_column[None, :])
+    bias_part = bias_partials + tl.program_id(2) * (4 * CHANNELS) + tap
     if tl.program_id(1) == 0:
-        at = bias_partials + tl.program_id(2) * (4 * CHANNELS) + tap
-        tl.store(at, tl.sum(total_bias, 1) / 16, mask=is_tap)
+        tl.store(bias_part, tl.sum(total_bias, 1) / 16, mask=is_tap)
 
 
 class Place(NamedTuple):
@@ -174,7 +176,7 @@ def doubled_gradient(dout: Tensor, y: Tensor, norm: Norm, taps: Tensor, place: P
     num_rows, columns, channels = y.numel() // y.shape[1], y.shape[1], dout.shape[1]
     g, num_tiles = dense_like(y), triton.cdiv(num_rows, ROWS)
     partials = y.new_empty((num_tiles, 2, columns), dtype=torch.float32)
-    width = _tile(columns, COLUMNS)
+    width = _tile(columns, GRADIENT_COLUMNS)
     halved_kernel[(num_tiles * triton.cdiv(columns, width),)](
         *(dout, taps, y, norm.mean, norm.scale, norm.offset, g, partials),
         *(num_rows, columns, row_stride(dout), *place),
