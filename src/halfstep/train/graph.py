@@ -9,6 +9,7 @@ Capturing runs nothing: weights, counters and generators are the same before and
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TypeAlias
 
 import torch
@@ -73,34 +74,56 @@ class GraphedStep:
 
     def _captured(self, loss_fn: LossFn, pool: Pool) -> Facts:
         step = self.step
-        rng = rng_state(step.device)
+        rng, stream = rng_state(step.device), torch.cuda.current_stream(step.device)
         _let_fused_optimizers_in(step)
         step.clear_gradients()
+        reason = ""
         try:
-            # Other threads (a loader's, a logger's) may use the device meanwhile.
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                facts = step.judge(loss_fn, self.inputs)
-                step.settle(facts)
-                reason = step.why_not_captured()
-                if reason:
-                    raise CaptureFailed(reason)
-        except CaptureFailed:
-            raise
-        except Exception as error:
-            torch.cuda.synchronize(step.device)
-            _end_what_broke_off(step.device)
-            line = str(error).strip().splitlines() or [type(error).__name__]
-            raise CaptureFailed(line[0]) from error
+            try:
+                # Other threads (a loader's, a logger's) may use the device meanwhile.
+                with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                    try:
+                        return self._recorded(loss_fn)
+                    except Exception as error:
+                        reason = _first_line(error)  # ending the capture may fail as well, in words that tell less
+                        raise
+            except CaptureFailed:
+                raise
+            except Exception as error:
+                reason = reason or _first_line(error)
+            # Not while the error is handled: its frames hold the activations.
+            _end_what_broke_off(stream, pool)
+            raise CaptureFailed(reason)
         finally:
             step.forget_capture()
             restore_rng(rng, step.device)
+
+    def _recorded(self, loss_fn: LossFn) -> Facts:
+        facts = self.step.judge(loss_fn, self.inputs)
+        self.step.settle(facts)
+        reason = self.step.why_not_captured()
+        if reason:
+            raise CaptureFailed(reason)
         return facts
 
 
-def _end_what_broke_off(device: torch.device) -> None:
-    """A capture that breaks leaves torch 2.11's generator believing that it goes on; a whole one ends that, too."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros((), device=device)
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _end_what_broke_off(stream: torch.cuda.Stream, pool: Pool) -> None:
+    """Put back what torch leaves behind where a capture cannot be ended.
+
+    Its stream stays the current one: cached memory of the old one would lie idle. Up to torch 2.11 the allocator, too,
+    believes that the capture goes on, so that it never gives memory back, and the generator, so that dropout fails."""
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize(stream.device)
+    with contextlib.suppress(RuntimeError):  # of the first, where torch has done it
+        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+        torch._C._cuda_releasePool(stream.device.index, pool)
+    # A capture that ends well takes the generator out of it.
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros((), device=stream.device)
 
 
 def _let_fused_optimizers_in(step: Step) -> None:
