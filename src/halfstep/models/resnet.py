@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
+from halfstep.kernels.fast_forms import chain_fits
+from halfstep.kernels.resnet_chain import Block, Layer, resnet_map
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, HalvingMaxPool2d
-from halfstep.models.recompute import Blocks
+from halfstep.models.plain_layers import are_plain
+from halfstep.models.recompute import Blocks, how_it_recomputes
 
 Stem = Literal["imagenet", "small"]
 
@@ -37,6 +41,10 @@ class BasicBlock(nn.Module):
         out: Tensor = self.relu(y + self.downsample(x))
         return out
 
+    def layers(self) -> list[Layer]:
+        """Convolutions with their norms in the order they run."""
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2)]
+
 
 class Bottleneck(nn.Module):
     """1×1, 3×3, 1×1 around a shortcut, four times as wide outside as inside: ResNet-50 and deeper."""
@@ -60,6 +68,10 @@ class Bottleneck(nn.Module):
         y = self.bn3(self.conv3(y))
         out: Tensor = self.relu(y + self.downsample(x))
         return out
+
+    def layers(self) -> list[Layer]:
+        """Convolutions with their norms in the order they run."""
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
 
 
 class ResNet(nn.Module):
@@ -106,11 +118,49 @@ class ResNet(nn.Module):
         self.apply(start_)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        for number in range(1, self.num_stages + 1):
-            x = self.get_submodule(f"layer{number}")(x)
+        is_chain = not x.requires_grad and chain_fits(x, is_training=self.training)
+        x = self._chained(x) if is_chain and self._suits_chain() else self._layer_by_layer(x)
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))
         return logits
+
+    def _layer_by_layer(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for stage in self._stages():
+            x = stage(x)
+        return x
+
+    def _stages(self) -> list[Blocks]:
+        return [getattr(self, f"layer{number}") for number in range(1, self.num_stages + 1)]
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _suits_chain(self) -> bool:
+        replaced = (part for layer in self.children() if layer is not self.fc for part in layer.modules())
+        return how_it_recomputes(self) != "blocks" and are_plain(replaced, CHAINED)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _chained(self, image: Tensor) -> Tensor:
+        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or hooked
+            return self._layer_by_layer(image)
+        blocks = [chain_block(block, keep=stage.recompute == "none") for stage in self._stages() for block in stage]
+        is_pooled = isinstance(self.maxpool, HalvingMaxPool2d)
+        return resnet_map(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
+
+
+CHAINED = {
+    *(CentredConv2d, BatchNorm2d, nn.ReLU, HalvingMaxPool2d, nn.Identity),
+    *(nn.Sequential, Blocks, BasicBlock, Bottleneck),
+}
+"""Classes of modules that `kernels.resnet_chain` takes the place of."""
+
+
+def chain_block(block: nn.Module, *, keep: bool) -> Block:
+    """A block's layers as the chain takes them."""
+    assert isinstance(block, BasicBlock | Bottleneck)
+    match [*block.downsample.children()]:
+        case [nn.Conv2d() as convolution, nn.BatchNorm2d() as norm]:
+            return Block(layers=block.layers(), projection=(convolution, norm), keep=keep)
+        case _:
+            return Block(layers=block.layers(), projection=None, keep=keep)
 
 
 def shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:
