@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from halfstep.kernels.normalise import GradientSums, Norm
 
@@ -102,6 +103,7 @@ class StemConv(torch.autograd.Function):
         return convolved_image(padded, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         padded = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows)
