@@ -7,6 +7,7 @@ do: no table grows and no generator is read. tests/gpu has the real one.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any
 
@@ -126,3 +127,24 @@ def test_what_fails_after_it_was_compiled_is_not_hidden(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="of the user's own"):
         engine(window(engine))
     assert engine.parts.step.attempted == 1
+
+
+@pytest.mark.parametrize(("is_deterministic", "wanted"), [(False, [True, False]), (True, [False, False])])
+def test_cudnn_tries_its_algorithms_for_full_batches_only_and_never_where_bits_must_repeat(
+    engine: Engine, is_deterministic: bool, wanted: list[bool]
+) -> None:
+    parts, seen = engine.parts, list[bool]()
+    parts.plan = dataclasses.replace(parts.plan, cudnn_benchmark=True)
+    object.__setattr__(parts.config.train, "deterministic", is_deterministic)
+    eager = parts.eager
+
+    def watched(batch: Batch) -> Any:
+        seen.append(torch.backends.cudnn.benchmark)
+        return eager(batch)
+
+    parts.region = parts.eager = watched
+    full = window(engine)
+    engine(full)
+    engine([{name: value[:3] for name, value in full[0].items()}])
+    assert seen == wanted
+    assert not torch.backends.cudnn.benchmark

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from way_trials import made
 
 from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
 from halfstep.data.demo_segmentation import write_demo
-from halfstep.hardware.probe import probe
-from halfstep.precision.plan import Plan, Row
+from halfstep.precision.plan import Plan
 from halfstep.run import tune
-from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.assemble import assemble
 from halfstep.run.engine import Engine
 from halfstep.run.memory_low import CannotRun, Cost, MemorySetting
 from halfstep.run.randomness import generator_states
 from halfstep.run.train import train
-from halfstep.run.trials import Trial, trial_run
-from halfstep.run.tune import Kept, expected_steps, fastest_way, tuned
+from halfstep.run.trials import trial_run
+from halfstep.run.tune import expected_steps, tuned
 from halfstep.run.ways import asked_way
 from halfstep.workloads.workload import Workload
 from tiny_training import bits
@@ -34,14 +34,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "demo"
     write_demo(folder, num_images=7, side=16)
     return folder
-
-
-def made(demo: Path, **values: object) -> tuple[RunConfig, Workload, Plan]:
-    small = {"data.dir": str(demo), "data.image_size": 16, "data.num_workers": 0, "data.val_fraction": 0.2,
-             "model.base_channels": 2, "model.depth": 1, "train.batch_size": 2, "device": "cpu"}  # fmt: skip
-    config = from_dict("unet", {**small, **{k.replace("__", "."): v for k, v in values.items()}}).config
-    workload = build_workload(config)
-    return config, workload, plan_for(config, workload, probe("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -67,20 +59,6 @@ def test_auto_does_not_measure_where_bits_must_repeat_and_follows_a_stored_choic
     assert asked_way(config, dataclasses.replace(plan, device="cuda")) == "eager"
     config, _, plan = made(demo)
     assert asked_way(config, dataclasses.replace(plan, device="cuda", way="graph")) == "graph"
-
-
-@pytest.mark.parametrize(
-    ("times", "way"),
-    [
-        ({"eager": 30.0, "compile": 20.0, "graph": 15.0}, "graph"),
-        ({"eager": 30.0, "compile": 20.0, "graph": 19.9}, "compile"),
-        ({"eager": 30.0, "eager NCHW": 20.1, "compile": 20.0}, "eager"),
-        ({"eager": 30.0, "graph": 15.0}, "graph"),
-        ({"compile": 20.0}, "compile"),
-    ],
-)
-def test_the_simplest_way_wins_that_is_as_fast_as_the_fastest(times: dict[str, float], way: str) -> None:
-    assert fastest_way({label: Cost(ms, 1) for label, ms in times.items()}) == way
 
 
 def test_expected_steps_count_windows_and_the_limit(demo: Path) -> None:
@@ -131,41 +109,8 @@ def test_a_trial_that_falls_to_another_way_is_no_candidate(demo: Path) -> None:
             trial.cost("graph")
 
 
-def test_a_short_run_is_not_compiled_for_and_a_long_one_is(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, workload, plan = made(demo, train__epochs=120)
-    assert "too short to compile for" in tune._measured(config, workload, plan)["way_reason"]
-    tried: list[str] = []
-    real = tune._try
-
-    def remembered(trial, way, costs, problems, label=""):  # type: ignore[no-untyped-def]
-        tried.append(way)
-        return real(trial, way, costs, problems, label) if way == "eager" else None
-
-    monkeypatch.setattr(tune, "_try", remembered)
-    config, workload, plan = made(demo, train__epochs=2)
-    assert "too short for trials" in tune._measured(config, workload, plan)["way_reason"]
-    assert tried == []
-    config, workload, plan = made(demo, train__epochs=10_000_000)
-    found = tune._measured(config, workload, plan)
-    assert tried == ["eager", "eager", "compile", "graph"]
-    assert found["way"] == "eager"
-    assert found["tunes_kernels"]
-
-
-def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cost(trial: Trial, way: str) -> Cost:
-        if way == "compile":
-            return Cost(20.0, 1)
-        raise CannotRun("out of memory")
-
-    monkeypatch.setattr(Trial, "cost", cost)
-    found = tune._measured(*made(demo))
-    assert found["way"] == "compile"
-    assert "eager not possible: out of memory" in found["way_reason"]
-
-
 def test_a_model_that_cannot_be_copied_runs_untried_and_says_why(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, workload, plan = made(demo, train__memory="low")
+    config, workload, plan = made(demo, train__memory="low", train__epochs=200)
     workload.model.held = (k for k in range(3))  # type: ignore[assignment]
     said: list[str] = []
     chosen = tuned(config, workload, plan, said.append)
@@ -199,23 +144,6 @@ def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> Non
     ]
 
 
-def test_what_was_measured_is_kept_for_the_same_model_and_shape_only(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = {"way": "graph", "way_reason": "measured", "channels_last": True, "tunes_kernels": False}
-    assert Kept(*made(demo)).read() is None
-    assert Kept(*made(demo)).write(found) == ""
-    assert Kept(*made(demo)).read() == found
-    assert Kept(*made(demo, train__batch_size=1)).read() is None
-    assert Kept(*made(demo, model__base_channels=4)).read() is None
-    assert Kept(*made(demo, train__activation_checkpointing=True)).read() is None
-    assert Kept(*made(demo, train__tune_kernels=True)).read() is None
-    config, workload, plan = made(demo)
-    apart = Row(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
-    assert Kept(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
-
-
 def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> None:
     config, workload, plan = made(demo, train__memory="low")
     said: list[str] = []
@@ -223,6 +151,12 @@ def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> Non
     assert any(line.startswith("memory low:") for line in said)
     assert set(chosen.memory) == {"activation_budget", "recompute", "optimizer_bits"}
     assert Plan.from_json(chosen.to_json()) == chosen
+    for lever in ("normal", "recompute pointwise", "8-bit optimizer"):
+        line = next(line for line in chosen.memory_trials if line.startswith(f"{lever}: "))
+        assert " ms" in line
+        assert f"  {line}" in said
+        assert lever == "normal" or "% memory" in line and "% time" in line
+    assert any(line.startswith("not tried: activation budget") for line in chosen.memory_trials)
 
 
 def test_a_run_with_memory_low_trains_and_resumes_without_measuring_again(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.gain import Gain
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +65,15 @@ class Plan:
     """The memory layout that was measured to be faster; None where nothing was measured."""
     tunes_kernels: bool = False
     """Whether the compiler searches each kernel's block sizes: faster steps, a longer start."""
+    cudnn_benchmark: bool = False
+    """Whether cuDNN times its algorithms at each start, for full batches, instead of guessing."""
+    gains: tuple[Gain, ...] = ()
+    """What each part of the way gained; empty where nothing was measured, and in plans of older runs."""
     memory: dict[str, Any] = field(default_factory=dict)
     """The setting of `train.memory: low`; empty for the normal step."""
     memory_reason: str = ""
+    memory_trials: tuple[str, ...] = ()
+    """What each lever saved and cost, a line each."""
 
     @property
     def on_cuda(self) -> bool:
@@ -111,7 +118,9 @@ class Plan:
         try:
             fields: dict[str, Any] = json.loads(text)
             rows = tuple(Row(**row) for row in fields.pop("rows"))
-            return cls(**{**fields, "rows": rows, "warnings": tuple(fields["warnings"])})
+            gains = tuple(Gain(**gain) for gain in fields.pop("gains", ()))
+            lines = {name: tuple(fields.get(name, ())) for name in ("warnings", "memory_trials")}
+            return cls(**{**fields, **lines, "rows": rows, "gains": gains})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "use the plan.json of a run folder"
             raise PrecisionError(f"this is not a stored plan: {error}", fix=fix) from error
@@ -135,8 +144,10 @@ def render(plan: Plan) -> str:
     ]
     if plan.way:
         lines.append(f"steps      {plan.way}: {plan.way_reason}")
+    lines += [f"gained     {gain}" for gain in plan.gains]
     if plan.memory_reason:
         lines.append(f"memory     low: {plan.memory_reason}")
+    lines += [f"           {line}" for line in plan.memory_trials]
     if plan.rows:
         body = [(_names(names), row.storage, row.compute, row.reason) for names, row in folded(plan.rows)]
         lines += ["", *_table([("module", "storage", "compute", "why"), *body])]

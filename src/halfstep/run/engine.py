@@ -20,6 +20,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from halfstep.errors import HalfstepError
 from halfstep.run.assemble import Assembly
+from halfstep.run.cudnn_trials import cudnn_trials
 from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import OutOfMemory, announce, first_line, split_window
 from halfstep.run.ways import Batch, Way
@@ -95,7 +96,8 @@ class Engine:
                 if captured is not None:
                     return captured.step(pieces), captured.outputs, pieces
                 outputs: list[Any] = []
-                facts = self.parts.step.compute(self._loss_into(outputs), pieces)
+                with cudnn_trials(self._tries_algorithms(pieces)):
+                    facts = self.parts.step.compute(self._loss_into(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)
             except HalfstepError:
@@ -127,6 +129,11 @@ class Engine:
     def _is_full(self, batch: Batch) -> bool:
         whole = min(self.parts.config.train.batch_size, len(self.parts.workload.train_samples))
         return batch_length(batch) == -(-whole // self.pieces)
+
+    def _tries_algorithms(self, pieces: list[Batch]) -> bool:
+        """For full batches only: for an epoch's last one the trials would cost more than they gain."""
+        is_wanted = self.parts.plan.cudnn_benchmark and not self.parts.config.train.deterministic
+        return is_wanted and all(map(self._is_full, pieces))
 
     # --- capturing ---
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,11 +20,14 @@ from halfstep.run.first_batch import first_batch
 from halfstep.run.guide_memory import LiveBytes
 from halfstep.run.memory_limit import first_line
 from halfstep.run.memory_low import CannotRun, Cost
+from halfstep.run.own_thread import in_own_thread
 from halfstep.run.randomness import algorithms, generator_states, restore_generators
+from halfstep.run.trial_time import TrialTime
 from halfstep.run.ways import Way
 from halfstep.workloads.workload import Workload
 
 TIMED_STEPS = 5
+"""In a round; fewer where the time for trials is short."""
 ROUNDS = 3
 """The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
 
@@ -70,13 +72,18 @@ class Trial:
         batch = first_batch(parts.config, parts.workload)
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
 
-    def cost(self, way: Way) -> Cost:
+    def cost(self, way: Way, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
         """Milliseconds and peak bytes of a step that runs in this way; CannotRun where it does not."""
+        if cudnn_benchmark is not None:
+            self.parts.plan = dataclasses.replace(self.parts.plan, cudnn_benchmark=cudnn_benchmark)
+        return in_own_thread(lambda: self._cost(way, time or TrialTime()), self.parts.device)
+
+    def _cost(self, way: Way, time: TrialTime) -> Cost:
         problems: list[str] = []
         engine = Engine(self.parts, way, lambda text, level: problems.append(text))
         try:
-            peak = self._warmed_up(engine)
-            found = Cost(self._timed(engine), peak)
+            peak = self._warmed_up(engine, time)
+            found = Cost(self._timed(engine, time) * 1e3, peak)
         except torch.OutOfMemoryError as error:
             raise CannotRun("out of memory") from error
         except Exception as error:
@@ -89,10 +96,13 @@ class Trial:
             raise CannotRun(problems[-1] if problems else f"it runs {engine.way}")
         return found
 
-    def _warmed_up(self, engine: Engine) -> int:
+    def _warmed_up(self, engine: Engine, time: TrialTime) -> int:
         """Enough steps for compilation, first commits and capture; the peak of those that were not captured."""
         device = self.parts.device
-        for _ in range(UNCAPTURED - 1):
+        with time.starting():
+            engine(self.window)
+            self._finish()
+        for _ in range(UNCAPTURED - 2):
             engine(self.window)
         if device.type != "cuda":
             with LiveBytes() as live:
@@ -105,16 +115,25 @@ class Trial:
         engine(self.window)
         return peak
 
-    def _timed(self, engine: Engine) -> float:
-        rounds = []
-        for _ in range(ROUNDS):
-            self._finish()
-            start = time.perf_counter()
-            for _ in range(TIMED_STEPS):
-                engine(self.window)
-            self._finish()
-            rounds.append((time.perf_counter() - start) / TIMED_STEPS * 1e3)
+    def _timed(self, engine: Engine, time: TrialTime) -> float:
+        """Seconds of a step: the median of some rounds, or of fewer and shorter ones where time is short."""
+        self._finish()
+        once_s = self._round(engine, time, 1)
+        if time.run_s is None:
+            time.expect(once_s)
+        affordable = time.for_one_s / max(once_s, 1e-9)
+        num_steps = max(1, int(min(TIMED_STEPS, affordable / ROUNDS)))
+        rounds = [self._round(engine, time, num_steps)]
+        while len(rounds) < min(ROUNDS, affordable / num_steps) and not time.is_over:
+            rounds.append(self._round(engine, time, num_steps))
         return statistics.median(rounds)
+
+    def _round(self, engine: Engine, time: TrialTime, num_steps: int) -> float:
+        start = time.clock()
+        for _ in range(num_steps):
+            engine(self.window)
+        self._finish()
+        return (time.clock() - start) / num_steps
 
     def _finish(self) -> None:
         if self.parts.device.type == "cuda":

@@ -1,0 +1,87 @@
+"""cuDNN's trials on a real GPU: torch keeps their choice for each thread, and a run that was given them makes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_fast_path_gpu import made
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from halfstep.run.assemble import assemble
+from halfstep.run.cudnn_trials import cudnn_trials
+from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.own_thread import in_own_thread
+from halfstep.run.randomness import algorithms
+from halfstep.run.trials import trial_run
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda:0")
+
+
+@pytest.fixture(autouse=True)
+def any_algorithm() -> Any:
+    with algorithms(deterministic=False):
+        yield
+
+
+def kernels_of(work: Callable[[], object]) -> int:
+    """How many kernels it launches: trials launch many more than the convolution they are for."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.count for event in seen.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def convolution(channels: int) -> Callable[[], None]:
+    layer = nn.Conv2d(channels, channels, 3, padding=1, bias=False).cuda()
+    x = torch.randn(4, channels, 64, 64, device="cuda", requires_grad=True)
+    return lambda: layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("channels", [40])
+def test_algorithms_are_kept_by_thread_and_a_new_thread_tries_them_anew(channels: int) -> None:
+    """The ground on which each candidate of a trial stands: if torch changes it, this says so."""
+    once = convolution(channels)
+    once()  # chosen by rule of thumb in this thread, and for backward in autograd's
+    plain = kernels_of(once)
+    with cudnn_trials(True):
+        assert kernels_of(once) == plain
+        assert kernels_of(lambda: in_own_thread(once, CUDA)) > 2 * plain
+        assert kernels_of(once) == plain
+
+
+def test_trials_leave_the_runs_own_thread_without_a_past(tmp_path: Path) -> None:
+    values = {"model.base_channels": 24, "train.fast": "off", "train.batch_size": 6}
+    loaded, workload, plan = made(tmp_path, **values)
+    with trial_run(loaded.config, workload, plan) as trial:
+        trial.cost("eager", cudnn_benchmark=False)
+        trial.cost("eager", cudnn_benchmark=True)
+    parts = assemble(loaded.config, workload, dataclasses.replace(plan, cudnn_benchmark=True))
+    engine = Engine(parts, "eager", lambda text, level: pytest.fail(text))
+    window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+    first = kernels_of(lambda: engine(window))
+    engine(window)
+    assert first > 2 * kernels_of(lambda: engine(window))
+
+
+@pytest.mark.parametrize("way", ["eager", "compile", "graph"])
+def test_every_way_follows_the_eager_loss_curve_with_cudnns_trials(tmp_path: Path, way: str) -> None:
+    """Within 3 % of the loss at each step, as without them (test_fast_path_gpu)."""
+    losses = []
+    for chosen, tries in (("eager", False), (way, True)):
+        loaded, workload, plan = made(tmp_path, **{"train.fast": {"eager": "off"}.get(chosen, chosen)})
+        parts = assemble(loaded.config, workload, dataclasses.replace(plan, cudnn_benchmark=tries))
+        engine = Engine(parts, chosen, lambda text, level: pytest.fail(text))  # type: ignore[arg-type]
+        window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+        losses.append([engine(window).read().loss for _ in range(UNCAPTURED + 10)])
+        assert bool(engine.graphs) == (chosen == "graph")
+    pairs = torch.tensor(losses)
+    assert (pairs[0] / pairs[1] - 1).abs().max() < 0.03, pairs

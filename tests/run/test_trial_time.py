@@ -1,0 +1,82 @@
+"""The clock of trials: what it bounds, what it leaves to the rule, and a trial that is timed against it."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep.run.trial_time import CANDIDATES, MOST_S, TrialTime
+
+
+class Hands:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_limit_is_a_minute_until_the_run_is_known_to_be_short() -> None:
+    time = TrialTime(1000, most_s=MOST_S)
+    assert time.limit_s == 60
+    time.expect(0.1)
+    assert time.limit_s == pytest.approx(5)
+    time.expect(10)
+    assert time.limit_s == 60
+
+
+def test_time_is_over_when_steps_took_it_and_starts_are_counted_apart() -> None:
+    hands = Hands()
+    time = TrialTime(1000, most_s=MOST_S, clock=hands)
+    time.expect(1.0)
+    with time.starting():
+        hands.now += 40
+    assert (time.starts_s, time.spent_s, time.is_over) == (40, 0, False)
+    hands.now += 49.9
+    assert not time.is_over
+    hands.now += 0.1
+    assert time.is_over
+    assert time.for_one_s == 0
+
+
+def test_all_starts_together_fit_into_a_twentieth_of_the_run() -> None:
+    hands = Hands()
+    time = TrialTime(1000, most_s=MOST_S, clock=hands)
+    assert time.has_room_for(1e6)  # nothing is known yet
+    time.expect(1.0)
+    assert time.has_room_for(50)
+    assert not time.has_room_for(51)
+    with time.starting():
+        hands.now += 30
+    assert time.has_room_for(20)
+    assert not time.has_room_for(21)
+
+
+def test_a_start_that_fails_is_counted() -> None:
+    hands = Hands()
+    time = TrialTime(10, clock=hands)
+
+    def fails() -> None:
+        with time.starting():
+            hands.now += 3
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert time.starts_s == 3
+
+
+def test_one_candidate_does_not_use_up_what_the_others_need() -> None:
+    hands = Hands()
+    time = TrialTime(1000, most_s=MOST_S, clock=hands)
+    assert time.for_one_s == MOST_S / CANDIDATES
+    hands.now += 50
+    assert time.for_one_s == 10
+
+
+def test_without_a_limit_nothing_is_ever_over() -> None:
+    time = TrialTime()
+    time.expect(1e9)
+    assert not time.is_over
+    assert time.has_room_for(1e9)

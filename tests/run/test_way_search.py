@@ -1,0 +1,159 @@
+"""Which candidates are tried, in what time, what is chosen, and what is said of each part."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from way_trials import USUAL, Machine, made, on_machine
+
+from halfstep.data.demo_segmentation import write_demo
+from halfstep.run.memory_low import Cost
+from halfstep.run.trial_time import MOST_S, TrialTime
+from halfstep.run.trials import ROUNDS, TIMED_STEPS, trial_run
+from halfstep.run.way_search import FoundWay, WaySearch, fastest_way
+
+HOUR = 3600.0
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "demo"
+    write_demo(folder, num_images=7, side=16)
+    return folder
+
+
+def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> FoundWay:
+    """On a GPU, as far as the search can tell, for a run that takes so long eagerly."""
+    config, workload, plan = made(demo, **values)
+    on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
+    num_steps = run_s * 1e3 / (machine.step_ms["eager"] or 30.0)
+    return WaySearch(config, workload, on_gpu, TrialTime(num_steps, most_s=MOST_S, clock=machine.clock)).found()
+
+
+@pytest.mark.parametrize(
+    ("times", "way"),
+    [
+        ({"eager": 30.0, "compile": 20.0, "graph": 15.0}, "graph"),
+        ({"eager": 30.0, "compile": 20.0, "graph": 19.9}, "compile"),
+        ({"eager": 30.0, "eager NCHW": 20.1, "compile": 20.0}, "eager"),
+        ({"eager": 30.0, "graph": 15.0}, "graph"),
+        ({"compile": 20.0}, "compile"),
+    ],
+)
+def test_the_simplest_way_wins_that_is_as_fast_as_the_fastest(times: dict[str, float], way: str) -> None:
+    assert fastest_way({label: Cost(ms, 1) for label, ms in times.items()}) == way
+
+
+def test_a_long_run_tries_everything_and_says_what_each_part_gained(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = on_machine(monkeypatch, Machine(USUAL))
+    found = searched(demo, machine, 3 * HOUR)
+    assert machine.tried == ["eager", "eager NCHW", "compile", "graph", "graph cudnn", "graph cudnn tuned"]
+    expected = {"way": "graph", "channels_last": True, "cudnn_benchmark": True, "tunes_kernels": True}
+    assert {name: found.fields[name] for name in expected} == expected
+    assert [str(gain) for gain in found.fields["gains"]] == [
+        "channels_last 1.67x, 50.0 -> 30.0 ms",
+        "compile 1.50x, 30.0 -> 20.0 ms",
+        "graph 1.33x, 20.0 -> 15.0 ms",
+        "cudnn.benchmark 1.25x, 15.0 -> 12.0 ms",
+        "kernel tuning 1.09x, 12.0 -> 11.0 ms",
+    ]
+    assert "2.73x eager" in found.fields["way_reason"]
+    assert "not tried" not in found.fields["way_reason"]
+    assert found.is_final
+    assert (found.eager_ms, found.ms, found.untried) == (30.0, 11.0, ())
+
+
+def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = {**USUAL, "graph": 20.0, "compile cudnn": 19.9, "compile tuned": 19.8, "eager NCHW": 29.8}
+    found = searched(demo, on_machine(monkeypatch, Machine(same)), 3 * HOUR)
+    expected = {"way": "compile", "channels_last": True, "cudnn_benchmark": False, "tunes_kernels": False}
+    assert {name: found.fields[name] for name in expected} == expected
+    taken = {gain.part: gain.is_taken for gain in found.fields["gains"]}
+    assert taken == {
+        "channels_last": True, "compile": True, "graph": False, "cudnn.benchmark": False, "kernel tuning": False,
+    }  # fmt: skip
+
+
+def test_a_short_run_is_not_compiled_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = on_machine(monkeypatch, Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1))
+    found = searched(demo, machine, 600.0)
+    assert machine.tried == ["eager", "eager NCHW", "eager cudnn"]  # 20 s fit into a twentieth, 45 do not
+    assert "about 10 min to go is too short to compile for" in found.fields["way_reason"]
+    assert (found.fields["way"], found.fields["cudnn_benchmark"], found.is_final) == ("eager", True, False)
+
+
+def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = on_machine(monkeypatch, Machine(USUAL))
+    found = searched(demo, machine, HOUR)
+    assert machine.tried[-1] == "graph cudnn"
+    assert "not tried, too short a run for its start: kernel tuning" in found.fields["way_reason"]
+    assert found.untried == ("kernel tuning",)
+
+
+def test_slow_starts_use_up_the_share_of_later_ones(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"compile": 170.0}))
+    found = searched(demo, machine, HOUR)  # 180 s for all starts
+    assert "graph" in machine.tried  # the same compiled code
+    assert found.untried == ("cudnn.benchmark", "kernel tuning")
+
+
+def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = on_machine(monkeypatch, Machine(USUAL, trial_s=25.0))
+    found = searched(demo, machine, 10 * HOUR)
+    assert machine.tried == ["eager", "eager NCHW", "compile"]  # 75 s: the fourth may not begin after 60
+    assert "not tried, out of trial time: graph, cudnn.benchmark, kernel tuning" in found.fields["way_reason"]
+    assert found.fields["way"] == "compile"
+
+
+def test_compiling_does_not_count_as_trial_time_and_its_overrun_leaves_the_graph(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"compile": 300.0}))
+    found = searched(demo, machine, 3 * HOUR)
+    assert found.fields["way"] == "graph"
+    assert "6 s of trials and 300 s of first steps" in found.fields["way_reason"]
+
+
+def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = {**dict.fromkeys(USUAL, None), "compile": 20.0, "compile cudnn": None, "compile tuned": None}
+    found = searched(demo, on_machine(monkeypatch, Machine(only)), 3 * HOUR)
+    assert found.fields["way"] == "compile"
+    assert found.eager_ms is None
+    assert "eager not possible: out of memory" in found.fields["way_reason"]
+    assert "compile + cudnn.benchmark not possible" in found.fields["way_reason"]
+
+
+def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = on_machine(monkeypatch, Machine({**USUAL, "compile tuned": 19.0, "graph tuned": 14.0, "eager tuned": 30.0,
+                                               "graph cudnn tuned": 13.0}))  # fmt: skip
+    found = searched(demo, machine, 3 * HOUR, train__channels_last=True, train__tune_kernels=True)
+    assert machine.tried == ["eager tuned", "compile tuned", "graph tuned", "graph cudnn tuned"]
+    assert found.fields["tunes_kernels"]
+
+
+def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
+    config, workload, plan = made(demo)
+    with trial_run(config, workload, plan) as trial:
+        before = trial.parts.step.attempted
+        assert trial.cost("eager").ms > 0
+        whole = trial.parts.step.attempted - before
+        before = trial.parts.step.attempted
+        short = TrialTime(1, most_s=MOST_S)  # the run is one step: nothing of it may be spent
+        assert trial.cost("eager", short).ms > 0
+        assert trial.parts.step.attempted - before == whole - ROUNDS * TIMED_STEPS + 1
+    assert short.run_s is not None
+    assert short.starts_s > 0
+
+
+def test_a_real_search_on_this_machine_finds_a_short_run_too_short(demo: Path) -> None:
+    found = WaySearch(*made(demo), TrialTime(600, most_s=MOST_S)).found()
+    assert found.fields["way"] == "eager"
+    assert "too short to compile for" in found.fields["way_reason"]
+    assert not found.is_final
+    assert found.ms > 0
