@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from capture import captured
 from torch import Tensor, nn
 
+from capture import captured
 from halfstep.kernels.chain import NormReluConv
 from halfstep.kernels.fast_forms import forced
 

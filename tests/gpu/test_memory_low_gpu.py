@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from capture import captured
 from halfstep.hardware.probe import probe
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import UNet
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream:UserWarning"),
 ]
+POINTWISE = MemorySetting(recompute="pointwise")
 
 
 def unet(width: int, depth: int) -> UNet:
@@ -60,13 +62,13 @@ def measured(setting: MemorySetting, *, width: int, depth: int, batch: int, side
     model = unet(width, depth)
     optimizer = optimizer_for(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
     step = a_step(model, optimizer, *images(batch, side))
-    with memory_setting(model, setting):
+    with memory_setting(model, setting):  # to the end: outside of it the model is another, and compiled anew
         for _ in range(3):
             step()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    peak = torch.cuda.max_memory_allocated()
-    return Cost(statistics.median(milliseconds(step) for _ in range(5)), peak)
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = torch.cuda.max_memory_allocated()
+        return Cost(statistics.median(milliseconds(step) for _ in range(5)), peak)
 
 
 def milliseconds(step: Callable[[], None]) -> float:
@@ -80,12 +82,14 @@ def milliseconds(step: Callable[[], None]) -> float:
 
 
 def test_the_choice_has_less_memory_within_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    levers = levers_of(unet(32, 3), "adamw", is_compiled=True)
-    choice = choose_memory(lambda setting: measured(setting, width=32, depth=3, batch=8, side=256), levers.positions)
+    offered = levers_of(unet(32, 2), "adamw", is_compiled=True).positions
+    tried = [(POINTWISE,), (MemorySetting(optimizer_bits=8),), (MemorySetting(activation_budget=0.5),)]
+    assert all(setting in sum(map(list, offered), []) for (setting,) in tried)
+    choice = choose_memory(lambda setting: measured(setting, width=32, depth=2, batch=8, side=256), tried)
     with capsys.disabled():
         print("\n" + "\n".join(choice.lines()))
     costs = {trial.setting: trial.cost for trial in choice.trials}
-    normal, pointwise, taken = costs[NORMAL], costs[MemorySetting(recompute="pointwise")], costs[choice.setting]
+    normal, pointwise, taken = costs[NORMAL], costs[POINTWISE], costs[choice.setting]
     assert normal is not None
     assert pointwise is not None
     assert taken is not None
@@ -98,11 +102,11 @@ def test_unet_at_512_takes_at_most_3900_megabytes_when_what_is_bound_by_memory_i
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Time is printed, not asserted: `halfstep bench` measures that, in one run with the rest."""
-    for setting in (NORMAL, MemorySetting(recompute="pointwise"), MemorySetting(activation_budget=0.5)):
+    for setting in (NORMAL, POINTWISE, MemorySetting(activation_budget=0.5)):
         cost = measured(setting, width=64, depth=4, batch=8, side=512)
         with capsys.disabled():
             print(f"\n{setting}: {cost.peak_bytes / 1e9:.2f} GB, {cost.ms:.1f} ms")
-        if setting.recompute == "pointwise":
+        if setting == POINTWISE:
             assert cost.peak_bytes <= 3.9e9
 
 
@@ -121,8 +125,9 @@ def test_compiled_gradients_are_those_of_the_plain_model(how: Recompute) -> None
     for a, b in zip(*gradients, strict=True):
         assert a is not None
         assert b is not None
-        # bf16 kernels may sum in another order once the graph is cut elsewhere
-        assert (a - b).norm() <= 0.02 * a.norm() + 1e-6
+        # bf16 rounds at 2^-9; where the graph is cut elsewhere about as many values change their side of ReLU, and
+        # each of them is wholly off: sqrt(2^-9).
+        assert (a - b).norm() <= 0.05 * a.norm() + 1e-6
     for a, b in zip(plain.buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
@@ -156,15 +161,7 @@ def test_one_byte_moments_can_be_captured_skipped_and_count_their_steps() -> Non
     optimizer = AdamW8bit(layer.parameters(), lr=rate)
     optimizer.found_inf = flag  # type: ignore[attr-defined]
     give(layer, gradient)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            optimizer.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
+    graph, _ = captured(optimizer.step)  # after three steps
     counted = optimizer.state[layer.weight]["step"]
     graph.replay()
     assert counted.item() == 4

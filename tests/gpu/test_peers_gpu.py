@@ -33,7 +33,7 @@ AVAILABLE = [
 def make_model() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        return UNet(in_channels=3, num_classes=2, base_channels=8, depth=2)
+        return UNet(in_channels=3, num_classes=2, base_channels=8, depth=1)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
