@@ -160,6 +160,7 @@ def test_a_chain_needs_training_gradients_channels_last_and_at_most_fp32() -> No
         assert chain_fits(x, is_training=True)
         assert not chain_fits(x, is_training=False)
         assert not chain_fits(x.contiguous(), is_training=True)
+        assert chain_fits(torch.zeros(2, 1, 4, 4), is_training=True)
         assert not chain_fits(x.double(), is_training=True)
         with torch.no_grad():
             assert not chain_fits(x, is_training=True)

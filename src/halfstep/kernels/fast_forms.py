@@ -15,8 +15,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from halfstep.kernels.layout import has_channels_last
-
 Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token", "upsampling", "chain", "transposed"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
@@ -38,9 +36,10 @@ def chain_fits(x: Tensor, *, is_training: bool) -> bool:
     """Whether a model that got `x` should, and can, run as a chain of our own kernels between convolutions.
 
     A chain runs eagerly, so it is called through `torch.compiler.disable`. It computes in fp32 at most, and pays where
-    maps are half as wide: under autocast.
+    maps are half as wide: under autocast. An image of one channel is channels_last too, however it was made.
     """
-    is_possible = is_training and torch.is_grad_enabled() and has_channels_last(x) and x.dtype != torch.float64
+    is_rows = x.is_contiguous(memory_format=torch.channels_last)
+    is_possible = is_training and torch.is_grad_enabled() and is_rows and x.dtype != torch.float64
     return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
 
 
