@@ -51,7 +51,7 @@ class StemNormReluConv(torch.autograd.Function):
         return convolved(z, w, 1, 1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, w_stem, w, y, z, *vectors = ctx.saved_tensors
         padded, norm = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows), Norm(*vectors)
@@ -84,7 +84,7 @@ class PoolConv(torch.autograd.Function):
         return convolved(z, w, 1, 1), promise
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         from halfstep.kernels.pool_triton import pool_gradient, pool_gradient_sums, pooled
 
@@ -126,7 +126,7 @@ class UpConcatConv(torch.autograd.Function):
         return convolved(cat, w, 1, 1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         skip, deep, w, taps, b_up, cat, *vectors = ctx.saved_tensors
         skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
@@ -171,7 +171,7 @@ class Head(torch.autograd.Function):
         return logits(y, norm, w, b_out.to(y.dtype))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         from halfstep.kernels.head_triton import head_gradient, head_sums
 

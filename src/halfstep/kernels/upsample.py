@@ -23,7 +23,7 @@ def doubled_into(half: Tensor, y: Tensor, norm: Norm, taps: Tensor, bias: Tensor
     if has_own_kernels(y):
         from halfstep.kernels import upsample_triton as kernels
 
-        kernels.doubled(y, norm, taps, bias, half, kernels.Place(*y.shape[2:], *half.shape[2:], *corner(half, y)))
+        kernels.doubled(y, norm, taps, bias, half)
     else:
         pixels = torch.addmm(bias.repeat(4), rows_of(normalised(y, norm)), taps)
         n, channels = y.shape[0], half.shape[1]
@@ -37,8 +37,7 @@ def doubling_gradients(
     if has_own_kernels(y):
         from halfstep.kernels import upsample_triton as kernels
 
-        place = kernels.Place(*y.shape[2:], *dhalf.shape[2:], *corner(dhalf, y))
-        return *kernels.doubled_gradient(dhalf, y, norm, taps, place), *kernels.tap_gradients(dhalf, y, norm, place)
+        return *kernels.doubled_gradient(dhalf, y, norm, taps), *kernels.tap_gradients(dhalf, y, norm)
     z, pixels = normalised(y, norm), four_pixels_of(dhalf, y).reshape(-1, taps.shape[1])
     n, depth, height, width = y.shape
     dz = (pixels @ taps.t()).view(n, height, width, depth).permute(0, 3, 1, 2)
@@ -66,4 +65,5 @@ def four_pixels_of(half: Tensor, y: Tensor) -> Tensor:
     """The view [n, height, width, 2, 2, channels] of what y becomes."""
     (top, left), (height, width) = corner(half, y), y.shape[2:]
     inner = half[:, :, top : top + 2 * height, left : left + 2 * width].permute(0, 2, 3, 1)
-    return inner.unflatten(2, (width, 2)).unflatten(1, (height, 2)).permute(0, 1, 3, 2, 4, 5)
+    pixels: Tensor = inner.unflatten(2, (width, 2)).unflatten(1, (height, 2))
+    return pixels.permute(0, 1, 3, 2, 4, 5)

@@ -8,8 +8,6 @@ the kernels write them or gather their gradient: no copy of either is made.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from halfstep.kernels.layout import row_stride
 from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
+from halfstep.kernels.upsample import corner
 
 ROWS, COLUMNS, DEPTH = 128, 256, 64
 """A tile of the product, and how many terms are added at once."""
@@ -145,23 +144,12 @@ def weight_parts_kernel(dout, y, scale, offset, partials, bias_partials, num_row
         tl.store(bias_part, tl.sum(total_bias, 1) / 16, mask=is_tap)
 
 
-class Place(NamedTuple):
-    """Sizes of a map and of the wider one that gets it doubled, and how far from the latter's corner."""
-
-    height: int
-    width: int
-    out_height: int
-    out_width: int
-    top: int
-    left: int
-
-
-def doubled(y: Tensor, norm: Norm, taps: Tensor, bias: Tensor, out: Tensor, place: Place) -> None:
+def doubled(y: Tensor, norm: Norm, taps: Tensor, bias: Tensor, out: Tensor) -> None:
     """Writes relu(y normalised), transposedly convolved, into `out`, a slice of a map's channels."""
     num_rows, depth, channels = y.numel() // y.shape[1], y.shape[1], out.shape[1]
     columns = _tile(4 * channels, COLUMNS)
     doubled_kernel[(triton.cdiv(num_rows, ROWS) * triton.cdiv(4 * channels, columns),)](
-        *(y, norm.scale, norm.offset, taps, bias, out, num_rows, depth, row_stride(out), *place),
+        *(y, norm.scale, norm.offset, taps, bias, out, num_rows, depth, row_stride(out), *sizes_of(out, y)),
         CHANNELS=channels,
         BM=ROWS,
         BN=columns,
@@ -171,7 +159,7 @@ def doubled(y: Tensor, norm: Norm, taps: Tensor, bias: Tensor, out: Tensor, plac
     )
 
 
-def doubled_gradient(dout: Tensor, y: Tensor, norm: Norm, taps: Tensor, place: Place) -> tuple[Tensor, GradientSums]:
+def doubled_gradient(dout: Tensor, y: Tensor, norm: Norm, taps: Tensor) -> tuple[Tensor, GradientSums]:
     """The gradient of y * scale + offset, zero where ReLU was, and its sums."""
     num_rows, columns, channels = y.numel() // y.shape[1], y.shape[1], dout.shape[1]
     g, num_tiles = dense_like(y), triton.cdiv(num_rows, ROWS)
@@ -179,7 +167,7 @@ def doubled_gradient(dout: Tensor, y: Tensor, norm: Norm, taps: Tensor, place: P
     width = _tile(columns, GRADIENT_COLUMNS)
     halved_kernel[(num_tiles * triton.cdiv(columns, width),)](
         *(dout, taps, y, norm.mean, norm.scale, norm.offset, g, partials),
-        *(num_rows, columns, row_stride(dout), *place),
+        *(num_rows, columns, row_stride(dout), *sizes_of(dout, y)),
         CHANNELS=channels,
         BM=ROWS,
         BN=width,
@@ -190,7 +178,7 @@ def doubled_gradient(dout: Tensor, y: Tensor, norm: Norm, taps: Tensor, place: P
     return g, finished_sums(partials, norm)
 
 
-def tap_gradients(dout: Tensor, y: Tensor, norm: Norm, place: Place) -> tuple[Tensor, Tensor]:
+def tap_gradients(dout: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """The gradients of taps, [channels in, 4C], and of the bias."""
     num_rows, columns, channels = y.numel() // y.shape[1], y.shape[1], dout.shape[1]
     rows, width, depth = _tile(4 * channels, WEIGHT_ROWS), _tile(columns, WEIGHT_COLUMNS), _tile(num_rows, DEPTH)
@@ -201,7 +189,7 @@ def tap_gradients(dout: Tensor, y: Tensor, norm: Norm, place: Place) -> tuple[Te
     bias_partials = y.new_empty((num_parts, 4, channels), dtype=torch.float32)
     weight_parts_kernel[(*tiles, num_parts)](
         *(dout, y, norm.scale, norm.offset, partials, bias_partials),
-        *(num_rows, columns, rows_each, row_stride(dout), *place),
+        *(num_rows, columns, rows_each, row_stride(dout), *sizes_of(dout, y)),
         CHANNELS=channels,
         BM=rows,
         BN=width,
@@ -212,6 +200,11 @@ def tap_gradients(dout: Tensor, y: Tensor, norm: Norm, place: Place) -> tuple[Te
     return partials.sum(0), bias_partials.sum((0, 1))
 
 
+def sizes_of(half: Tensor, y: Tensor) -> tuple[int, ...]:
+    """Height and width of y and of the map that gets it doubled, and where in the latter it begins."""
+    return *y.shape[2:], *half.shape[2:], *corner(half, y)
+
+
 def _tile(size: int, most: int) -> int:
     """Of a side this long: a power of two, as every product needs it at least 16."""
-    return min(max(16, triton.next_power_of_2(size)), most)
+    return int(min(max(16, triton.next_power_of_2(size)), most))

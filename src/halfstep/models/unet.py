@@ -36,11 +36,6 @@ class DoubleConv(nn.Module):
         y: Tensor = self.double_conv(x)
         return y
 
-    def level(self) -> Level:
-        """Its layers, as the chain takes them."""
-        convolution, norm, _, next_convolution, last_norm, _ = self.double_conv
-        return Level(convolution, norm, next_convolution, last_norm)
-
 
 class Down(nn.Module):
     """Halve the size, then convolve."""
@@ -52,6 +47,12 @@ class Down(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.maxpool_conv(x)
         return y
+
+    def convolutions(self) -> DoubleConv:
+        """What follows pooling."""
+        block = self.maxpool_conv[1]
+        assert isinstance(block, DoubleConv)
+        return block
 
 
 class Up(nn.Module):
@@ -74,6 +75,11 @@ class Up(nn.Module):
             x = F.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])
         y: Tensor = self.conv(torch.cat([skip, x], dim=1))
         return y
+
+    def transposed(self) -> nn.ConvTranspose2d:
+        """What doubles the size, where that is not interpolation."""
+        assert isinstance(self.up, nn.ConvTranspose2d)
+        return self.up
 
 
 class OutConv(nn.Module):
@@ -131,7 +137,8 @@ class UNet(Recomputing):
             )
         is_chain = self.recompute != "blocks" and not x.requires_grad and chain_fits(x, is_training=self.training)
         if is_chain and self._suits_chain():
-            return self._chained(x)
+            chained: Tensor = self._chained(x)
+            return chained
         return region_runner(self.recompute)(self._down_and_up, x)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -143,12 +150,12 @@ class UNet(Recomputing):
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or hooked
             return self._down_and_up(x)
         depths = range(1, self.depth + 1)
-        downs = [self.inc, *(self.get_submodule(f"down{depth}").maxpool_conv[1] for depth in depths)]
-        ups = [self.get_submodule(f"up{depth}") for depth in depths]
+        downs: list[Down] = [getattr(self, f"down{depth}") for depth in depths]
+        ups: list[Up] = [getattr(self, f"up{depth}") for depth in depths]
         return chained_logits(
             x,
-            [block.level() for block in downs],
-            [(up.up, up.conv.level()) for up in ups],
+            [Level.of(block.double_conv) for block in (self.inc, *(down.convolutions() for down in downs))],
+            [(up.transposed(), Level.of(up.conv.double_conv)) for up in ups],
             self.outc.conv,
             keep=self.recompute == "none",
         )

@@ -35,6 +35,16 @@ class Level(NamedTuple):
     next_convolution: nn.Conv2d
     last_norm: nn.BatchNorm2d
 
+    @classmethod
+    def of(cls, layers: nn.Sequential) -> Level:
+        """Of convolution, BatchNorm and ReLU, twice."""
+        convolution, norm, _, next_convolution, last_norm, _ = layers
+        assert isinstance(convolution, nn.Conv2d)
+        assert isinstance(norm, nn.BatchNorm2d)
+        assert isinstance(next_convolution, nn.Conv2d)
+        assert isinstance(last_norm, nn.BatchNorm2d)
+        return cls(convolution, norm, next_convolution, last_norm)
+
 
 def suits_chain(model: nn.Module, *, head: nn.Conv2d) -> bool:
     """Whether the layers are those the chain has kernels for, and nobody would notice that they are not called."""
@@ -74,16 +84,19 @@ def chained_logits(
     y = first_raw_map(image, level, keep=keep)
     for below in downs[1:]:
         norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
-        u, promise = PoolConv.apply(y, norm.weight, norm.bias, below.convolution.weight, how, keep)
+        affine = (norm.weight, norm.bias)
+        u, promise = PoolConv.apply(y, *affine, below.convolution.weight, how, keep)  # type: ignore[no-untyped-call]
         skips.append((promise, y.detach(), how))
         level, y = below, second_raw_map(u, below, keep=keep)
     for up, above in ups:
         norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)
-        u = UpConcatConv.apply(*skips.pop(), *deep, above.convolution.weight, how, keep)
+        w_conv = above.convolution.weight
+        u = UpConcatConv.apply(*skips.pop(), *deep, w_conv, how, keep)  # type: ignore[no-untyped-call]
         level, y = above, second_raw_map(u, above, keep=keep)
     norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
-    logits: Tensor = Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)
+    weights = (norm.weight, norm.bias, head.weight, head.bias)
+    logits: Tensor = Head.apply(y, *weights, how)  # type: ignore[no-untyped-call]
     return logits
 
 
@@ -94,14 +107,16 @@ def first_raw_map(image: Tensor, level: Level, *, keep: bool) -> Tensor:
         u: Tensor = convolution(image)
         return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, keep=keep)
     weights = (convolution.weight, norm.weight, norm.bias, next_convolution.weight)
-    y: Tensor = StemNormReluConv.apply(image, *weights, norm, compute_dtype(image), keep)
+    dtype = compute_dtype(image)
+    y: Tensor = StemNormReluConv.apply(image, *weights, norm, dtype, keep)  # type: ignore[no-untyped-call]
     return y
 
 
 def second_raw_map(u: Tensor, level: Level, *, keep: bool) -> Tensor:
     """What a level's second convolution gives, from the first one's raw map."""
     _, norm, convolution, _ = level
-    y: Tensor = NormReluConv.apply(u, norm.weight, norm.bias, convolution.weight, norm, 1, 1, keep)
+    weights = (norm.weight, norm.bias, convolution.weight)
+    y: Tensor = NormReluConv.apply(u, *weights, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
     return y
 
 
