@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.kernels.normalise import Norm, normalisation
+from halfstep.kernels.normalise import Norm, gradient_of_raw, normalisation
 
 pytest.importorskip("triton")
 
 from halfstep.kernels import resnet_triton
-from halfstep.kernels.resnet_triton import join_gradient, joined, pool_gradient, pooled
+from halfstep.kernels.resnet_triton import join_gradient, joined, pair_gradients, pool_gradient, pooled
 
 SHAPES = [(2, 5, 4, 6), (3, 64, 5, 7), (2, 300, 3, 3)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -81,6 +81,16 @@ def test_the_gradient_of_a_join_sums_what_its_readers_sent(shape: tuple[int, ...
         close(found.g, expected.sum((0, 2, 3)))
         close(found.gx, gx)
         close(found.weight, gx * how.inverse)
+
+
+@shapes
+def test_the_gradients_of_two_raw_maps_in_one_pass_are_those_of_each_alone(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(6)
+    g, z = rows_of_channels(*shape), rows_of_channels(*shape).abs()
+    raws = [(y, prepared(y)[1]) for y in (rows_of_channels(*shape) for _ in range(2))]
+    g, sums = join_gradient([g], z, raws)
+    for ours, (y, how), its_sums in zip(pair_gradients(g, raws, sums), raws, sums, strict=True):
+        close(ours, gradient_of_raw(g, y, how, its_sums, masked=False))
 
 
 def test_few_programs_walk_over_many_tiles_to_the_end_of_the_map(monkeypatch: pytest.MonkeyPatch) -> None:

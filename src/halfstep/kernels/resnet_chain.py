@@ -5,7 +5,7 @@ at its end, `StemPool` before the first. The latter two also hold the convolutio
 autograd would sum those gradients in a pass of its own, and here the kernel that reads them first does it.
 
 Passes over a block's output in backward: 4 reads and a write for g, which is also the gradient of an identity, and 2
-reads and a write for the gradient of the raw map.
+reads and a write for the gradient of the raw map; with a projection one more read each, and a write.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, *gradients: Tensor) -> Gradients:
-        from halfstep.kernels.resnet_triton import join_gradient
+        from halfstep.kernels.resnet_triton import join_gradient, pair_gradients
 
         (z, *kept), num_readers = ctx.saved_tensors, len(ctx.strides)
         weights, raws = kept[:num_readers], kept[num_readers:]
@@ -137,12 +137,15 @@ class Join(torch.autograd.Function):
         dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
         if not any(wants[:6]):
             return (*[None] * 9, *dws)
-        g, sums = join_gradient(dzs, z, list(zip(raws, ctx.hows, strict=True)))
-        of_raws: list[Tensor | None] = []
-        for raw, how, its_sums in zip(raws, ctx.hows, sums, strict=True):
-            of_raws += [gradient_of_raw(g, raw, how, its_sums, masked=False), its_sums.weight, its_sums.g]
-        of_shortcut = of_raws[3:] or [g if wants[3] else None, None, None]
-        return (*of_raws[:3], *of_shortcut, None, None, None, *dws)
+        pairs = list(zip(raws, ctx.hows, strict=True))
+        g, sums = join_gradient(dzs, z, pairs)
+        if len(pairs) == 2:
+            dy, dshortcut = pair_gradients(g, pairs, sums)
+            of_shortcut: Gradients = (dshortcut, sums[1].weight, sums[1].g)
+        else:
+            dy = gradient_of_raw(g, *pairs[0], sums[0], masked=False)
+            of_shortcut = (g if wants[3] else None, None, None)
+        return (dy, sums[0].weight, sums[0].g, *of_shortcut, None, None, None, *dws)
 
 
 class StemPool(torch.autograd.Function):

@@ -142,6 +142,7 @@ def _join_gradient(
         start = tl.cast(tile, tl.int64) * BR
         inside = (start + rows < num_rows)[:, None] & is_channel[None, :]
         at = start * num_channels + places
+        # All loads stand before the store: the compiler would not move one past it.
         dz = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
         if IS_SPARSE:
             row = tile * BR + rows
@@ -153,13 +154,16 @@ def _join_gradient(
         elif HAS_SECOND:
             dz += tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
         is_on = tl.load(z + at, mask=inside, other=0.0).to(tl.float32) > 0
+        x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) - mu
+        if NUM_RAWS == 2:
+            other_x = tl.load(other + at, mask=inside, other=0.0).to(tl.float32) - other_mu
         dz = tl.where(is_on, dz, 0.0).to(g.dtype.element_ty)
         tl.store(g + at, dz, mask=inside)
         dz = dz.to(tl.float32)  # the sums are those of what is written
         sum_g += dz
-        sum_gx += dz * (tl.load(y + at, mask=inside, other=0.0).to(tl.float32) - mu)
+        sum_gx += dz * x
         if NUM_RAWS == 2:
-            sum_other += dz * (tl.load(other + at, mask=inside, other=0.0).to(tl.float32) - other_mu)
+            sum_other += dz * other_x
     to, total = partials + tl.program_id(1) * 2 * num_channels + columns, tl.sum(sum_g, 0)
     tl.store(to, total, mask=is_channel)
     tl.store(to + num_channels, tl.sum(sum_gx, 0), mask=is_channel)
@@ -167,6 +171,60 @@ def _join_gradient(
         to += tl.num_programs(1) * 2 * num_channels
         tl.store(to, total, mask=is_channel)
         tl.store(to + num_channels, tl.sum(sum_other, 0), mask=is_channel)
+
+
+def pair_gradients(
+    g: Tensor, raws: Sequence[tuple[Tensor, Norm]], sums: Sequence[GradientSums]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of two raw maps whose normalised sum has the gradient g: `gradient_of_raw` of both in one pass."""
+    num_rows, num_channels = g.numel() // g.shape[1], g.shape[1]
+    (y, how), (other, other_how) = raws
+    dy, dother, tiles = dense_like(y), dense_like(other), tiles_of(num_rows, num_channels)
+    _pair_gradients[tiles.grid](
+        *(g, y, how.mean, how.inverse, how.scale, sums[0].g, sums[0].gx, dy),
+        *(other, other_how.mean, other_how.inverse, other_how.scale, sums[1].gx, dother),
+        *(num_rows, num_channels),
+        BR=tiles.rows,
+        BC=tiles.channels,
+        num_warps=NUM_WARPS,
+    )
+    return dy, dother
+
+
+@triton.jit
+def _pair_gradients(
+    g, y, mean, inverse, scale, sum_g, sum_gx, dy, other, other_mean, other_inverse, other_scale, sum_other, dother,
+    num_rows, num_channels, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Reads g and both raw maps, writes the gradients of both."""
+    columns = tl.program_id(0) * BC + tl.arange(0, BC)
+    is_channel = columns < num_channels
+    one_nth = 1.0 / num_rows
+    a, mu, slope, level = _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel)
+    a2, mu2, slope2, level2 = _line(
+        other_mean, other_inverse, other_scale, sum_g, sum_other, one_nth, columns, is_channel
+    )
+    rows = tl.arange(0, BR)
+    places = rows[:, None] * num_channels + columns[None, :]
+    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BR), tl.num_programs(1)):
+        start = tl.cast(tile, tl.int64) * BR
+        inside = (start + rows < num_rows)[:, None] & is_channel[None, :]
+        at = start * num_channels + places
+        dz = tl.load(g + at, mask=inside).to(tl.float32)
+        x = tl.load(y + at, mask=inside).to(tl.float32) - mu
+        x2 = tl.load(other + at, mask=inside).to(tl.float32) - mu2
+        tl.store(dy + at, (a * dz + slope * x + level).to(dy.dtype.element_ty), mask=inside)
+        tl.store(dother + at, (a2 * dz + slope2 * x2 + level2).to(dother.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel):
+    """a, mean, slope and level of a raw map's gradient a·g + slope·(y - mean) + level, as rows of a tile."""
+    a = tl.load(scale + columns, mask=is_channel)
+    inv = tl.load(inverse + columns, mask=is_channel)
+    slope = -a * inv * inv * tl.load(sum_gx + columns, mask=is_channel) * one_nth
+    level = -a * tl.load(sum_g + columns, mask=is_channel) * one_nth
+    return a[None, :], tl.load(mean + columns, mask=is_channel)[None, :], slope[None, :], level[None, :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +316,7 @@ def _pool_gradient(
     """
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
-    a = tl.load(scale + columns, mask=is_channel)[None, :]
-    inv = tl.load(inverse + columns, mask=is_channel)[None, :]
-    slope = -a * inv * inv * tl.load(sum_gx + columns, mask=is_channel)[None, :] * one_nth
-    mu = tl.load(mean + columns, mask=is_channel)[None, :]
-    level = -a * tl.load(sum_g + columns, mask=is_channel)[None, :] * one_nth
+    a, mu, slope, level = _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel)
     across, down = (width + 1) // 2, (height + 1) // 2
     for tile in range(tl.program_id(1), tl.cdiv(num_windows, BR), tl.num_programs(1)):
         window = tile * BR + tl.arange(0, BR)
@@ -272,31 +326,32 @@ def _pool_gradient(
         has_below = inside & (i + 1 < down)[:, None]
         at = window.to(tl.int64)[:, None] * num_channels + columns[None, :]
         right, below = at + num_channels, at + across * num_channels
+        pixel = ((image * height + 2 * i) * width + 2 * j)[:, None] * num_channels + columns[None, :]
+        pixel_below = pixel + width * num_channels
+        is_in_width = inside & (2 * j + 1 < width)[:, None]
+        is_in_height = inside & (2 * i + 1 < height)[:, None]
+        is_in_both = is_in_width & is_in_height
+        # All loads stand before the stores: the compiler would not move one past them.
         g00, p00 = _window(g, places, at, inside)
         g01, p01 = _window(g, places, right, has_right)
         g10, p10 = _window(g, places, below, has_below)
         g11, p11 = _window(g, places, below + num_channels, has_right & has_below)
+        x00 = tl.load(y + pixel, mask=inside, other=0.0).to(tl.float32) - mu
+        x01 = tl.load(y + pixel + num_channels, mask=is_in_width, other=0.0).to(tl.float32) - mu
+        x10 = tl.load(y + pixel_below, mask=is_in_height, other=0.0).to(tl.float32) - mu
+        x11 = tl.load(y + pixel_below + num_channels, mask=is_in_both, other=0.0).to(tl.float32) - mu
         even_even = tl.where(p00 == 4, g00, 0.0)
         even_odd = tl.where(p00 == 5, g00, 0.0) + tl.where(p01 == 3, g01, 0.0)
         odd_even = tl.where(p00 == 7, g00, 0.0) + tl.where(p10 == 1, g10, 0.0)
         odd_odd = tl.where(p00 == 8, g00, 0.0) + tl.where(p01 == 6, g01, 0.0)
         odd_odd += tl.where(p10 == 2, g10, 0.0) + tl.where(p11 == 0, g11, 0.0)
-        pixel = ((image * height + 2 * i) * width + 2 * j)[:, None] * num_channels + columns[None, :]
-        is_in_width = inside & (2 * j + 1 < width)[:, None]
-        is_in_height = inside & (2 * i + 1 < height)[:, None]
-        _raw_gradient(even_even, y, dy, pixel, inside, a, mu, slope, level)
-        _raw_gradient(even_odd, y, dy, pixel + num_channels, is_in_width, a, mu, slope, level)
-        pixel += width * num_channels
-        _raw_gradient(odd_even, y, dy, pixel, is_in_height, a, mu, slope, level)
-        _raw_gradient(odd_odd, y, dy, pixel + num_channels, is_in_width & is_in_height, a, mu, slope, level)
+        kind = dy.dtype.element_ty
+        tl.store(dy + pixel, (a * even_even + slope * x00 + level).to(kind), mask=inside)
+        tl.store(dy + pixel + num_channels, (a * even_odd + slope * x01 + level).to(kind), mask=is_in_width)
+        tl.store(dy + pixel_below, (a * odd_even + slope * x10 + level).to(kind), mask=is_in_height)
+        tl.store(dy + pixel_below + num_channels, (a * odd_odd + slope * x11 + level).to(kind), mask=is_in_both)
 
 
 @triton.jit
 def _window(g, places, at, inside):
     return tl.load(g + at, mask=inside, other=0.0).to(tl.float32), tl.load(places + at, mask=inside, other=-1)
-
-
-@triton.jit
-def _raw_gradient(g, y, dy, at, inside, a, mu, slope, level):
-    x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dy + at, (a * g + slope * (x - mu) + level).to(dy.dtype.element_ty), mask=inside)
