@@ -15,7 +15,6 @@ from halfstep.models import vit as vit_module
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.vit import ViT, ViTSize
 
-compiles = pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it where warnings are no errors
 IMAGES = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(5))
 
 
@@ -105,7 +104,6 @@ def test_not_keeping_saves_memory_for_backward() -> None:
     assert sizes[0] - sizes[1] == 2 * (2 * 32 + 96) * 30 * 4
 
 
-@compiles
 def test_compiled_code_breaks_off_for_the_chain_and_goes_on() -> None:
     model = tiny()
     exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
@@ -120,6 +118,10 @@ def test_compiled_code_breaks_off_for_the_chain_and_goes_on() -> None:
 
 def hooked(model: ViT) -> None:
     model.encoder.layers[0].ln_2.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
+
+
+def listened_to_as_a_whole(model: ViT) -> None:
+    model.encoder.layers.register_forward_pre_hook(lambda *_: None)
 
 
 def frozen(model: ViT) -> None:
@@ -141,7 +143,9 @@ def checkpointed(model: ViT) -> None:
     set_recompute(model, "blocks")
 
 
-@pytest.mark.parametrize("change", [hooked, frozen, with_another_linear, in_evaluation, checkpointed])
+@pytest.mark.parametrize(
+    "change", [hooked, listened_to_as_a_whole, frozen, with_another_linear, in_evaluation, checkpointed]
+)
 def test_the_layers_run_where_the_chain_would_be_noticed(
     change: Callable[[ViT], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +162,6 @@ def test_the_layers_run_with_layer_scale_and_without_gradients(monkeypatch: pyte
         assert not chain_is_used(plain, lambda: plain(IMAGES), monkeypatch)
 
 
-@compiles
 def test_a_layer_frozen_after_compiling_gets_no_gradient() -> None:
     model = tiny()
     compiled = torch.compile(model, backend="aot_eager")

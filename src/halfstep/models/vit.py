@@ -159,7 +159,8 @@ class Encoder(nn.Module):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
-        return all(is_plain(part) for block in list(self.layers)[:-1] for part in block.modules())
+        parts = [part for block in list(self.layers)[:-1] for part in block.modules()]
+        return all(is_plain(part) for part in (self.layers, *parts))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, tokens: Tensor) -> Stream:
@@ -181,8 +182,8 @@ def chain_wanted(blocks: Blocks, tokens: Tensor) -> bool:
 
 
 def is_plain(part: nn.Module) -> bool:
-    """Whether a part of a block is of a class the chain knows, trains in fp32, and nobody would miss its call."""
-    known = (EncoderBlock, SelfAttention, nn.LayerNorm, nn.Linear, nn.Sequential, nn.GELU, nn.Identity)
+    """Whether the chain knows the part's class, its parameters train in fp32, and nobody would miss its call."""
+    known = (Blocks, EncoderBlock, SelfAttention, nn.LayerNorm, nn.Linear, nn.Sequential, nn.GELU, nn.Identity)
     hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
     trains = all(p.dtype == torch.float32 and p.requires_grad for p in part.parameters(recurse=False))
     return type(part) in known and trains and not any(hooks)
