@@ -133,8 +133,8 @@ class UpConcatConv(torch.autograd.Function):
         cat = concatenated(skip, skip_norm, deep, norm, taps, b_up) if cat is None else cat
         dcat, dw = convolution_gradients(gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
         assert dcat is not None
-        g, sums, dtaps, db_up = doubling_gradients(dcat[:, skip.shape[1] :], deep, norm, taps)
-        ddeep = gradient_of_raw(g, deep, norm, sums, masked=False)
+        dz, sums, dtaps, db_up = doubling_gradients(dcat[:, skip.shape[1] :], deep, norm, taps)
+        ddeep = gradient_of_raw(dz, deep, norm, sums, masked=True)
         dw_up = dtaps.view(len(taps), 2, 2, -1).permute(0, 3, 1, 2)
         return dcat, None, None, ddeep, sums.weight, sums.g, dw_up, db_up, dw, None, None
 

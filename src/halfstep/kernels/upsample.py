@@ -33,7 +33,7 @@ def doubled_into(half: Tensor, y: Tensor, norm: Norm, taps: Tensor, bias: Tensor
 def doubling_gradients(
     dhalf: Tensor, y: Tensor, norm: Norm, taps: Tensor
 ) -> tuple[Tensor, GradientSums, Tensor, Tensor]:
-    """From the gradient of `half`: that of y·scale + offset with its sums, and those of taps and bias."""
+    """From the gradient of `half`: that of the normalised map with BatchNorm's sums, and those of taps and bias."""
     if has_own_kernels(y):
         from halfstep.kernels import upsample_triton as kernels
 
@@ -41,9 +41,8 @@ def doubling_gradients(
     z, pixels = normalised(y, norm), four_pixels_of(dhalf, y).reshape(-1, taps.shape[1])
     n, depth, height, width = y.shape
     dz = (pixels @ taps.t()).view(n, height, width, depth).permute(0, 3, 1, 2)
-    g = dz.masked_fill(z <= 0, 0)
     dbias = pixels.view(-1, dhalf.shape[1]).sum(0, dtype=torch.float32)
-    return g, gradient_sums(g, y, norm), (rows_of(z).t() @ pixels).float(), dbias
+    return dz, gradient_sums(dz, y, norm), (rows_of(z).t() @ pixels).float(), dbias
 
 
 def has_own_kernels(y: Tensor) -> bool:
