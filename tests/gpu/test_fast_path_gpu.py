@@ -321,6 +321,34 @@ def test_a_candidate_that_runs_out_of_memory_is_dropped(tmp_path: Path) -> None:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def test_an_odd_batch_that_does_not_fit_beside_the_graph_does_not_cost_later_steps_theirs(tmp_path: Path) -> None:
+    said: list[str] = []
+    loaded, workload, plan = made(
+        tmp_path, **{"train.fast": "graph", "data.image_size": 256, "train.batch_size": 8, "model.base_channels": 32}
+    )
+    parts = assemble(loaded.config, workload, plan)
+    engine = Engine(parts, "graph", lambda text, level: said.append(text))
+    full = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+    odd = [{name: value[:7] for name, value in full[0].items()}]
+    for _ in range(UNCAPTURED + 2):
+        engine(full)
+    assert engine.graphs
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * 2**20) / total)
+    try:
+        assert not engine(odd).read().is_bad
+        assert not engine.graphs
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for _ in range(UNCAPTURED + 2):
+        assert not engine(full).read().is_bad
+    assert (engine.way, len(engine.graphs)) == ("graph", 1)
+    assert len(said) == 1
+    assert "captured anew (1 of 3 times)" in said[0]
+
+
 class Replacing(nn.Module):
     """Makes a new buffer tensor in each forward pass."""
 

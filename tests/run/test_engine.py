@@ -104,6 +104,37 @@ def test_out_of_memory_while_capturing_does_not_draw_a_steps_random_numbers_agai
     assert torch.equal(facts.rng["cpu"], generator)
 
 
+def test_a_step_that_does_not_fit_beside_the_graph_gets_its_memory_and_the_step_is_captured_again(
+    engine: Engine,
+) -> None:
+    said: list[str] = []
+    engine.notice = lambda text, level: said.append(text)
+    eager = engine.parts.eager
+
+    def needs_the_graphs_memory(batch: Batch) -> Any:
+        if engine.graphs and len(batch["image"]) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return eager(batch)
+
+    engine.parts.eager = needs_the_graphs_memory
+    full = window(engine)
+    odd = [{name: value[:3] for name, value in full[0].items()}]
+    for times in range(1, engine_module.MOST_DROPS + 2):
+        for _ in range(UNCAPTURED + 1):
+            engine(full)
+        assert len(engine.graphs) == 1
+        attempted = engine.parts.step.attempted
+        assert not engine(odd).read().is_bad
+        assert engine.parts.step.attempted == attempted + 1
+        assert not engine.graphs
+        assert len(said) == times
+    assert "captured anew (3 of 3 times)" in said[-2]
+    assert engine.way == "compile"
+    assert "needed by steps outside of it 4 times" in said[-1]
+    engine(odd)
+    assert len(said) == times
+
+
 def test_any_failure_of_code_that_was_never_compiled_leaves_eager_steps(engine: Engine) -> None:
     said: list[str] = []
     engine.notice = lambda text, level: said.append(text)

@@ -14,8 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-from whole_runs import TINY
+from whole_runs import TINY, run
 
+from halfstep.config.load import load
+from halfstep.errors import Interrupted
+from halfstep.run import train as training
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.interrupts import HEARD, interrupts
 
@@ -128,3 +131,33 @@ def test_nohup_keeps_its_word() -> None:
             assert not asked
     finally:
         signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Interrupted), (signal.SIGHUP, Interrupted)],
+)
+@pytest.mark.parametrize("during", ["tuned", "record_data"])
+def test_a_signal_before_training_begins_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException], during: str
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(training, during, lambda *arguments: signal.raise_signal(number))
+    with pytest.raises(error) as ended:
+        run(tmp_path / "run", {})
+    assert getattr(ended.value, "exit_code", 130) == 128 + number
+    assert signal.getsignal(number) is before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scheduler_that_ends_the_trials_of_a_demo_gets_its_folder_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measuring(*arguments: object) -> None:
+        assert any((tmp_path / "demo" / "data").rglob("*.png"))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(training, "tuned", measuring)
+    with pytest.raises(Interrupted, match="SIGTERM before training began"):
+        training.train(load("unet", flags={"device": "cpu", "quiet": True}), out=tmp_path / "demo")
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ from whole_runs import newest, run
 
 from halfstep.errors import MemoryLimitError
 from halfstep.run import engine, loop
+from halfstep.run import train as training
 from halfstep.run.loop import Loop
 from halfstep.train.step import Step
 
@@ -71,3 +72,16 @@ def test_validation_gets_the_memory_of_captured_steps_before_it_gives_up(
     monkeypatch.setattr(Loop, "_validate", with_a_graph)
     run(tmp_path / "run", {"train.epochs": 1})
     assert newest(tmp_path / "run").state["position"]["epoch"] == 1
+
+
+def test_a_model_that_does_not_fit_by_itself_is_a_clear_error_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, training, "assemble", at_call=1)
+    with pytest.raises(MemoryLimitError, match="does not fit on cpu, before any batch") as failed:
+        run(tmp_path / "run", {"ema.enabled": True})
+    assert "Tried to allocate 2 GiB" in failed.value.why
+    assert "bf16-true" in failed.value.fix
+    assert "ema.enabled=false" in failed.value.fix
+    assert "batch_size" not in failed.value.fix
+    assert not (tmp_path / "run").exists()

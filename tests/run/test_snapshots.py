@@ -105,3 +105,13 @@ def test_buffers_that_state_dict_leaves_out_go_back_too() -> None:
     snapshots.go_back(state, model, step)
     assert float(model.seen) == 2
     assert model.cache.tolist() == [0, 1, 2]
+
+
+def test_a_snapshot_does_not_move_with_the_average_it_was_taken_of() -> None:
+    step, snapshots = make_step(), Snapshots(every=4, margin=6)
+    advance(snapshots, step, 1)
+    snapshots.take(step.model, step)
+    taken = {name: value.clone() for name, value in snapshots.states[-1]["step"]["ema"].items()}
+    advance(snapshots, step, 2)
+    assert_same_bits(taken, snapshots.states[-1]["step"]["ema"])
+    assert any(not torch.equal(taken[name], now) for name, now in step.state_dict()["ema"].items())

@@ -32,6 +32,8 @@ UNCAPTURED = 3
 """Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""
 MOST_GRAPHS = 2
 """Each keeps memory of its own. Shapes that change more often than that run uncaptured."""
+MOST_DROPS = 3
+"""So often a step that does not fit beside the graphs gets their memory, and they are captured anew afterwards."""
 
 Notice = Callable[[str, Literal["info", "warning"]], None]
 Count = Callable[[Any, Batch], None]
@@ -66,6 +68,7 @@ class Engine:
         """Whether a full batch went through compiled code, there and back: what fails later is no compiler's fault."""
         self._shape: Shape = ()
         self._in_a_row = 0
+        self._num_drops = 0
         self._pool: Pool = None
 
     def __call__(self, window: list[Batch]) -> Facts:
@@ -115,6 +118,7 @@ class Engine:
     def forget_graphs(self) -> None:
         """Give their memory back; they are captured anew when needed."""
         self.graphs.clear()
+        self._in_a_row = 0
         torch.cuda.empty_cache()
 
     def _loss_into(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
@@ -182,17 +186,26 @@ class Engine:
         self.notice(f"not compiled, running eager: {first_line(error)}", "warning")
 
     def _make_room(self, error: OutOfMemory) -> None:
-        """Give up the graphs; then halve the micro-batch and keep the effective one; or say what to do."""
+        """Drop the graphs; then halve the micro-batch and keep the effective one; or say what to do."""
         parts, config = self.parts, self.parts.config
         error.__traceback__ = None  # its frames hold the activations that did not fit
         parts.step.abandon()
         if self.graphs:
-            return self._stay_uncaptured("its memory is needed by a step outside of it")
+            return self._drop_graphs()
         if not config.train.auto_batch or self.pieces >= config.train.batch_size:
             raise error
         torch.cuda.empty_cache()
         self.pieces *= 2
         return self.notice(announce(self.pieces, config, parts.model), "warning")
+
+    def _drop_graphs(self) -> None:
+        """One odd batch must not cost all later steps their graph; one in every epoch does."""
+        self._num_drops += 1
+        if self._num_drops > MOST_DROPS:
+            return self._stay_uncaptured(f"its memory was needed by steps outside of it {self._num_drops} times")
+        self.forget_graphs()
+        text = "a step did not fit beside the captured one: it gets that memory, and the step is captured anew"
+        return self.notice(f"{text} ({self._num_drops} of {MOST_DROPS} times)", "info")
 
 
 def _detached(outputs: Any) -> Any:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from halfstep.errors import Interrupted
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """A closed terminal (SIGHUP, not on Windows) ends a run as a scheduler does."""
 
@@ -53,6 +55,26 @@ def interrupts() -> Iterator[Interrupts]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def raised_at_once() -> Iterator[None]:
+    """Before there is anything to save, SIGTERM and SIGHUP end a run as Ctrl-C does: by an error, so it tidies up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [number for number in SIGNALS if number != signal.SIGINT and _is_ours(number)]
+    former: dict[int, Any] = {number: signal.signal(number, _raise_interrupted) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _raise_interrupted(number: int, frame: FrameType | None) -> None:
+    name = signal.Signals(number).name
+    raise Interrupted(f"stopped by {name} before training began; nothing was left behind", exit_code=128 + number)
 
 
 def _is_ours(number: int) -> bool:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError
@@ -54,6 +54,22 @@ def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: tor
     ways.append("train.activation_checkpointing=true (about 30 % slower)")
     return MemoryLimitError(
         f"out of memory on {device} with batch size {size} at {config.data.image_size} pixels",
+        why="\n       ".join([first_line(error), *memory_picture(device).splitlines()]),
+        fix="one of:\n       " + "\n       ".join(ways),
+    )
+
+
+def model_memory_error(
+    error: OutOfMemory, config: RunConfig, model: nn.Module, device: torch.device
+) -> MemoryLimitError:
+    """No batch, however small, helps a model that does not fit by itself."""
+    num_parameters = sum(p.numel() for p in model.parameters())
+    ways = ["a smaller model", "--precision bf16-true (weights in half of the bytes)"]
+    if config.ema.enabled:
+        ways.append("ema.enabled=false (the average is a second copy of the weights)")
+    ways.append("a device with more memory, or one that nobody else uses (--device)")
+    return MemoryLimitError(
+        f"{type(model).__name__} with its {num_parameters:,} parameters does not fit on {device}, before any batch",
         why="\n       ".join([first_line(error), *memory_picture(device).splitlines()]),
         fix="one of:\n       " + "\n       ".join(ways),
     )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from halfstep.config.dump import to_yaml
 from halfstep.config.load import Loaded, load
@@ -28,9 +31,10 @@ from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.ending import ended_early, left_nothing
 from halfstep.run.folder import RunFolder
 from halfstep.run.hints import hint_about
-from halfstep.run.interrupts import interrupts
+from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
+from halfstep.run.memory_limit import OutOfMemory, model_memory_error
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.randomness import algorithms
@@ -56,28 +60,35 @@ def _start(loaded: Loaded, out: str | None) -> Path:
     hardware = probe(loaded.config.device)
     decide(loaded.config.precision, hardware)
     is_demo = loaded.config.data.dir is None and has_demo(loaded.config.workload)
-    demo = RunFolder.create(out, f"{_run_name(loaded.config)}-demo") if is_demo else None
-    try:
-        loaded = _with_demo_data(loaded, demo) if demo is not None else loaded
-        workload = build_workload(loaded.config)
-        plan = plan_for(loaded.config, workload, hardware)
-        plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet))
-        parts = assemble(loaded.config, workload, plan)
-    except BaseException:  # Ctrl-C as well
-        if demo is not None:
-            shutil.rmtree(demo.path)
-        raise
-    folder = demo or RunFolder.create(out, _run_name(loaded.config))
-    warnings = [DEMO_NOTE.format(folder.path / "data")] if demo is not None else []
-    with folder.locked():
+    folder: RunFolder | None = None
+    with ExitStack() as lock:
         try:
-            record_data(workload, folder)
-            _write_settings(folder, loaded.config, plan)
-        except CheckpointError:
-            shutil.rmtree(folder.path)
+            with raised_at_once():
+                if is_demo:
+                    folder = RunFolder.create(out, f"{_run_name(loaded.config)}-demo")
+                    loaded = _with_demo_data(loaded, folder)
+                workload = build_workload(loaded.config)
+                plan = plan_for(loaded.config, workload, hardware)
+                plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet))
+                parts = _assembled(loaded.config, workload, plan)
+                folder = folder or RunFolder.create(out, _run_name(loaded.config))
+                lock.enter_context(folder.locked())
+                record_data(workload, folder)
+                _write_settings(folder, loaded.config, plan)
+        except BaseException:  # Ctrl-C as well: nothing was trained, so nobody will miss the folder
+            if folder is not None:
+                shutil.rmtree(folder.path)
             raise
+        warnings = [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
         _run(loaded, folder, parts, resumed=None, warnings=warnings)
     return folder.path
+
+
+def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
+    try:
+        return assemble(config, workload, plan)
+    except OutOfMemory as error:
+        raise model_memory_error(error, config, workload.model, torch.device(plan.device)) from error
 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
@@ -123,7 +134,7 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
         warnings = [*damaged, *moved, *other, *changed_data(workload, folder)]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
-        _run(loaded, folder, assemble(loaded.config, workload, plan), resumed=resumed, warnings=warnings)
+        _run(loaded, folder, _assembled(loaded.config, workload, plan), resumed=resumed, warnings=warnings)
     return folder.path
 
 

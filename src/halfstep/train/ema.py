@@ -77,7 +77,8 @@ class Ema:
             scatter(flat.to(group[0].dtype), group)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Averaged values by the model's names, in fp32 and the model's shapes."""
+        """Averaged values by the model's names, in fp32 and the model's shapes. Live, as those of torch's optimizers
+        are: a checkpoint is written before the next step, snapshots copy."""
         state: dict[str, Tensor] = {}
         for names, group, shadow in zip(self.groups, self._live_groups(), self.shadows, strict=True):
             pieces = shadow.split([tensor.numel() for tensor in group])
