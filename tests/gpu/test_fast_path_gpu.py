@@ -231,6 +231,28 @@ def test_a_captured_run_outlives_its_table_of_learning_rates(tmp_path: Path, mon
     assert engine.way == "graph"
 
 
+def test_a_run_whose_capture_breaks_goes_on_compiled_and_could_go_on_eager(tmp_path: Path) -> None:
+    loaded, workload, plan = made(tmp_path, **{"train.fast": "graph"})
+
+    def waiting_loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float]:
+        value, weight = workload.loss(outputs, batch)
+        value.item()
+        return value, weight
+
+    parts = assemble(loaded.config, dataclasses.replace(workload, loss=waiting_loss), plan)
+    said: list[str] = []
+    engine = Engine(parts, "graph", lambda text, level: said.append(text))
+    window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
+    losses = [engine(window).read().loss for _ in range(UNCAPTURED + 3)]
+    assert engine.way == "compile"
+    assert len(said) == 1
+    assert said[0].startswith("not captured as a CUDA graph, running compiled: ")
+    eager = Engine(parts, "eager", lambda text, level: pytest.fail(text))
+    losses += [eager(window).read().loss for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert parts.step.attempted == int(parts.step.committed) == len(losses)
+
+
 def test_a_rollback_to_the_start_is_captured_again(tmp_path: Path) -> None:
     loaded, workload, plan = made(tmp_path, **{"train.fast": "graph"})
     parts = assemble(loaded.config, workload, plan)
