@@ -49,15 +49,12 @@ def convolved_transposed(z: Tensor, w: Tensor, padding: int) -> Tensor:
 def convolution_gradients(
     dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of z, in its dtype and channels_last, and of w, in fp32; None where not wanted."""
+    """Gradients of z, channels_last, and of w, in z's dtype, which autograd casts to w's; None where not wanted."""
     w, dy = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last)
     dz, dw, _ = torch.ops.aten.convolution_backward(
         dy, z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [*wants, False]
     )
-    return (
-        dz.contiguous(memory_format=torch.channels_last) if wants[0] else None,
-        dw.float() if wants[1] else None,
-    )
+    return dz.contiguous(memory_format=torch.channels_last) if wants[0] else None, dw
 
 
 class NormReluConv(torch.autograd.Function):

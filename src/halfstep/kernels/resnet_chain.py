@@ -10,7 +10,7 @@ reads and a write for the gradient of the raw map; with a projection one more re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -22,9 +22,12 @@ from torch.autograd.function import once_differentiable
 from halfstep.kernels.chain import NormReluConv, convolution_gradients, convolved, weights_for
 from halfstep.kernels.normalise import Norm, gradient_of_raw, normalisation, normalised
 from halfstep.kernels.stem import StemConv, stem_fits
+from halfstep.kernels.weights import cast_together
 
 Gradients = tuple[Tensor | None, ...]
 Layer = tuple[nn.Conv2d, nn.BatchNorm2d]
+Reader = tuple[Tensor, int]
+"""The weight and the stride of a convolution that reads a block's input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +42,37 @@ class Block:
     """Whether normalised maps within the block stay in memory, or are computed again in backward."""
 
     @property
-    def readers(self) -> tuple[nn.Conv2d, ...]:
+    def readers(self) -> list[nn.Conv2d]:
         """Convolutions that read the block's input."""
-        firsts = [self.layers[0]] if self.projection is None else [self.layers[0], self.projection]
-        return tuple(convolution for convolution, _ in firsts)
+        return [self.layers[0][0]] if self.projection is None else [self.layers[0][0], self.projection[0]]
+
+    @property
+    def convolutions(self) -> list[nn.Conv2d]:
+        """All of them."""
+        return [*self.readers, *(convolution for convolution, _ in self.layers[1:])]
 
 
 def resnet_map(image: Tensor, stem: Layer, blocks: Sequence[Block], *, is_pooled: bool) -> Tensor:
     """The last block's output; gradients reach every parameter, and running statistics move on."""
     y = _first_raw(image, stem[0])
-    z, *raws = _pooled(y, stem[1], blocks[0]) if is_pooled else _joined(y, stem[1], None, None, blocks[0])
+    convolutions = [convolution for block in blocks for convolution in block.convolutions]
+    cast = cast_together([convolution.weight for convolution in convolutions], y.dtype)
+    weights = dict(zip(convolutions, cast, strict=True))
+    readers = _readers(blocks[0], weights)
+    if is_pooled:
+        z, *raws = _pooled(y, stem[1], readers, keep=blocks[0].keep)
+    else:
+        z, *raws = _joined(y, stem[1], None, None, readers)
     for block, following in zip_longest(blocks, blocks[1:]):
         y, *projected = raws
         for (_, norm), (convolution, _) in pairwise(block.layers):
-            w, stride = convolution.weight, convolution.stride[0]
+            w, stride = weights[convolution], convolution.stride[0]
             y = NormReluConv.apply(  # type: ignore[no-untyped-call]
                 y, norm.weight, norm.bias, w, norm, stride, w.shape[2] // 2, block.keep
             )
         shortcut_norm = None if block.projection is None else block.projection[1]
-        z, *raws = _joined(y, block.layers[-1][1], projected[0] if projected else z, shortcut_norm, following)
+        readers = [] if following is None else _readers(following, weights)
+        z, *raws = _joined(y, block.layers[-1][1], projected[0] if projected else z, shortcut_norm, readers)
     return z
 
 
@@ -71,22 +86,29 @@ def _first_raw(image: Tensor, convolution: nn.Conv2d) -> Tensor:
     return y
 
 
-def _joined(
-    y: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor | None, shortcut_norm: nn.BatchNorm2d | None, next: Block | None
-) -> tuple[Tensor, ...]:
-    affine = (None, None) if shortcut_norm is None else (shortcut_norm.weight, shortcut_norm.bias)
-    readers = () if next is None else next.readers
-    strides, weights = tuple(reader.stride[0] for reader in readers), (reader.weight for reader in readers)
-    found: tuple[Tensor, ...] = Join.apply(  # type: ignore[no-untyped-call]
-        y, norm.weight, norm.bias, shortcut, *affine, norm, shortcut_norm, strides, *weights
+def _readers(block: Block, weights: Mapping[nn.Conv2d, Tensor]) -> list[Reader]:
+    return [(weights[reader], reader.stride[0]) for reader in block.readers]
+
+
+def _pooled(y: Tensor, norm: nn.BatchNorm2d, readers: Sequence[Reader], *, keep: bool) -> tuple[Tensor, ...]:
+    weights, strides = (w for w, _ in readers), tuple(stride for _, stride in readers)
+    found: tuple[Tensor, ...] = StemPool.apply(  # type: ignore[no-untyped-call]
+        y, norm.weight, norm.bias, norm, keep, strides, *weights
     )
     return found
 
 
-def _pooled(y: Tensor, norm: nn.BatchNorm2d, next: Block) -> tuple[Tensor, ...]:
-    strides, weights = tuple(reader.stride[0] for reader in next.readers), (reader.weight for reader in next.readers)
-    found: tuple[Tensor, ...] = StemPool.apply(  # type: ignore[no-untyped-call]
-        y, norm.weight, norm.bias, norm, next.keep, strides, *weights
+def _joined(
+    y: Tensor,
+    norm: nn.BatchNorm2d,
+    shortcut: Tensor | None,
+    shortcut_norm: nn.BatchNorm2d | None,
+    readers: Sequence[Reader],
+) -> tuple[Tensor, ...]:
+    affine = (None, None) if shortcut_norm is None else (shortcut_norm.weight, shortcut_norm.bias)
+    weights, strides = (w for w, _ in readers), tuple(stride for _, stride in readers)
+    found: tuple[Tensor, ...] = Join.apply(  # type: ignore[no-untyped-call]
+        y, norm.weight, norm.bias, shortcut, *affine, norm, shortcut_norm, strides, *weights
     )
     return found
 
