@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -102,35 +102,6 @@ class MemoryChoice:
                 yield f"{trial.setting}: {_gigabytes(trial.cost)}, {trial.cost.ms:.1f} ms"
             else:
                 yield f"{trial.setting}: {_gigabytes(trial.cost)}, {trial.cost.ms:.1f} ms, {_change(trial.cost, base)}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, for the plan and the run's records."""
-        return {
-            "setting": dataclasses.asdict(self.setting),
-            "reason": self.reason,
-            "trials": [
-                {
-                    "setting": dataclasses.asdict(trial.setting),
-                    **(trial.cost._asdict() if trial.cost else {"problem": trial.problem}),
-                }
-                for trial in self.trials
-            ],
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> MemoryChoice:
-        """The way back: a resumed run takes the stored choice and measures nothing."""
-        trials = tuple(
-            Trial(
-                setting=MemorySetting(**trial["setting"]),
-                cost=Cost(trial["ms"], trial["peak_bytes"]) if "ms" in trial else None,
-                problem=trial.get("problem", ""),
-            )
-            for trial in stored["trials"]
-        )
-        setting, notes = MemorySetting(**stored["setting"]), tuple(stored["notes"])
-        return cls(setting=setting, reason=stored["reason"], trials=trials, notes=notes)
 
 
 def choose_memory(

@@ -41,7 +41,8 @@ class _Errand(threading.Thread, Generic[T]):
 
     def __init__(self, work: Callable[[], T], device: torch.device) -> None:
         super().__init__(name="halfstep trial", daemon=True)
-        self.work, self.device = work, device
+        self.work = work
+        self._cuda = _index_of(device) if device.type == "cuda" else None
         self.error: BaseException | None = None
         self._ended = threading.Event()
         self._context = contextvars.copy_context()  # settings of torch's compiler are kept for each thread
@@ -60,8 +61,8 @@ class _Errand(threading.Thread, Generic[T]):
             pass
 
     def _worked(self) -> T:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a new thread has no CUDA context of its own, which Triton needs
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)  # a new thread has no CUDA context of its own, which Triton needs
         with torch.autograd.set_multithreading_enabled(False):  # backward here, not in the thread all others share
             return self.work()
 
@@ -69,3 +70,7 @@ class _Errand(threading.Thread, Generic[T]):
         """At the next instruction of Python: a compiler that takes a minute is Python for the most part."""
         if self.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(KeyboardInterrupt))
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
