@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from torch.nn import functional as F
 from halfstep.kernels.chain import (
     NormReluConv,
     convolution_gradients,
-    convolved,
-    convolved_transposed,
-    suits_transposed,
 )
 from halfstep.kernels.fast_forms import chain_fits, forced
 
@@ -103,42 +99,6 @@ def test_a_second_derivative_is_refused_not_wrong() -> None:
     (dy,) = torch.autograd.grad(layers.chained(y).square().sum(), y, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dy.sum().backward()
-
-
-@pytest.mark.parametrize(("kernel", "padding"), [(3, 1), (3, 0), (5, 2), (1, 0)])
-def test_a_transposed_convolution_is_the_plain_one(kernel: int, padding: int) -> None:
-    z, w = a_map(2, 4, 7, 6).double(), torch.randn(3, 4, kernel, kernel, dtype=torch.float64)
-    torch.testing.assert_close(convolved_transposed(z, w, padding), F.conv2d(z, w, padding=padding))
-
-
-@pytest.mark.parametrize(
-    ("shape", "stride", "suits"),
-    [
-        ((64, 64, 3, 3), 1, True),
-        ((64, 128, 3, 3), 1, True),
-        ((64, 32, 3, 3), 1, False),
-        ((128, 64, 3, 3), 1, False),
-        ((64, 64, 1, 1), 1, False),
-        ((64, 64, 3, 3), 2, False),
-    ],
-)
-def test_a_convolution_to_64_channels_runs_transposed(shape: tuple[int, ...], stride: int, suits: bool) -> None:
-    w, asked = torch.randn(shape), []
-    assert suits_transposed(w, stride) is suits
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if op is torch.ops.aten.convolution.default:
-                asked.append(args[6])
-            return op(*args, **(kwargs or {}))
-
-    z = a_map(1, shape[1], 4, 4)
-    results = []
-    for on in (False, True):
-        with forced(on, "transposed"), Watch():
-            results.append(convolved(z, w, stride, shape[2] // 2))
-    assert asked == [False, suits]
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)  # fp32 sums of up to 1152 products
 
 
 def test_gradients_not_wanted_are_not_computed() -> None:

@@ -12,38 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.kernels.fast_forms import decided
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 
 
 def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
     """The convolution of z with w in z's dtype, channels_last."""
     w = weights_for(z, w)
-    if decided("transposed", otherwise=z.is_cuda) and suits_transposed(w, stride):
-        y = convolved_transposed(z, w, padding)
-    else:
-        y = torch.ops.aten.convolution(z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
+    y: Tensor = torch.ops.aten.convolution(z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
     return y.contiguous(memory_format=torch.channels_last)
 
 
 def weights_for(z: Tensor, w: Tensor) -> Tensor:
     """w in z's dtype and channels_last, as tensor-core convolutions read it."""
     return w.to(z.dtype, memory_format=torch.channels_last)
-
-
-def suits_transposed(w: Tensor, stride: int) -> bool:
-    """Whether cuDNN is slow in its forward kernel: to 64 channels it takes 0.38 ms where the data gradient of the same
-    size takes 0.26 (H200, 64 to 64 channels, 8 maps of 512×512)."""
-    out_channels, in_channels, *kernel = w.shape
-    return out_channels == 64 and in_channels >= 64 and kernel == [3, 3] and stride == 1
-
-
-def convolved_transposed(z: Tensor, w: Tensor, padding: int) -> Tensor:
-    """A convolution of stride 1 as the gradient of one, whose weights have their channels exchanged and are flipped."""
-    w = w.transpose(0, 1).flip(2, 3).contiguous(memory_format=torch.channels_last)
-    missing = [w.shape[2] - 1 - padding, w.shape[3] - 1 - padding]
-    y: Tensor = torch.ops.aten.convolution(z, w, None, [1, 1], missing, [1, 1], True, [0, 0], 1)
-    return y
 
 
 def convolution_gradients(

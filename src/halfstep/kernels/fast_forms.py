@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token", "upsampling", "chain", "transposed"]
+Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token", "upsampling", "chain"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 _forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces anew

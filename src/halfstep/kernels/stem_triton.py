@@ -25,6 +25,9 @@ class Blocks(NamedTuple):
     pixels: int
     warps: int
     stages: int
+    programs: int = 2 * 132
+    """At most, where each leaves a part of a sum: so many a multiprocessor of an H200. More would lengthen the second
+    sum, over programs."""
 
 
 OUT_CHANNELS = 64
@@ -33,10 +36,10 @@ PAD_PIXELS, PAD_WARPS = 512, 4
 ARRANGE_VALUES, ARRANGE_WARPS = 1024, 4
 FORWARD = Blocks(pixels=128, warps=4, stages=1)
 FEW_TAPS = 64
-GRADIENT_OF_FEW, GRADIENT_OF_MANY = Blocks(pixels=128, warps=4, stages=1), Blocks(pixels=64, warps=8, stages=1)
+GRADIENT_OF_FEW, GRADIENT_OF_MANY = Blocks(pixels=128, warps=4, stages=3), Blocks(pixels=64, warps=8, stages=2)
 """A program holds its part of the gradient in registers: 64 taps leave room for more pixels at once."""
-GRADIENT_PROGRAMS = 2 * 132
-"""Two a multiprocessor of an H200; more would lengthen the second sum, over programs."""
+GRADIENT_THROUGH_NORM = Blocks(pixels=128, warps=4, stages=1, programs=4 * 132)
+"""The fastest of those tried on an H200, as all here."""
 FINISH_VALUES, FINISH_PARTS, FINISH_WARPS = 64, 64, 4
 
 
@@ -223,8 +226,9 @@ def gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | None = 
     """Parts of the weight's gradient, [parts, out channels, taps], from dy or from what BatchNorm makes dy of."""
     num_pixels, out, windows = g.numel() // g.shape[1], g.shape[1], image.windows
     channels, all_taps = _block_of_channels(out), triton.next_power_of_2(windows.kernel * windows.row_taps)
-    blocks = GRADIENT_OF_FEW if all_taps <= FEW_TAPS else GRADIENT_OF_MANY
-    num_tiles = triton.cdiv(num_pixels, blocks.pixels * GRADIENT_PROGRAMS)
+    of_few = GRADIENT_OF_FEW if through is None else GRADIENT_THROUGH_NORM
+    blocks = of_few if all_taps <= FEW_TAPS else GRADIENT_OF_MANY
+    num_tiles = triton.cdiv(num_pixels, blocks.pixels * blocks.programs)
     grid = triton.cdiv(num_pixels, blocks.pixels * num_tiles), triton.cdiv(out, channels)
     partials = torch.empty(grid[0], out, all_taps, dtype=torch.float32, device=g.device)
     vectors = [g] * 7 if through is None else [through.y, *through.norm, through.sums.g, through.sums.gx]
