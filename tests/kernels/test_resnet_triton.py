@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,7 +97,8 @@ def test_the_gradients_of_two_raw_maps_in_one_pass_are_those_of_each_alone(shape
 
 def test_few_programs_walk_over_many_tiles_to_the_end_of_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
-    monkeypatch.setattr(resnet_triton, "NUM_PROGRAMS", 2)
+    for name in ("SUMS", "MAPS", "POOLS"):
+        monkeypatch.setattr(resnet_triton, name, replace(getattr(resnet_triton, name), num_programs=2))
     y = rows_of_channels(3, 64, 9, 11)
     norm, how = prepared(y)
     _, (sums,) = join_gradient([y], y, [(y, how)])

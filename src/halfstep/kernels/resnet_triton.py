@@ -18,50 +18,59 @@ from torch import Tensor
 
 from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
 
-TILE_VALUES = 2048
-"""16 values a thread and operand: two 16-byte accesses of a half format, and sums of two or three in registers."""
 
-POOL_VALUES = 1024
-"""The same where 9 or 4 pixels of a window are operands; 8 a thread, so that bytes lie in threads as halfs do."""
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What is to be measured on a GPU: the sizes of a kernel's tiles and of its grid."""
 
-MOST_CHANNELS = 256
-"""Channels of a tile: 512 bytes of a row in a half format, enough for whole memory transactions."""
+    values: int
+    """Of a tile: 8 a thread are a 16-byte access of a half format."""
+    most_channels: int
+    num_warps: int
+    num_programs: int
+    """Over a whole map, to be counted in multiprocessors, of which an H200 has 132."""
 
-NUM_WARPS = 4
 
-NUM_PROGRAMS = 132 * 8
-"""Programs over a map: an H200 has 132 multiprocessors, and room in each for 8 programs of 4 warps."""
+SUMS = Tiling(values=2048, most_channels=64, num_warps=8, num_programs=132 * 4)
+"""Programs that keep sums in registers, and leave them to a second kernel: not too many."""
+MAPS = Tiling(values=4096, most_channels=128, num_warps=8, num_programs=132 * 16)
+POOLS = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=132 * 8)
+"""9 or 4 pixels of a window are operands; 8 values a thread, so that bytes lie in threads as halfs do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """How rows × channels are cut: `grid` programs, each of which walks over tiles of `rows` × `channels`."""
 
+    grid: tuple[int, int]
     rows: int
     channels: int
-    grid: tuple[int, int]
+    num_warps: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What every kernel is launched with."""
+        return {"BR": self.rows, "BC": self.channels, "num_warps": self.num_warps}
 
 
-def tiles_of(num_rows: int, num_channels: int, values: int = TILE_VALUES) -> Tiles:
-    """The cut for a map of this size, into tiles of so many values."""
-    channels = min(triton.next_power_of_2(num_channels), MOST_CHANNELS)
-    rows = values // channels
-    across = triton.cdiv(num_channels, channels)
-    return Tiles(rows, channels, (across, min(triton.cdiv(num_rows, rows), max(1, NUM_PROGRAMS // across))))
+def tiles_of(num_rows: int, num_channels: int, tiling: Tiling) -> Tiles:
+    """The cut for a map of this size."""
+    channels = min(triton.next_power_of_2(num_channels), tiling.most_channels)
+    rows, across = tiling.values // channels, triton.cdiv(num_channels, channels)
+    down = min(triton.cdiv(num_rows, rows), max(1, tiling.num_programs // across))
+    return Tiles((across, down), rows, channels, tiling.num_warps)
 
 
 def joined(y: Tensor, norm: Norm, shortcut: Tensor | None, shortcut_norm: Norm | None) -> Tensor:
     """relu(y normalised + shortcut), the shortcut normalised too where it has a Norm; reads each once, writes one."""
     num_rows, num_channels = y.numel() // y.shape[1], y.shape[1]
-    z, tiles, other = dense_like(y), tiles_of(num_rows, num_channels), shortcut_norm or norm
+    z, tiles, other = dense_like(y), tiles_of(num_rows, num_channels, MAPS), shortcut_norm or norm
     _join[tiles.grid](
         *(y, norm.scale, norm.offset, y if shortcut is None else shortcut, other.scale, other.offset, z),
         *(num_rows, num_channels),
         HAS_SHORTCUT=shortcut is not None,
         IS_NORMALISED=shortcut_norm is not None,
-        BR=tiles.rows,
-        BC=tiles.channels,
-        num_warps=NUM_WARPS,
+        **tiles.options,
     )
     return z
 
@@ -100,7 +109,7 @@ def join_gradient(
     A second of `dzs` that is smaller than z stands at its even rows and columns: a convolution at stride 2 read them.
     """
     num_rows, num_channels = z.numel() // z.shape[1], z.shape[1]
-    g, tiles = dense_like(z), tiles_of(num_rows, num_channels)
+    g, tiles = dense_like(z), tiles_of(num_rows, num_channels, SUMS)
     (y, norm), (other, other_norm) = raws[0], raws[-1]
     first, second = dzs[0], dzs[-1]
     partials = torch.empty(len(raws), tiles.grid[1], 2, num_channels, dtype=torch.float32, device=z.device)
@@ -110,9 +119,7 @@ def join_gradient(
         HAS_SECOND=len(dzs) == 2,
         IS_SPARSE=second.shape != z.shape,
         NUM_RAWS=len(raws),
-        BR=tiles.rows,
-        BC=tiles.channels,
-        num_warps=NUM_WARPS,
+        **tiles.options,
     )
     return g, [finished_sums(parts, norm) for parts, (_, norm) in zip(partials, raws, strict=True)]
 
@@ -179,14 +186,12 @@ def pair_gradients(
     """The gradients of two raw maps whose normalised sum has the gradient g: `gradient_of_raw` of both in one pass."""
     num_rows, num_channels = g.numel() // g.shape[1], g.shape[1]
     (y, how), (other, other_how) = raws
-    dy, dother, tiles = dense_like(y), dense_like(other), tiles_of(num_rows, num_channels)
+    dy, dother, tiles = dense_like(y), dense_like(other), tiles_of(num_rows, num_channels, MAPS)
     _pair_gradients[tiles.grid](
         *(g, y, how.mean, how.inverse, how.scale, sums[0].g, sums[0].gx, dy),
         *(other, other_how.mean, other_how.inverse, other_how.scale, sums[1].gx, dother),
         *(num_rows, num_channels),
-        BR=tiles.rows,
-        BC=tiles.channels,
-        num_warps=NUM_WARPS,
+        **tiles.options,
     )
     return dy, dother
 
@@ -245,12 +250,10 @@ def pooled(y: Tensor, norm: Norm) -> Pooled:
     z = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
     raw, places = torch.empty_like(z), torch.empty_like(z, dtype=torch.int8)
     num_windows = z.numel() // num_channels
-    tiles = tiles_of(num_windows, num_channels, POOL_VALUES)
+    tiles = tiles_of(num_windows, num_channels, POOLS)
     _pool[tiles.grid](
         *(y, norm.scale, norm.offset, z, raw, places, num_windows, num_channels, height, width),
-        BR=tiles.rows,
-        BC=tiles.channels,
-        num_warps=NUM_WARPS,
+        **tiles.options,
     )
     return Pooled(z, raw, places)
 
@@ -293,13 +296,11 @@ def _pool(
 def pool_gradient(g: Tensor, places: Tensor, y: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
     """The gradient of y from that of the pooled map: each pixel looks at the windows it lies in, so no writers meet."""
     num_windows, num_channels = g.numel() // g.shape[1], g.shape[1]
-    dy, tiles = dense_like(y), tiles_of(num_windows, num_channels, POOL_VALUES)
+    dy, tiles = dense_like(y), tiles_of(num_windows, num_channels, POOLS)
     _pool_gradient[tiles.grid](
         *(g, places, y, norm.mean, norm.inverse, norm.scale, sums.g, sums.gx, dy),
         *(num_windows, num_channels, *y.shape[2:], num_channels / y.numel()),
-        BR=tiles.rows,
-        BC=tiles.channels,
-        num_warps=NUM_WARPS,
+        **tiles.options,
     )
     return dy
 
