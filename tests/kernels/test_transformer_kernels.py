@@ -18,10 +18,6 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def partials_for(num_rows: int, num_sums: int) -> Tensor:
-    return kernels.new_partials(num_rows, num_sums, torch.device("cpu"))
-
-
 def assert_near(ours: Tensor, exact: Tensor, relative: float = 2e-6) -> None:
     """In norm: single values near zero may be off by what others are rounded by."""
     error = (ours.double() - exact).norm() / exact.norm()
@@ -61,8 +57,7 @@ def test_gelu_of_a_sum_with_its_bias_and_all_gradients(rows: int, dim: int) -> N
     d_x, d_b = torch.autograd.grad(y, (x, b), d_out.double())
     out, again, d_raw = torch.empty(3, rows, dim).unbind()
     kernels.gelu(raw, bias, out)
-    partials = partials_for(rows, dim)
-    kernels.gelu_backward(d_out, raw, bias, d_raw, again, partials)
+    partials = kernels.gelu_backward(d_out, raw, bias, d_raw, again)
     assert torch.equal(out, again)
     assert_near(out, y.detach())
     assert_near(d_raw, d_x, 5e-6)
@@ -77,8 +72,8 @@ def test_a_sum_its_layer_norm_and_all_gradients(rows: int, dim: int, has_branch:
     added = (branch, branch_bias) if has_branch else (None, None)
     out, again, dx = torch.empty(3, rows, dim).unbind()
     summed, mean, inverse = kernels.add_norm(x, *added, weight, bias, 1e-6, out)
-    partials, d_branch = partials_for(rows, 3 * dim), torch.empty_like(x) if has_branch else None
-    kernels.add_norm_backward(d_out, d_sum, summed, (mean, inverse), weight, bias, dx, d_branch, again, partials)
+    d_branch = torch.empty_like(x) if has_branch else None
+    partials = kernels.add_norm_backward(d_out, d_sum, summed, (mean, inverse), weight, bias, dx, d_branch, again)
 
     exact = [t.double().requires_grad_() for t in (x, weight, bias, branch_bias)]
     exact_sum = exact[0] + branch.double() + exact[3] if has_branch else exact[0] + 0 * exact[3]
@@ -123,8 +118,8 @@ def test_three_gradients_side_by_side_from_any_layout(
         thirds = [third.transpose(2, 3).contiguous().transpose(2, 3) for third in thirds]
     elif layout == "one broadcast":
         thirds[1] = thirds[1][:1, :, :1].expand(batch, heads, tokens, channels)
-    out, partials = torch.empty(batch, tokens, 3 * heads * channels), partials_for(batch * tokens, 3 * heads * channels)
-    kernels.packed(thirds, out, partials)
+    out = torch.empty(batch, tokens, 3 * heads * channels)
+    partials = kernels.packed(thirds, out)
     exact = torch.stack(thirds).permute(1, 3, 0, 2, 4).flatten(2)
     assert torch.equal(out, exact)
     assert_near(total(partials), exact.double().sum((0, 1)))

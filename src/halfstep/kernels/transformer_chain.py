@@ -120,13 +120,12 @@ class AttentionInput(torch.autograd.Function):
 
         normed, (norm_weight, norm_bias, half_weight) = saved(ctx)
         batch, num_tokens, dim = dx.shape
-        partials = kernels.new_partials(batch * num_tokens, 6 * dim, dx.device)
         d_qkv = dq.new_empty(batch * num_tokens, 3 * dim)
-        kernels.packed((dq, dk, dv), d_qkv, partials[:, : 3 * dim])
+        d_bias = total(kernels.packed((dq, dk, dv), d_qkv))
         d_out = d_qkv @ half_weight
-        dx, d_branch, out = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias, partials[:, 3 * dim :])
+        dx, d_branch, out, sums = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias)
         d_weight = weight_gradient(d_qkv, out)
-        d_bias, d_norm_weight, d_norm_bias, d_branch_bias = total(partials).split([3 * dim, dim, dim, dim])
+        d_norm_weight, d_norm_bias, d_branch_bias = sums
         return (
             dx, d_branch, d_branch_bias if ctx.has_branch else None, d_norm_weight, d_norm_bias,
             d_weight, d_bias, None, None, None,
@@ -157,17 +156,15 @@ class Perceptron(torch.autograd.Function):
         from halfstep.kernels import transformer_triton as kernels
 
         normed, (norm_weight, norm_bias, half_first, half_second, first_bias, raw, active) = saved(ctx)
-        dim, inner = dx.shape[2], raw.shape[2]
-        partials = kernels.new_partials(dx.numel() // dim, inner + 3 * dim, dx.device)
-        d_second = d_second.reshape(-1, dim)
+        d_second = d_second.reshape(-1, dx.shape[2])
         d_raw = d_second @ half_second  # of GELU's output until the kernel has run: it works in place
         remade = None if ctx.keep else torch.empty_like(raw)
-        kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade, partials[:, :inner])
+        d_bias = total(kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade))
         d_second_weight = weight_gradient(d_second, active if remade is None else remade)
         d_out = d_raw @ half_first
-        dx, d_branch, out = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias, partials[:, inner:])
+        dx, d_branch, out, sums = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias)
         d_first_weight = weight_gradient(d_raw, out)
-        d_bias, d_norm_weight, d_norm_bias, d_branch_bias = total(partials).split([inner, dim, dim, dim])
+        d_norm_weight, d_norm_bias, d_branch_bias = sums
         return (
             dx, d_branch, d_branch_bias, d_norm_weight, d_norm_bias,
             d_first_weight, d_bias, d_second_weight, None, None, None,
@@ -208,18 +205,19 @@ def add_norm(stream: Stream, weight: Tensor, bias: Tensor, eps: float, dtype: to
 
 
 def add_norm_backward(
-    ctx: Any, d_out: Tensor, dx: Tensor, normed: Normed, weight: Tensor, bias: Tensor, partials: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of x and of the branch; and LayerNorm's output, kept or made again."""
+    ctx: Any, d_out: Tensor, dx: Tensor, normed: Normed, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Sequence[Tensor]]:
+    """Gradients of x and of the branch, LayerNorm's output, kept or made again, and the gradients of weight, bias and
+    branch_bias."""
     from halfstep.kernels import transformer_triton as kernels
 
     remade = None if ctx.keep else torch.empty_like(normed.x, dtype=d_out.dtype)
     d_branch = torch.empty_like(normed.x, dtype=d_out.dtype) if ctx.has_branch else None
     dx_in = torch.empty_like(normed.x)
-    kernels.add_norm_backward(
-        d_out, dx.contiguous(), normed.x, (normed.mean, normed.inverse), weight, bias, dx_in, d_branch, remade, partials
+    partials = kernels.add_norm_backward(
+        d_out, dx.contiguous(), normed.x, (normed.mean, normed.inverse), weight, bias, dx_in, d_branch, remade
     )
-    return dx_in, d_branch, normed.out if remade is None else remade
+    return dx_in, d_branch, normed.out if remade is None else remade, total(partials).chunk(3)
 
 
 def save(ctx: Any, form: Form, normed: Normed, branch: Tensor | None, *others: Tensor | None) -> None:

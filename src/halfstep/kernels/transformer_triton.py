@@ -1,9 +1,8 @@
 """The Triton kernels between a transformer's matmuls, on rows of channels, [num_rows, dim]; sums are taken in fp32.
 
-A program takes every n-th tile of rows, so that vectors of channels are loaded once and sums over rows stay in
-registers until the end, where they become one row of `partials`. All kernels of one backward share that buffer and its
-number of rows, so that one further kernel finishes their sums. Offsets of a whole map can exceed 32 bits, those within
-a tile cannot.
+Where sums over rows are needed a program takes every n-th tile of rows, so that its sums stay in registers until the
+end, where they become one row of `partials`, which a further kernel finishes. Offsets of a whole map can exceed 32
+bits, those within a tile cannot. Sizes of tiles and numbers of programs were measured on an H200 with ViT-L's shapes.
 """
 
 from __future__ import annotations
@@ -17,43 +16,44 @@ from torch import Tensor
 
 from halfstep.kernels.gelu_triton import normal_density, normal_distribution
 
-NUM_PARTS = 3 * 132
-"""Rows of `partials`: three programs for each multiprocessor of an H200."""
-NORM_VALUES, NORM_WARPS, NORM_STAGES = 4096, 4, 2
-NORM_BACKWARD_VALUES = 2048
+MULTIPROCESSORS = 132
+NORM_VALUES, NORM_WARPS = 4096, 4
+NORM_BACKWARD_VALUES, NORM_BACKWARD_STAGES, NORM_BACKWARD_PARTS = 1024, 3, 4 * MULTIPROCESSORS
 """Values of a tile of whole rows; backward holds more of each row in registers."""
-MAP_ROWS, MAP_COLUMNS, MAP_WARPS, MAP_STAGES = 16, 256, 4, 1
+MAP_ROWS, MAP_COLUMNS, MAP_WARPS, MAP_STAGES = 16, 256, 4, 2
 """A tile where rows need not be whole."""
+GELU_PARTS, GELU_BACKWARD_PARTS = 3 * MULTIPROCESSORS, MULTIPROCESSORS
+"""Programs for the rows of some columns; there are as many columns of programs as a row has tiles."""
+PACKED_ROWS, PACKED_COLUMNS, PACKED_STAGES, PACKED_PARTS = 8, 512, 1, 2 * MULTIPROCESSORS
 
 
 @triton.jit
 def _add_norm(
     x, branch, branch_bias, weight, bias, x_out, out, mean, inverse,
     num_rows, dim, eps,
-    HAS_BRANCH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BRANCH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """x_out = x + branch + branch_bias, out = LayerNorm(x_out): reads 4 + 2 bytes a value and writes 4 + 2; or 4, 2."""
     columns = tl.arange(0, DIM)
     is_column = columns < dim
     gain, shift = tl.load(weight + columns, is_column, 0.0), tl.load(bias + columns, is_column, 0.0)
+    tile = tl.program_id(0)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    inside = is_row[:, None] & is_column[None, :]
+    places = tl.cast(tile * ROWS, tl.int64) * dim + (tl.arange(0, ROWS)[:, None] * dim + columns[None, :])
+    value = tl.load(x + places, inside, 0.0)
     if HAS_BRANCH:
         added = tl.load(branch_bias + columns, is_column, 0.0)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        is_row = rows < num_rows
-        inside = is_row[:, None] & is_column[None, :]
-        places = tl.cast(tile * ROWS, tl.int64) * dim + (tl.arange(0, ROWS)[:, None] * dim + columns[None, :])
-        value = tl.load(x + places, inside, 0.0)
-        if HAS_BRANCH:
-            value += tl.load(branch + places, inside, 0.0).to(tl.float32) + added[None, :]
-            tl.store(x_out + places, value, inside)
-        middle = tl.sum(value, 1) / dim
-        deviation = tl.where(inside, value - middle[:, None], 0.0)
-        narrow = 1 / tl.sqrt(tl.sum(deviation * deviation, 1) / dim + eps)
-        tl.store(mean + rows, middle, is_row)
-        tl.store(inverse + rows, narrow, is_row)
-        result = deviation * narrow[:, None] * gain[None, :] + shift[None, :]
-        tl.store(out + places, result.to(out.dtype.element_ty), inside)
+        value += tl.load(branch + places, inside, 0.0).to(tl.float32) + added[None, :]
+        tl.store(x_out + places, value, inside)
+    middle = tl.sum(value, 1) / dim
+    deviation = tl.where(inside, value - middle[:, None], 0.0)
+    narrow = 1 / tl.sqrt(tl.sum(deviation * deviation, 1) / dim + eps)
+    tl.store(mean + rows, middle, is_row)
+    tl.store(inverse + rows, narrow, is_row)
+    result = deviation * narrow[:, None] * gain[None, :] + shift[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -187,12 +187,6 @@ def _packed(
                       num_rows, num_tokens, dim, HEAD, ROWS, COLUMNS, STAGES)  # fmt: skip
 
 
-def new_partials(num_rows: int, num_sums: int, device: torch.device) -> Tensor:
-    """Room for what each program sums, [parts, num_sums]: as many parts as the kernels below have programs for rows."""
-    num_parts = max(1, min(NUM_PARTS, num_rows // MAP_ROWS))
-    return torch.empty(num_parts, num_sums, dtype=torch.float32, device=device)
-
-
 def add_norm(
     x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +195,7 @@ def add_norm(
     x_out = x if branch is None else torch.empty_like(x)
     mean, inverse = x.new_empty(2, num_rows)
     blocks = _norm_blocks(dim, NORM_VALUES)
-    _add_norm[(min(NUM_PARTS, triton.cdiv(num_rows, blocks["ROWS"])),)](
+    _add_norm[(triton.cdiv(num_rows, blocks["ROWS"]),)](
         x, branch, branch_bias, weight, bias, x_out, out, mean, inverse,
         num_rows, dim, eps, HAS_BRANCH=branch is not None, **blocks,
     )  # fmt: skip
@@ -210,54 +204,66 @@ def add_norm(
 
 def add_norm_backward(
     d_out: Tensor, dx_out: Tensor, x_out: Tensor, statistics: tuple[Tensor, Tensor], weight: Tensor, bias: Tensor,
-    dx: Tensor, d_branch: Tensor | None, out: Tensor | None, partials: Tensor,
-) -> None:  # fmt: skip
-    """dx and d_branch, and `out` once more where it is given; partials: of weight, bias and branch_bias."""
+    dx: Tensor, d_branch: Tensor | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """dx and d_branch, and `out` once more where it is given; the result: parts of weight, bias and branch_bias."""
     dim, num_rows = x_out.shape[-1], x_out.numel() // x_out.shape[-1]
+    blocks = _norm_blocks(dim, NORM_BACKWARD_VALUES)
+    partials = _new_partials(min(NORM_BACKWARD_PARTS, triton.cdiv(num_rows, blocks["ROWS"])), 3 * dim, dx)
     _add_norm_backward[(len(partials),)](
         d_out, dx_out, x_out, *statistics, weight, bias, dx, d_branch, out, partials,
         num_rows, dim, partials.stride(0), HAS_BRANCH=d_branch is not None, REMAKES_OUT=out is not None,
-        **_norm_blocks(dim, NORM_BACKWARD_VALUES),
+        STAGES=NORM_BACKWARD_STAGES, **blocks,
     )  # fmt: skip
+    return partials
 
 
 def gelu(raw: Tensor, bias: Tensor, out: Tensor) -> None:
     """out = GELU(raw + bias)."""
     dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
-    blocks = _map_blocks(dim)
-    grid = (min(NUM_PARTS, triton.cdiv(num_rows, MAP_ROWS)), triton.cdiv(dim, blocks["COLUMNS"]))
-    _gelu[grid](raw, bias, out, num_rows, dim, **blocks)
+    blocks = _map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
+    _gelu[_map_grid(num_rows, dim, blocks, GELU_PARTS)](raw, bias, out, num_rows, dim, **blocks)
 
 
-def gelu_backward(
-    d_out: Tensor, raw: Tensor, bias: Tensor, d_raw: Tensor, out: Tensor | None, partials: Tensor
-) -> None:
-    """d_raw, and `out` once more where it is given; partials: of bias. d_raw may be d_out."""
+def gelu_backward(d_out: Tensor, raw: Tensor, bias: Tensor, d_raw: Tensor, out: Tensor | None) -> Tensor:
+    """d_raw, and `out` once more where it is given; the result: parts of bias. d_raw may be d_out."""
     dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
-    blocks = _map_blocks(dim)
-    _gelu_backward[(len(partials), triton.cdiv(dim, blocks["COLUMNS"]))](
+    blocks = _map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
+    grid = _map_grid(num_rows, dim, blocks, GELU_BACKWARD_PARTS)
+    partials = _new_partials(grid[0], dim, bias)
+    _gelu_backward[grid](
         d_out, raw, bias, d_raw, out, partials, num_rows, dim, partials.stride(0), REMAKES_OUT=out is not None, **blocks
     )
+    return partials
 
 
-def packed(thirds: Sequence[Tensor], out: Tensor, partials: Tensor) -> None:
-    """out [batch, tokens, 3 * dim] from three [batch, heads, tokens, channels of a head]; partials: its sums."""
+def packed(thirds: Sequence[Tensor], out: Tensor) -> Tensor:
+    """out [batch, tokens, 3 * dim] from three [batch, heads, tokens, channels of a head]; the result: parts of sums."""
     _, num_heads, num_tokens, head = thirds[0].shape
     thirds = [third if third.stride(3) == 1 else third.contiguous() for third in thirds]
     strided = [part for third in thirds for part in (third, *third.stride()[:3])]
     dim, num_rows = num_heads * head, out.numel() // out.shape[-1]
-    blocks = _map_blocks(dim)
-    _packed[(len(partials), triton.cdiv(dim, blocks["COLUMNS"]), 3)](
-        *strided, out, partials, num_rows, num_tokens, dim, partials.stride(0), HEAD=head, **blocks
-    )
+    blocks = _map_blocks(dim, PACKED_ROWS, PACKED_COLUMNS, PACKED_STAGES)
+    grid = _map_grid(num_rows, dim, blocks, PACKED_PARTS)
+    partials = _new_partials(grid[0], 3 * dim, out)
+    _packed[(*grid, 3)](*strided, out, partials, num_rows, num_tokens, dim, partials.stride(0), HEAD=head, **blocks)
+    return partials
+
+
+def _new_partials(num_parts: int, num_sums: int, like: Tensor) -> Tensor:
+    return torch.empty(num_parts, num_sums, dtype=torch.float32, device=like.device)
 
 
 def _norm_blocks(dim: int, num_values: int) -> dict[str, int]:
     columns = triton.next_power_of_2(dim)
     rows = max(1, min(MAP_ROWS, num_values // columns))
-    return {"ROWS": rows, "DIM": columns, "STAGES": NORM_STAGES, "num_warps": NORM_WARPS}
+    return {"ROWS": rows, "DIM": columns, "num_warps": NORM_WARPS}
 
 
-def _map_blocks(dim: int) -> dict[str, int]:
-    columns = min(MAP_COLUMNS, triton.next_power_of_2(dim))
-    return {"ROWS": MAP_ROWS, "COLUMNS": columns, "STAGES": MAP_STAGES, "num_warps": MAP_WARPS}
+def _map_blocks(dim: int, rows: int, columns: int, stages: int) -> dict[str, int]:
+    columns = min(columns, triton.next_power_of_2(dim))
+    return {"ROWS": rows, "COLUMNS": columns, "STAGES": stages, "num_warps": MAP_WARPS}
+
+
+def _map_grid(num_rows: int, dim: int, blocks: dict[str, int], most_parts: int) -> tuple[int, int]:
+    return min(most_parts, triton.cdiv(num_rows, blocks["ROWS"])), triton.cdiv(dim, blocks["COLUMNS"])
