@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -86,6 +89,46 @@ def test_a_stop_by_the_user_is_no_row(problem: Problem) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         measured_row(Somebody(each_step=interrupt), problem, SHORT, cold_start=False)
+
+
+def test_ctrl_c_while_a_row_is_measured_ends_the_bench(problem: Problem) -> None:
+    ends: list[float] = []
+
+    def step_for_long() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            for _ in range(1000):
+                time.sleep(0.01)
+        finally:
+            ends.append(time.monotonic())
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        measured_row(Somebody(each_step=step_for_long), problem, SHORT, cold_start=False)
+    assert ends[0] - began < 5
+
+
+def test_each_row_trains_in_a_thread_of_its_own_with_backward_and_without_the_last_ones_modes(problem: Problem) -> None:
+    threads: list[threading.Thread] = []
+    backwards: list[threading.Thread] = []
+    seen: list[tuple[bool, bool]] = []
+
+    def step() -> None:
+        if threading.current_thread() not in threads:
+            seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        threads.append(threading.current_thread())
+        weight = torch.ones(2, requires_grad=True)
+        weight.register_hook(lambda grad: backwards.append(threading.current_thread()))
+        weight.sum().backward()
+        torch.set_autocast_enabled("cpu", True)
+
+    for _ in range(2):
+        measured_row(Somebody(each_step=step), problem, SHORT, cold_start=False)
+    assert len(set(threads)) == 2
+    assert threading.current_thread() not in threads
+    assert backwards == threads
+    assert seen == [(True, False)] * 2
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_switches_that_a_runner_turns_are_turned_back(problem: Problem) -> None:

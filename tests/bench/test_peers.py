@@ -4,12 +4,14 @@ minutes here; `tests/gpu/test_peers_gpu.py` runs the real one."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import importlib
 import logging
 import os
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.peer_isolation import isolated
+from halfstep.bench.peer_isolation import isolated, prepare_thread_for_graphs
 from halfstep.bench.peer_setup import PeerSetup
 from halfstep.bench.peers import PEERS, PeerMissing, peers
 from halfstep.bench.runner import Batch, Problem, Runner
@@ -26,6 +28,7 @@ from halfstep.config.load import load
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, forced, wanted
 from halfstep.precision.backend import effective_leaves, read_flags
+from halfstep.run.own_thread import in_own_thread
 from halfstep.workloads.segmentation import segmentation_loss
 
 STEPS = 4
@@ -111,6 +114,43 @@ def test_a_peer_documented_and_tuned_trains_as_a_loop_written_by_hand(name: str)
     for runner in runners(name, problem):
         # fp32 sums in another order: a few units in the last place of 1.2, grown over four steps of AdamW.
         assert runner.train(STEPS, lambda: None) == pytest.approx(expected[-1], rel=1e-5), runner.variant
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_peer_trains_alike_in_a_thread_of_its_own(name: str) -> None:
+    """Where signals cannot be handled, and backward has no thread to go to."""
+    problem = Watched().problem
+    expected = reference_losses(problem)
+    for runner in runners(name, problem):
+        loss = in_own_thread(functools.partial(runner.train, STEPS, lambda: None), problem.device)
+        assert loss == pytest.approx(expected[-1], rel=1e-5), runner.variant
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_ctrl_c_ends_a_peer_in_a_thread_of_its_own(name: str) -> None:
+    documented, _ = runners(name, Watched().problem)
+
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            time.sleep(0.01)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        in_own_thread(lambda: documented.train(STEPS, interrupted), torch.device("cpu"))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_compilers_graphs_have_a_place_in_every_thread() -> None:
+    from torch._inductor import cudagraph_trees as trees
+
+    def containers() -> object:
+        prepare_thread_for_graphs()
+        return trees.get_obj(trees.local, "tree_manager_containers")
+
+    places = [in_own_thread(containers, torch.device("cpu")) for _ in range(2)]
+    assert places == [{}, {}]
+    assert places[0] is not places[1]
 
 
 @pytest.mark.parametrize("name", INSTALLED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from halfstep.bench.apart import apart
@@ -20,6 +21,7 @@ from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import plan_for
 from halfstep.run.layout import wants_channels_last
+from halfstep.run.own_thread import in_own_thread
 from halfstep.train.optimizers import FUSED, FUSED_DEVICES
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -47,7 +49,8 @@ def explain_rows(
             continue
         with apart(problem.device):
             try:
-                yield explain(runner, steps=steps, facts=facts_of(runner, problem, hardware, flops))
+                facts = facts_of(runner, problem, hardware, flops)
+                yield in_own_thread(partial(explain, runner, steps=steps, facts=facts), problem.device)
             # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
             except Exception as error:
                 error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row

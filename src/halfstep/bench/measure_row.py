@@ -1,4 +1,8 @@
-"""One runner, measured apart from all others; whatever stops it becomes the row's reason."""
+"""One runner, measured apart from all others; whatever stops it becomes the row's reason.
+
+It trains in a thread of its own, backward included: torch keeps cuDNN's algorithms for each thread, and in the thread
+of an earlier row it would train with what that one had found (see `own_thread`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from halfstep.bench.runner import Problem, Runner
 from halfstep.errors import HalfstepError, MemoryLimitError
 from halfstep.measure.memory import format_bytes
 from halfstep.run.memory_limit import first_line
+from halfstep.run.own_thread import in_own_thread
 
 START_MATTERS = 1.05
 """A start that takes this much more memory than the training after it is told."""
@@ -49,7 +54,7 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
     with empty_cache() if cold_start else contextlib.nullcontext():
         cold_start_s = _cold_start_s(runner, device) if cold_start else None
         watch, laps = CacheWatch(), Laps(schedule, device)
-        loss = runner.train(schedule.steps, laps)
+        loss = in_own_thread(lambda: runner.train(schedule.steps, laps), device)
         found, cache = laps.found(), watch.found()
     ms = tuple(1e3 * seconds for seconds in found.window_s)
     return Row(
@@ -86,7 +91,7 @@ def first_step(runner: Runner, device: torch.device) -> tuple[float, Found]:
 
 def _cold_start_s(runner: Runner, device: torch.device) -> float | None:
     """With nothing compiled before; None where nothing was compiled at all."""
-    seconds, found = first_step(runner, device)
+    seconds, found = in_own_thread(lambda: first_step(runner, device), device)
     clean(device)
     forget_in_memory()
     return seconds if found else None

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -41,6 +42,17 @@ def isolated(device: torch.device) -> Iterator[None]:
         forced(False),
     ):
         yield
+
+
+def prepare_thread_for_graphs() -> None:
+    """The compiler keeps CUDA graphs for each thread; in torch 2.11 only the thread that imported it has a place."""
+    from torch._inductor import cudagraph_trees as trees
+
+    if not hasattr(trees.local, "tree_manager_containers"):
+        trees.local.tree_manager_containers = {}
+        trees.local.tree_manager_locks = defaultdict(threading.Lock)
+        for name in ("tree_manager_containers", "tree_manager_locks"):
+            torch._C._stash_obj_in_tls(name, getattr(trees.local, name))
 
 
 @contextlib.contextmanager
