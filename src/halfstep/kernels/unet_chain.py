@@ -102,7 +102,7 @@ class UpConcatConv(torch.autograd.Function):
     """Skip and a deeper raw map, concatenated and convolved to a raw map.
 
     `promise` and `skip`, a raw map without gradient, are of `PoolConv`; `deep` has BatchNorm's weight and bias, then
-    weight and bias of the transposed convolution. `keep`: whether the concatenation stays in memory.
+    weight and bias of the transposed convolution. `keep`: whether the concatenation and what is doubled stay in memory.
     """
 
     @staticmethod
@@ -121,19 +121,22 @@ class UpConcatConv(torch.autograd.Function):
         keep: bool,
     ) -> Tensor:
         w, taps, b_up = weights_for(deep, w_conv), taps_of(deep, w_up), b_up.to(deep.dtype)
-        cat = concatenated(skip, skip_norm, deep, norm, taps, b_up)
-        ctx.save_for_backward(skip, deep, w, taps, b_up, cat if keep else None, *skip_norm, *norm)
+        z = normalised(deep, norm)
+        cat = concatenated(skip, skip_norm, z, taps, b_up)
+        ctx.save_for_backward(skip, deep, w, taps, b_up, *((z, cat) if keep else (None, None)), *skip_norm, *norm)
         return convolved(cat, w, 1, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        skip, deep, w, taps, b_up, cat, *vectors = ctx.saved_tensors
+        skip, deep, w, taps, b_up, z, cat, *vectors = ctx.saved_tensors
         skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
-        cat = concatenated(skip, skip_norm, deep, norm, taps, b_up) if cat is None else cat
+        z = normalised(deep, norm) if z is None else z
+        cat = concatenated(skip, skip_norm, z, taps, b_up) if cat is None else cat
         dcat, dw = convolution_gradients(gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
         assert dcat is not None
-        dz, sums, dtaps, db_up = doubling_gradients(dcat[:, skip.shape[1] :], deep, norm, taps)
+        dz, dtaps, db_up = doubling_gradients(dcat[:, skip.shape[1] :], z, taps)
+        sums = gradient_sums(dz, deep, norm)
         ddeep = gradient_of_raw(dz, deep, norm, sums, masked=True)
         dw_up = dtaps.view(len(taps), 2, 2, -1).permute(0, 3, 1, 2)
         return dcat, None, None, ddeep, sums.weight, sums.g, dw_up, db_up, dw, None, None
@@ -144,13 +147,13 @@ def taps_of(deep: Tensor, w_up: Tensor) -> Tensor:
     return w_up.to(deep.dtype, memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(len(w_up), -1)
 
 
-def concatenated(skip: Tensor, skip_norm: Norm, deep: Tensor, norm: Norm, taps: Tensor, b_up: Tensor) -> Tensor:
-    """relu(skip normalised), and relu(deep normalised) doubled in size and put in its middle."""
+def concatenated(skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Tensor) -> Tensor:
+    """relu(skip normalised), and z doubled in size and put in its middle."""
     n, channels, height, width = skip.shape
     shape = (n, channels + len(b_up), height, width)
     cat = torch.empty(shape, dtype=skip.dtype, device=skip.device, memory_format=torch.channels_last)
     normalised(skip, skip_norm, out=cat[:, :channels])
-    doubled_into(cat[:, channels:], deep, norm, taps, b_up)
+    doubled_into(cat[:, channels:], z, taps, b_up)
     return cat
 
 
