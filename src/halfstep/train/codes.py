@@ -1,0 +1,86 @@
+"""One-byte codes for optimizer moments: a table of 256 values between -1 and 1, denser towards zero, and block scales.
+
+The table is the dynamic tree of Dettmers 2015: seven decades, each with twice as many equal parts as the one below it.
+The nearest code is computed, not searched for: reading a table eight times a value would take longer than the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Values that share a scale."""
+SMALLEST_SCALE = 1e-12
+NUM_DECADES = 7
+
+
+@functools.cache
+def signed_table() -> tuple[float, ...]:
+    """An exponent of ten in unary, the bits that are left as fraction, and a sign."""
+    return tuple(sorted([0.0, 1.0, *(sign * value for value in _tree(0) for sign in (1, -1))]))
+
+
+@functools.cache
+def unsigned_table() -> tuple[float, ...]:
+    """The same without a sign, its bit spent on the fraction."""
+    return tuple(sorted([0.0, 1.0, *_tree(1)]))
+
+
+def _tree(extra_bits: int) -> list[float]:
+    """Midpoints of 2**(level + extra) equal parts of 0.1 to 1, for seven decades."""
+    values: list[float] = []
+    for level in range(NUM_DECADES):
+        edges = torch.linspace(0.1, 1, 2 ** (level + extra_bits) + 1)
+        values += (10.0 ** (level - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+    return values
+
+
+class Level(NamedTuple):
+    """From `threshold` on the rank of the nearest value is the whole part of slope * x + offset, at most `last`."""
+
+    threshold: float
+    slope: float
+    offset: float
+    last: float
+
+
+def levels(extra_bits: int) -> tuple[Level, ...]:
+    """The decades of the table's upper half, and its last value, 1; rank 0 is zero."""
+    found: list[Level] = []
+    rank = 1
+    for level in range(NUM_DECADES):
+        low, parts = 10.0 ** (level - NUM_DECADES), 2 ** (level + extra_bits)
+        width = 9 * low / parts
+        # Half way from the value below: that is zero, or half a part of a fifth of this width under `low`.
+        threshold = low + width / 5 if level else (low + width / 2) / 2
+        found.append(Level(threshold, 1 / width, rank - low / width, rank + parts - 1))
+        rank += parts
+    return (*found, Level(1 - width / 4, 0.0, rank, rank))
+
+
+SIGNED, UNSIGNED = levels(0), levels(1)
+
+
+def ranks(magnitudes: Tensor, decades: tuple[Level, ...]) -> Tensor:
+    """Where in the table's upper half the value nearest to each one stands."""
+    slope, offset, last = (torch.zeros_like(magnitudes) for _ in range(3))
+    for level in decades:
+        reached = magnitudes >= level.threshold
+        slope = torch.where(reached, level.slope, slope)
+        offset = torch.where(reached, level.offset, offset)
+        last = torch.where(reached, level.last, last)
+    return torch.minimum(magnitudes * slope + offset, last).int()
+
+
+def signed_codes(values: Tensor) -> Tensor:
+    """The index of zero is 127, and there is no -1."""
+    found = ranks(values.abs(), SIGNED)
+    return torch.where(values < 0, (127 - found).clamp(min=0), 127 + found).to(torch.uint8)
+
+
+def unsigned_codes(values: Tensor) -> Tensor:
+    return ranks(values, UNSIGNED).to(torch.uint8)
