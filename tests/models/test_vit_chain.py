@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.kernels import transformer_chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.models import vit as vit_module
 from halfstep.models.recompute import Recompute, set_recompute
@@ -51,6 +52,32 @@ def chain_is_used(model: ViT, run: Callable[[], object], monkeypatch: pytest.Mon
 def errors(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
     assert ours.keys() == exact.keys()
     return [float((ours[name] - exact[name]).norm() / exact[name].norm()) for name in exact]
+
+
+@pytest.fixture
+def own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our attention kernels where there is no GPU; in bf16 Triton's interpreter could not multiply matrices."""
+    monkeypatch.setattr(transformer_chain, "is_short", lambda *_: True)
+
+
+@pytest.mark.usefixtures("own_attention")
+@pytest.mark.parametrize("how", ["none", "pointwise"])
+def test_in_fp32_the_chain_with_its_own_attention_is_the_model(how: Recompute) -> None:
+    model = tiny()
+    exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
+    set_recompute(model, how)
+    with forced(True, "chain", "class_token"):
+        assert max(errors(outcome(model, IMAGES, torch.float32), exact)) < 1e-5
+
+
+@pytest.mark.usefixtures("own_attention")
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_in_fp16_the_chain_with_its_own_attention_is_as_near_to_fp64_as_the_model() -> None:
+    exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
+    plain = outcome(tiny(), IMAGES, torch.float16)
+    with forced(True, "chain", "class_token"):
+        chained = outcome(tiny(), IMAGES, torch.float16)
+    assert mean(errors(chained, exact)) < 1.7 * mean(errors(plain, exact))
 
 
 @pytest.mark.parametrize("how", ["none", "pointwise"])

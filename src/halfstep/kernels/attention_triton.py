@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_TOKENS = 256
 FORWARD_QUERIES, FORWARD_WARPS, FORWARD_PROGRAMS = 64, 4, 2
 """Tile, and programs for a head."""
 BACKWARD_AT_ONCE = True

@@ -7,6 +7,9 @@ branch. In the same way GELU adds the bias of the linear layer before it.
 
 Weights are fp32, gradients of weights too, as the matmul accumulates them. With `keep` false the outputs of LayerNorm
 and GELU are not kept for backward: kernels there, which read all that is needed, write them once more.
+
+Attention over few tokens has kernels of its own, between the packed rows that the matmuls around it write and read;
+over more it is torch's, and backward packs its three gradients.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfstep.kernels.normalise import combined
+
+MOST_TOKENS = 256
+"""Whose scores a program of our attention kernels holds at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +82,20 @@ def rounded_weights(blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[Rou
 def through_attention(block: Block, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
     """Attention as the stream's new branch."""
     norm, form = block.norm_1, Form(eps=block.norm_1.eps, num_heads=block.num_heads, keep=keep)
-    parameters = norm.weight, norm.bias, block.in_weight, block.in_bias
-    x, q, k, v = AttentionInput.apply(*stream, *parameters, rounded.in_weight, rounded.in_bias, form)  # type: ignore[no-untyped-call]
-    attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    given = *stream, norm.weight, norm.bias, block.in_weight, block.in_bias, rounded.in_weight, rounded.in_bias, form
+    if is_short(stream.x, rounded.in_weight.dtype, block.num_heads):
+        x, attended = ShortAttention.apply(*given)  # type: ignore[no-untyped-call]
+    else:
+        x, q, k, v = AttentionInput.apply(*given)  # type: ignore[no-untyped-call]
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
     branch = Product.apply(attended, block.out.weight, rounded.out)  # type: ignore[no-untyped-call]
     return Stream(x, branch, block.out.bias)
+
+
+def is_short(x: Tensor, dtype: torch.dtype, num_heads: int) -> bool:
+    """Whether our attention kernels take these tokens, as they do what they were written and measured for."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and is_half and x.shape[1] <= MOST_TOKENS and x.shape[2] in (32 * num_heads, 64 * num_heads)
 
 
 def through_perceptron(block: Block, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
@@ -98,6 +113,32 @@ class Form:
     eps: float
     num_heads: int
     keep: bool
+
+
+class ShortAttention(torch.autograd.Function):
+    """A stream to its x with the branch added, and to attention's output, before its projection."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, norm_weight: Tensor, norm_bias: Tensor,
+        in_weight: Tensor, in_bias: Tensor, half_weight: Tensor, half_bias: Tensor, form: Form,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        from halfstep.kernels import attention_triton as kernels
+
+        normed = add_norm(Stream(x, branch, branch_bias), norm_weight, norm_bias, form.eps, half_weight.dtype)
+        qkv = F.linear(normed.out, half_weight, half_bias)
+        out, log_sum = kernels.attention(qkv, form.num_heads)
+        save(ctx, form, normed, branch, norm_weight, norm_bias, half_weight, qkv, out, log_sum)
+        return normed.x, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, d_attended: Tensor) -> tuple[Tensor | None, ...]:
+        from halfstep.kernels import attention_triton as kernels
+
+        normed, (norm_weight, norm_bias, half_weight, *attention) = saved(ctx)
+        d_qkv, partials = kernels.attention_backward(d_attended, *attention)
+        return projection_gradients(ctx, d_qkv, total(partials), dx, normed, norm_weight, norm_bias, half_weight)
 
 
 class AttentionInput(torch.autograd.Function):
@@ -118,18 +159,25 @@ class AttentionInput(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         from halfstep.kernels import transformer_triton as kernels
 
-        normed, (norm_weight, norm_bias, half_weight) = saved(ctx)
-        batch, num_tokens, dim = dx.shape
-        d_qkv = dq.new_empty(batch * num_tokens, 3 * dim)
-        d_bias = total(kernels.packed((dq, dk, dv), d_qkv))
-        d_out = d_qkv @ half_weight
-        dx, d_branch, out, sums = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias)
-        d_weight = weight_gradient(d_qkv, out)
-        d_norm_weight, d_norm_bias, d_branch_bias = sums
-        return (
-            dx, d_branch, d_branch_bias if ctx.has_branch else None, d_norm_weight, d_norm_bias,
-            d_weight, d_bias, None, None, None,
-        )  # fmt: skip
+        normed, parameters = saved(ctx)
+        d_qkv = dq.new_empty(*dx.shape[:2], 3 * dx.shape[2])
+        partials = kernels.packed((dq, dk, dv), d_qkv)
+        return projection_gradients(ctx, d_qkv, total(partials), dx, normed, *parameters)
+
+
+def projection_gradients(
+    ctx: Any, d_qkv: Tensor, d_bias: Tensor, dx: Tensor,
+    normed: Normed, norm_weight: Tensor, norm_bias: Tensor, half_weight: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """From the gradients of packed queries, keys and values, and of their bias, to those of what they were made of."""
+    d_qkv = d_qkv.flatten(0, 1)
+    d_out = d_qkv @ half_weight
+    dx, d_branch, out, sums = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias)
+    d_norm_weight, d_norm_bias, d_branch_bias = sums
+    return (
+        dx, d_branch, d_branch_bias if ctx.has_branch else None, d_norm_weight, d_norm_bias,
+        weight_gradient(d_qkv, out), d_bias, None, None, None,
+    )  # fmt: skip
 
 
 class Perceptron(torch.autograd.Function):
