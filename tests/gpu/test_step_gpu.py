@@ -55,8 +55,10 @@ def test_fifty_steps_make_no_host_synchronisation(optimizer: str, precision: str
 def test_clipping_inside_the_optimizers_kernel_is_a_rounding_away_from_a_plain_loop(
     optimizer: str, limit: float
 ) -> None:
-    """Unclipped to the bit. Clipped, gradients are a spacing (1e-7) off, and Adam divides by their size; a
-    factor applied twice or never would be off by its own size."""
+    """Unclipped, Adam's to the bit. SGD's kernel divides by 1 then, which changes nothing, but it computes in fp32 since
+    torch 2.11, and which multiplications and additions are fused is the CUDA compiler's choice, branch by branch: a
+    rounding of the momentum. Clipped, gradients are a spacing (1e-7) off, and Adam divides by their size; a factor
+    applied twice or never would be off by its own size."""
     with algorithms(deterministic=True):
         model = make_model(device="cuda")
         reference = copy.deepcopy(model)
@@ -75,8 +77,9 @@ def test_clipping_inside_the_optimizers_kernel_is_a_rounding_away_from_a_plain_l
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
             theirs.step()
-    if limit > 1:
+    if limit > 1 and optimizer != "sgd":
         assert_same_bits(model.state_dict(), reference.state_dict())
+    bound = 1e-4 if limit > 1 else 1e-3
     start = dict(make_model(device="cuda").named_parameters())
     expected = dict(reference.named_parameters())
     for name, ours in model.named_parameters():
@@ -84,8 +87,8 @@ def test_clipping_inside_the_optimizers_kernel_is_a_rounding_away_from_a_plain_l
         assert ours.grad is not None
         assert theirs_now.grad is not None
         if name != "conv.bias":  # BatchNorm takes it away again: its gradient is noise
-            assert (ours - theirs_now).norm() <= 1e-3 * (theirs_now - began).norm()
-            assert (ours.grad - theirs_now.grad).norm() <= 1e-3 * theirs_now.grad.norm()
+            assert (ours - theirs_now).norm() <= bound * (theirs_now - began).norm()
+            assert (ours.grad - theirs_now.grad).norm() <= bound * theirs_now.grad.norm()
 
 
 def test_a_parameter_in_two_optimizers_is_clipped_once_on_cuda() -> None:
