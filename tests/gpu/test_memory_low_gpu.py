@@ -18,8 +18,10 @@ from halfstep.models.unet import UNet
 from halfstep.precision.decide import decide
 from halfstep.run.memory_levers import levers_of, memory_setting, optimizer_for
 from halfstep.run.memory_low import NORMAL, TIME_LIMIT, Cost, MemorySetting, choose_memory
-from halfstep.train.adamw8bit import AdamW8bit
+from halfstep.train import adamw8bit_triton
+from halfstep.train.adamw8bit import AdamW8bit, Setting, empty_state, update
 from no_waiting import no_host_wait
+from tiny_training import assert_same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,24 +112,30 @@ def test_unet_at_512_takes_at_most_3900_megabytes_when_what_is_bound_by_memory_i
             assert cost.peak_bytes <= 3.9e9
 
 
+def errors(found: list[Tensor], exact: tuple[Tensor, ...]) -> list[float]:
+    """Of each gradient, beside its size."""
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+
 @pytest.mark.parametrize("how", ["pointwise", "blocks"])
-def test_compiled_gradients_are_those_of_the_plain_model(how: Recompute) -> None:
+def test_compiled_gradients_are_as_near_to_fp32_as_those_of_the_plain_model(how: Recompute) -> None:
+    """Not to each other: the two are compiled to other kernels, so each rounds its maps in its own way, and a value that
+    rounding turns over at a ReLU has a wholly different gradient. The measure is how far the plain model is off."""
     torch.compiler.reset()
     plain = unet(32, 2)
-    model = copy.deepcopy(plain)
+    model, exact = copy.deepcopy(plain), copy.deepcopy(plain)
     set_recompute(model, how)
     x, y = images(2, 128)
-    gradients = []
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        truth = torch.autograd.grad(F.cross_entropy(exact(x), y), list(exact.parameters()))
+    found = []
     for net in (plain, model):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        a_step(net, optimizer, x, y)()
-        gradients.append([p.grad for p in net.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        assert a is not None
-        assert b is not None
-        # bf16 rounds at 2^-9; where the graph is cut elsewhere about as many values change their side of ReLU, and
-        # each of them is wholly off: sqrt(2^-9).
-        assert (a - b).norm() <= 0.05 * a.norm() + 1e-6
+        a_step(net, torch.optim.SGD(net.parameters(), lr=0.0), x, y)()
+        found.append(errors([p.grad for p in net.parameters() if p.grad is not None], truth))
+    usual = max(found[0])
+    assert usual < 0.3  # a gradient that is wrong or missing is off by about 1
+    assert max(found[1]) < 2 * usual
+    assert statistics.median(found[1]) < 1.5 * statistics.median(found[0])
     for a, b in zip(plain.buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
@@ -140,6 +148,25 @@ def layer_and_gradient() -> tuple[nn.Linear, Tensor]:
 
 def give(layer: nn.Linear, gradient: Tensor) -> None:
     layer.weight.grad, layer.bias.grad = gradient, gradient[0].clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_the_kernel_has_the_bits_of_its_twin(dtype: torch.dtype, scale: float | None) -> None:
+    weights = torch.randn(4099 * 256, device="cuda").to(dtype)  # not a whole number of programs
+    setting = Setting(
+        lr=torch.full((), 1e-2, device="cuda"), found_inf=torch.zeros((), device="cuda"), betas=(0.9, 0.999), eps=1e-8,
+        weight_decay=0.1, grad_scale=None if scale is None else torch.full((), scale, device="cuda"),
+    )  # fmt: skip
+    ours, theirs = ({"weights": weights.clone(), **empty_state(weights)} for _ in range(2))
+    size = torch.logspace(-9, 3, 4099, device="cuda").repeat_interleave(256)
+    for step in range(1, 6):
+        gradient = (torch.randn_like(size) * size).to(dtype)
+        corrections = [1 - beta ** torch.full((), float(step), device="cuda") for beta in setting.betas]
+        for found, run in ((ours, adamw8bit_triton.update), (theirs, update)):
+            found["gradient"] = gradient.clone()
+            run(found["weights"], found["gradient"], found, corrections, setting)
+        assert_same_bits(ours, theirs)
 
 
 def test_one_byte_moments_on_the_gpu_follow_those_of_the_cpu() -> None:
@@ -162,15 +189,18 @@ def test_one_byte_moments_can_be_captured_skipped_and_count_their_steps() -> Non
     optimizer.found_inf = flag  # type: ignore[attr-defined]
     give(layer, gradient)
     graph, _ = captured(optimizer.step)  # after three steps
-    counted = optimizer.state[layer.weight]["step"]
     graph.replay()
-    assert counted.item() == 4
-    before = [layer.weight.detach().clone(), *(t.clone() for t in optimizer.state[layer.weight].values())]
+    assert [optimizer.state[p]["step"].item() for p in layer.parameters()] == [4, 4]
+    before = all_of(layer, optimizer)
     flag.fill_(1)
     gradient.fill_(float("nan"))
     graph.replay()
-    after = [layer.weight.detach(), *optimizer.state[layer.weight].values()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert_same_bits(before, all_of(layer, optimizer))
+
+
+def all_of(layer: nn.Linear, optimizer: AdamW8bit) -> dict[str, Tensor]:
+    state = {f"{k}.{name}": v for k, p in enumerate(layer.parameters()) for name, v in optimizer.state[p].items()}
+    return {name: value.clone() for name, value in {**layer.state_dict(), **state}.items()}
 
 
 def test_one_byte_moments_make_no_host_synchronisation() -> None:
