@@ -119,7 +119,7 @@ def errors(found: list[Tensor], exact: tuple[Tensor, ...]) -> list[float]:
 
 @pytest.mark.parametrize("how", ["pointwise", "blocks"])
 def test_compiled_gradients_are_as_near_to_fp32_as_those_of_the_plain_model(how: Recompute) -> None:
-    """Not to each other: the two are compiled to other kernels, so each rounds its maps in its own way, and a value that
+    """Not to each other: the two are compiled to other kernels, each rounds its maps in its own way, and a value that
     rounding turns over at a ReLU has a wholly different gradient. The measure is how far the plain model is off."""
     torch.compiler.reset()
     plain = unet(32, 2)
