@@ -56,8 +56,8 @@ def test_clipping_inside_the_optimizers_kernel_is_a_rounding_away_from_a_plain_l
     optimizer: str, limit: float
 ) -> None:
     """Unclipped, Adam's to the bit. SGD's kernel divides by 1 then, which changes nothing, but it computes in fp32
-    since torch 2.11, and which multiplications and additions are fused is the CUDA compiler's choice, branch by branch: a
-    rounding of the momentum. Clipped, gradients are a spacing (1e-7) off, and Adam divides by their size; a factor
+    since torch 2.11, and which multiplications and additions are fused is the CUDA compiler's choice, branch by branch:
+    a rounding of the momentum. Clipped, gradients are a spacing (1e-7) off, and Adam divides by their size; a factor
     applied twice or never would be off by its own size."""
     with algorithms(deterministic=True):
         model = make_model(device="cuda")
