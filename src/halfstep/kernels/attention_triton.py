@@ -42,15 +42,6 @@ def _rows(first, row_stride, num_tokens, ROWS: tl.constexpr, HEAD: tl.constexpr)
 
 
 @triton.jit
-def _statistic(of_head, queries, is_query, absent, WIDTH: tl.constexpr):
-    """A number for each query, `absent` where there is none. As wide a load as there are threads, all but one column of
-    which is masked: of a narrower one the compiler makes a load of all numbers by each thread."""
-    columns = tl.arange(0, WIDTH)[None, :]
-    wide = tl.load(of_head + queries[:, None] + columns, is_query[:, None] & (columns == 0), 0.0)
-    return tl.where(is_query, tl.sum(wide, 1), absent)
-
-
-@triton.jit
 def _attention(
     qkv, out, log_sum, num_tokens, dim, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):
@@ -89,7 +80,6 @@ def _weights(scores, dp, factor, log_sum, delta, is_key, dtype: tl.constexpr):
 def _all_gradients(
     qkv, out, log_sum, d_out, d_qkv, partials, num_tokens, dim, scale,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A head by one program, which holds gradients of KEYS keys, or TWICE as many: reads five values, writes three."""
     num_heads = dim // HEAD
@@ -112,7 +102,6 @@ def _all_gradients(
         more_dk = tl.zeros([KEYS, HEAD], tl.float32)
         more_dv = tl.zeros([KEYS, HEAD], tl.float32)
     sum_dq = tl.zeros([HEAD, QUERIES], tl.float32)
-    sum_d_out = tl.zeros([QUERIES, HEAD], tl.float32)
     for tile in tl.range(0, tl.cdiv(num_tokens, QUERIES), num_stages=STAGES):
         queries = tile * QUERIES + tl.arange(0, QUERIES)
         places, exists = _rows(tile * QUERIES, 3 * dim, num_tokens, QUERIES, HEAD)
@@ -123,29 +112,31 @@ def _all_gradients(
         scores = tl.dot(k, tl.trans(q))
         dp = tl.dot(v, tl.trans(do))
         # Where there is no query P becomes 0.
-        ls = _statistic(log_sum, queries, queries < num_tokens, float("inf"), WIDTH)[None, :] * LOG2_E
+        ls = tl.load(log_sum + queries, queries < num_tokens, float("inf"))[None, :] * LOG2_E
         delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)[None, :]
-        sum_d_out += do.to(tl.float32)
         p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_key, dtype)
         dv = tl.dot(p, do, dv)
         dk = tl.dot(ds, q, dk)
-        dq = tl.dot(tl.trans(k), ds)  # transposed: a tile of a matmul has 64 rows at least, and these are fewer queries
+        # Transposed: a tile of a matmul has 64 rows at least, and these are fewer queries.
+        dq = tl.dot(tl.trans(k), ds) * scale
         if TWICE:
             scores = tl.dot(more_k, tl.trans(q))
             dp = tl.dot(more_v, tl.trans(do))
             p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_more, dtype)
             more_dv = tl.dot(p, do, more_dv)
             more_dk = tl.dot(ds, q, more_dk)
-            dq = tl.dot(tl.trans(more_k), ds, dq)
-        dq *= scale
+            # Not added by the matmul itself: of two in a row the compiler has one done by each half of the warps.
+            dq += tl.dot(tl.trans(more_k), ds) * scale
         sum_dq += dq
         tl.store(d_qkv + places, tl.trans(dq).to(dtype), exists)
     tl.store(d_qkv + dim + key_places, (dk * scale).to(dtype), is_key)
     tl.store(d_qkv + 2 * dim + key_places, dv.to(dtype), is_key)
+    sum_dv = tl.sum(dv, 0)
     if TWICE:
         tl.store(d_qkv + dim + more_places, (more_dk * scale).to(dtype), is_more)
         tl.store(d_qkv + 2 * dim + more_places, more_dv.to(dtype), is_more)
-    _store_sums(partials + batch * 3 * dim + head * HEAD, dim, tl.sum(sum_dq, 1), tl.sum(sum_d_out, 0), HEAD)
+        sum_dv += tl.sum(more_dv, 0)
+    _store_sums(partials + batch * 3 * dim + head * HEAD, dim, tl.sum(sum_dq, 1), sum_dv, HEAD)
 
 
 @triton.jit
@@ -197,7 +188,7 @@ def _query_gradient(
 @triton.jit
 def _key_gradients(
     qkv, log_sum, d_out, delta, d_qkv, num_tokens, dim, scale,
-    HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
+    HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys: reads four values, writes two."""
     num_heads = dim // HEAD
@@ -221,8 +212,8 @@ def _key_gradients(
         do = tl.load(d_out + out_places, exists, 0.0)
         scores = tl.dot(k, tl.trans(q))
         dp = tl.dot(v, tl.trans(do))
-        ls = _statistic(log_sum, queries, queries < num_tokens, float("inf"), WIDTH)[None, :] * LOG2_E
-        along = _statistic(delta, queries, queries < num_tokens, 0.0, WIDTH)[None, :]
+        ls = tl.load(log_sum + queries, queries < num_tokens, float("inf"))[None, :] * LOG2_E
+        along = tl.load(delta + queries, queries < num_tokens, 0.0)[None, :]
         p, ds = _weights(scores, dp, scale * LOG2_E, ls, along, is_key, dtype)
         dv = tl.dot(p, do, dv)
         dk = tl.dot(ds, q, dk)
@@ -256,7 +247,7 @@ def _backward_at_once(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor) 
     _all_gradients[(batch * num_heads,)](
         qkv, out, log_sum, d_out, d_qkv, partials, num_tokens, dim, head**-0.5,
         HEAD=head, QUERIES=AT_ONCE_QUERIES, KEYS=keys, TWICE=num_tokens > keys,
-        STAGES=AT_ONCE_STAGES, WIDTH=AT_ONCE_WARPS * 32 // AT_ONCE_QUERIES, num_warps=AT_ONCE_WARPS,
+        STAGES=AT_ONCE_STAGES, num_warps=AT_ONCE_WARPS,
     )  # fmt: skip
     return d_qkv, partials
 
@@ -274,7 +265,6 @@ def _backward_by_two(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor) -
     keys, queries = KEYS_TILE
     _key_gradients[(batch * num_heads, triton.cdiv(num_tokens, keys))](
         qkv, log_sum, d_out, delta, d_qkv, num_tokens, dim, head**-0.5,
-        HEAD=head, QUERIES=queries, KEYS=keys, STAGES=KEYS_STAGES, WIDTH=KEYS_WARPS * 32 // queries,
-        num_warps=KEYS_WARPS,
+        HEAD=head, QUERIES=queries, KEYS=keys, STAGES=KEYS_STAGES, num_warps=KEYS_WARPS,
     )  # fmt: skip
     return d_qkv, partials
