@@ -7,9 +7,9 @@ qkv is [batch, tokens, 3 · dim], out [batch, tokens, dim] with dim = heads · H
 
 P is made again from the logarithm of each row's sum. All keys of a head are few, so forward has whole rows at hand and
 backward needs no atomic additions: a run gives the same bits every time. Gradients are written where the matmul behind
-reads them, with parts of their sums over tokens, the gradient of the projection's bias: Σ dQ is summed up; Σ dV is
-Σ d_out, as each row of P sums to 1; Σ dK is 0, as each row of dS sums to 0 (the same number added to all scores of a
-row changes no softmax).
+reads them, with parts of their sums over tokens, the gradient of the projection's bias: Σ dV is Σ d_out, as each row
+of P sums to 1, and whichever is at hand is summed up; Σ dK is 0, as each row of dS sums to 0 (the same number added to
+all scores of a row changes no softmax).
 """
 
 from __future__ import annotations
