@@ -77,7 +77,7 @@ def _weights(scores, dp, factor, log_sum, delta, is_key, dtype: tl.constexpr):
 
 
 @triton.jit
-def _all_gradients(
+def _attention_gradients(
     qkv, out, log_sum, d_out, d_qkv, partials, num_tokens, dim, scale,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def _store_sums(place, dim, of_queries, of_values, HEAD: tl.constexpr):
 
 
 @triton.jit
-def _query_gradient(
+def _attention_query_gradient(
     qkv, out, log_sum, d_out, d_qkv, delta, partials, num_tokens, dim, scale,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def _query_gradient(
 
 
 @triton.jit
-def _key_gradients(
+def _attention_key_gradients(
     qkv, log_sum, d_out, delta, d_qkv, num_tokens, dim, scale,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +244,7 @@ def _backward_at_once(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor) 
     (batch, num_heads, num_tokens), dim = log_sum.shape, out.shape[2]
     d_qkv, partials = torch.empty_like(qkv), log_sum.new_empty(batch, 3 * dim)
     keys, head = max(16, min(128, triton.next_power_of_2(num_tokens))), dim // num_heads
-    _all_gradients[(batch * num_heads,)](
+    _attention_gradients[(batch * num_heads,)](
         qkv, out, log_sum, d_out, d_qkv, partials, num_tokens, dim, head**-0.5,
         HEAD=head, QUERIES=AT_ONCE_QUERIES, KEYS=keys, TWICE=num_tokens > keys,
         STAGES=AT_ONCE_STAGES, num_warps=AT_ONCE_WARPS,
@@ -258,12 +258,12 @@ def _backward_by_two(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor) -
     queries, keys = QUERIES_TILE
     num_tiles = triton.cdiv(num_tokens, queries)
     partials = log_sum.new_empty(batch * num_tiles, 3 * dim)
-    _query_gradient[(batch * num_heads, num_tiles)](
+    _attention_query_gradient[(batch * num_heads, num_tiles)](
         qkv, out, log_sum, d_out, d_qkv, delta, partials, num_tokens, dim, head**-0.5,
         HEAD=head, QUERIES=queries, KEYS=keys, STAGES=QUERIES_STAGES, num_warps=QUERIES_WARPS,
     )  # fmt: skip
     keys, queries = KEYS_TILE
-    _key_gradients[(batch * num_heads, triton.cdiv(num_tokens, keys))](
+    _attention_key_gradients[(batch * num_heads, triton.cdiv(num_tokens, keys))](
         qkv, log_sum, d_out, delta, d_qkv, num_tokens, dim, head**-0.5,
         HEAD=head, QUERIES=queries, KEYS=keys, STAGES=KEYS_STAGES, num_warps=KEYS_WARPS,
     )  # fmt: skip
