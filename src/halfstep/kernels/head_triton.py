@@ -14,146 +14,211 @@ from torch import Tensor
 
 from halfstep.kernels.normalise import GradientSums, Norm, combined, dense_like
 
-TILE_VALUES = 4096
-NUM_WARPS = 4
-NUM_PROGRAMS = 132 * 8
-DOT_CLASSES = tl.constexpr(16)
-"""Fewest rows of a matrix product: classes are filled up with zeros."""
+LOGIT_VALUES, GRADIENT_VALUES = 4096, 4096
+NUM_WARPS, NUM_PROGRAMS = 8, 132 * 8
+SUM_VALUES, SUM_LOADS = 2048, 8
+"""Eight values, 16 bytes, a thread of eight warps; as many such parts at once as keep their loads of logits at this."""
+SUM_WARPS, SUM_PROGRAMS = 8, 132 * 4
+"""Fewer programs than for maps, since each leaves a part of the sums."""
 
 
 @triton.jit
-def _map_tile(y, scale, offset, start, num_rows, channels, columns, is_channel, ROWS: tl.constexpr):
-    """Rows of y and of relu(y * scale + offset), in fp32, the latter rounded as a stored map would be; NaN stays."""
-    row = start + tl.arange(0, ROWS)
-    inside = (row < num_rows)[:, None] & is_channel[None, :]
-    value = tl.load((y + row.to(tl.int64) * channels)[:, None] + columns[None, :], mask=inside, other=0.0)
-    value = value.to(tl.float32)
-    z = value * scale[None, :] + offset[None, :]
-    return value, tl.where(z <= 0, 0.0, z).to(y.dtype.element_ty).to(tl.float32), row, inside
+def _place(tile, pixels, ROWS: tl.constexpr):
+    """A tile's image, and its first pixel there: no tile crosses images, so that no pixel's place needs a division."""
+    in_image = tl.cdiv(pixels, ROWS)
+    return (tile // in_image).to(tl.int64), tile % in_image * ROWS
 
 
 @triton.jit
-def _pixel_offsets(row, height, width, n_stride, h_stride, w_stride):
-    """Where a row's pixel lies in a map of any strides."""
-    line = row // width
-    image = (line // height).to(tl.int64)
-    return image * n_stride + (line % height) * h_stride + (row % width) * w_stride
+def _map_offsets(image, start, pixels, channels, columns, ROWS: tl.constexpr):
+    return (image * pixels + start) * channels + (tl.arange(0, ROWS)[:, None] * channels + columns[None, :])
 
 
 @triton.jit
-def _map_gradient(dlogits, weight, pixel, row, num_rows, k_stride, channels, columns, is_channel,
-                  CLASSES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """The gradient of the normalised map: a few outer products."""
-    dz = tl.zeros((ROWS, COLS), tl.float32)
+def _weights(weight, channels, columns, is_channel, CLASSES):
+    """Of each class, in fp32."""
+    weights = ()
     for k in tl.static_range(CLASSES):
-        dlogit = tl.load(dlogits + pixel + k * k_stride, mask=row < num_rows, other=0.0).to(tl.float32)
         w = tl.load(weight + k * channels + columns, mask=is_channel, other=0.0).to(tl.float32)
-        dz += dlogit[:, None] * w[None, :]
-    return dz
+        weights = weights + (w[None, :],)  # noqa: RUF005 - Triton unpacks no tuples
+    return weights
 
 
 @triton.jit
-def logits_kernel(y, scale, offset, weight, bias, out, num_rows, channels,
+def _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS):
+    """Of each class, in fp32."""
+    at = dlogits + image * n_stride + start.to(tl.int64) * w_stride + tl.arange(0, ROWS) * w_stride
+    gradients = ()
+    for k in tl.static_range(CLASSES):
+        gradient = tl.load(at + k * k_stride, mask=is_row, other=0.0).to(tl.float32)
+        gradients = gradients + (gradient[:, None],)  # noqa: RUF005
+    return gradients
+
+
+@triton.jit
+def _products(gradients, weights, CLASSES: tl.constexpr):
+    """The gradient of the normalised map: a few outer products."""
+    total = gradients[0] * weights[0]
+    for k in tl.static_range(1, CLASSES):
+        total += gradients[k] * weights[k]
+    return total
+
+
+@triton.jit
+def _zeros(CLASSES, ROWS, COLS):
+    """A tile for each class."""
+    zeros = ()
+    for _ in tl.static_range(CLASSES):
+        zeros = zeros + (tl.zeros((ROWS, COLS), tl.float32),)  # noqa: RUF005
+    return zeros
+
+
+@triton.jit
+def _plus_products(sums, gradients, values, CLASSES):
+    """Of each class, its sum and the product of its gradient with values."""
+    new = ()
+    for k in tl.static_range(CLASSES):
+        new = new + (sums[k] + gradients[k] * values,)  # noqa: RUF005
+    return new
+
+
+@triton.jit
+def _parts_of_tile(y, dlogits, tile, pixels, channels, columns, is_channel, n_stride, k_stride, w_stride,
+                   CLASSES, PARTS, ROWS):  # fmt: skip
+    """Values and logits' gradients of each part, all read before the first is used: so enough is on its way."""
+    image, first = _place(tile, pixels, PARTS * ROWS)
+    values, gradients = (), ()
+    for part in tl.static_range(PARTS):
+        start = first + part * ROWS
+        is_row = start + tl.arange(0, ROWS) < pixels
+        at = y + _map_offsets(image, start, pixels, channels, columns, ROWS)
+        values = values + (tl.load(at, mask=is_row[:, None] & is_channel[None, :], other=0.0),)  # noqa: RUF005
+        of_part = _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS)
+        gradients = gradients + (of_part,)  # noqa: RUF005
+    return values, gradients
+
+
+@triton.jit
+def logits_kernel(y, scale, offset, weight, bias, out, num_tiles, pixels, channels,
                   CLASSES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Reads y, writes logits."""
     columns = tl.arange(0, COLS)
     is_channel = columns < channels
-    a = tl.load(scale + columns, mask=is_channel, other=0.0)
-    b = tl.load(offset + columns, mask=is_channel, other=0.0)
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-        _, z, row, _ = _map_tile(y, a, b, tile * ROWS, num_rows, channels, columns, is_channel, ROWS)
+    a = tl.load(scale + columns, mask=is_channel, other=0.0)[None, :]
+    b = tl.load(offset + columns, mask=is_channel, other=0.0)[None, :]
+    weights = _weights(weight, channels, columns, is_channel, CLASSES)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        image, start = _place(tile, pixels, ROWS)
+        is_row = start + tl.arange(0, ROWS) < pixels
+        inside = is_row[:, None] & is_channel[None, :]
+        z = tl.load(y + _map_offsets(image, start, pixels, channels, columns, ROWS), mask=inside, other=0.0)
+        z = z.to(tl.float32) * a + b
+        z = tl.where(z <= 0, 0.0, z)  # `maximum` would turn NaN into 0
+        at = out + ((image * pixels + start) * CLASSES + tl.arange(0, ROWS) * CLASSES)
         for k in tl.static_range(CLASSES):
-            w = tl.load(weight + k * channels + columns, mask=is_channel, other=0.0).to(tl.float32)
-            logit = tl.sum(z * w[None, :], 1) + tl.load(bias + k).to(tl.float32)
-            tl.store(out + row.to(tl.int64) * CLASSES + k, logit.to(out.dtype.element_ty), mask=row < num_rows)
+            logit = tl.sum(z * weights[k], 1) + tl.load(bias + k).to(tl.float32)
+            tl.store(at + k, logit.to(out.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
-def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_partials, num_rows, channels, height,
-                     width, n_stride, k_stride, h_stride, w_stride,
-                     CLASSES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Reads y and the logits' gradient; writes each program's sums of g, of g * (y - mean) and of dlogits * z."""
+def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_partials, num_tiles, pixels, channels,
+                     n_stride, k_stride, w_stride,
+                     CLASSES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Reads y and the logits' gradient; writes each program's sums of g, of g * (y - mean) and of dlogits * z.
+
+    All of them come from two sums for each class, of dlogit and of dlogit * (y - mean) where ReLU let y through.
+    """
     columns = tl.arange(0, COLS)
     is_channel = columns < channels
-    a = tl.load(scale + columns, mask=is_channel, other=0.0)
-    b = tl.load(offset + columns, mask=is_channel, other=0.0)
-    mu = tl.load(mean + columns, mask=is_channel, other=0.0)
-    classes = tl.arange(0, DOT_CLASSES)
-    sum_g, sum_gx = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
-    dweight = tl.zeros((DOT_CLASSES, COLS), tl.float32)
-    dbias = tl.zeros((DOT_CLASSES, ROWS), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-        value, z, row, _ = _map_tile(y, a, b, tile * ROWS, num_rows, channels, columns, is_channel, ROWS)
-        pixel = _pixel_offsets(row, height, width, n_stride, h_stride, w_stride)
-        dz = _map_gradient(
-            dlogits, weight, pixel, row, num_rows, k_stride, channels, columns, is_channel,
-            CLASSES, ROWS, COLS)  # fmt: skip
-        g = tl.where(z > 0, dz, 0.0)
-        sum_g += g
-        sum_gx += g * (value - mu[None, :])
-        turned = tl.load(
-            dlogits + pixel[None, :] + classes[:, None] * k_stride,
-            mask=(classes < CLASSES)[:, None] & (row < num_rows)[None, :],
-            other=0.0,
-        )
-        dweight = tl.dot(turned, z.to(turned.dtype), dweight, input_precision="ieee")
-        dbias += turned.to(tl.float32)
+    a = tl.load(scale + columns, mask=is_channel, other=0.0)[None, :]
+    b = tl.load(offset + columns, mask=is_channel, other=0.0)[None, :]
+    mu = tl.load(mean + columns, mask=is_channel, other=0.0)[None, :]
+    sums, sums_x, sums_all = _zeros(CLASSES, ROWS, COLS), _zeros(CLASSES, ROWS, COLS), _zeros(CLASSES, ROWS, 1)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        values, gradients = _parts_of_tile(
+            y, dlogits, tile, pixels, channels, columns, is_channel, n_stride, k_stride, w_stride,
+            CLASSES, PARTS, ROWS)  # fmt: skip
+        for part in tl.static_range(PARTS):
+            value = values[part].to(tl.float32)
+            is_through = tl.where(value * a + b <= 0, 0.0, 1.0)
+            sums = _plus_products(sums, gradients[part], is_through, CLASSES)
+            sums_x = _plus_products(sums_x, gradients[part], is_through * (value - mu), CLASSES)
+            sums_all = _plus_products(sums_all, gradients[part], 1.0, CLASSES)
+    a, b = tl.load(scale + columns, mask=is_channel, other=0.0), tl.load(offset + columns, mask=is_channel, other=0.0)
+    middle = a * tl.load(mean + columns, mask=is_channel, other=0.0) + b
     at = partials + tl.program_id(0) * (2 + CLASSES) * channels + columns
-    tl.store(at, tl.sum(sum_g, 0), mask=is_channel)
-    tl.store(at + channels, tl.sum(sum_gx, 0), mask=is_channel)
-    at = at[None, :] + (2 + classes[:, None]) * channels
-    tl.store(at, dweight, mask=(classes < CLASSES)[:, None] & is_channel[None, :])
-    tl.store(bias_partials + tl.program_id(0) * CLASSES + classes, tl.sum(dbias, 1), mask=classes < CLASSES)
+    sum_g, sum_gx = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
+    for k in tl.static_range(CLASSES):
+        w = tl.load(weight + k * channels + columns, mask=is_channel, other=0.0).to(tl.float32)
+        total, total_x = tl.sum(sums[k], 0), tl.sum(sums_x[k], 0)
+        sum_g += w * total
+        sum_gx += w * total_x
+        tl.store(at + (2 + k) * channels, a * total_x + middle * total, mask=is_channel)
+        tl.store(bias_partials + tl.program_id(0) * CLASSES + k, tl.sum(tl.sum(sums_all[k], 1), 0))
+    tl.store(at, sum_g, mask=is_channel)
+    tl.store(at + channels, sum_gx, mask=is_channel)
 
 
 @triton.jit
-def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g, sum_gx, out, num_rows, channels,
-                         height, width, n_stride, k_stride, h_stride, w_stride,
+def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g, sum_gx, out, num_tiles, num_values,
+                         pixels, channels, n_stride, k_stride, w_stride,
                          CLASSES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Reads y and the logits' gradient, writes the gradient of y."""
     columns = tl.arange(0, COLS)
     is_channel = columns < channels
-    a = tl.load(scale + columns, mask=is_channel, other=0.0)
-    b = tl.load(offset + columns, mask=is_channel, other=0.0)
-    mu = tl.load(mean + columns, mask=is_channel, other=0.0)[None, :]
+    a, b = tl.load(scale + columns, mask=is_channel, other=0.0), tl.load(offset + columns, mask=is_channel, other=0.0)
     slope = tl.load(inverse + columns, mask=is_channel, other=0.0)
-    slope = (slope * slope * tl.load(sum_gx + columns, mask=is_channel, other=0.0) / num_rows)[None, :]
-    level = (tl.load(sum_g + columns, mask=is_channel, other=0.0) / num_rows)[None, :]
-    for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
-        value, z, row, inside = _map_tile(y, a, b, tile * ROWS, num_rows, channels, columns, is_channel, ROWS)
-        pixel = _pixel_offsets(row, height, width, n_stride, h_stride, w_stride)
-        dz = _map_gradient(
-            dlogits, weight, pixel, row, num_rows, k_stride, channels, columns, is_channel,
-            CLASSES, ROWS, COLS)  # fmt: skip
-        dy = a[None, :] * (tl.where(z > 0, dz, 0.0) - level - (value - mu) * slope)
-        at = (out + row.to(tl.int64) * channels)[:, None] + columns[None, :]
-        tl.store(at, dy.to(out.dtype.element_ty), mask=inside)
+    slope = -a * slope * slope * tl.load(sum_gx + columns, mask=is_channel, other=0.0) / num_values
+    level = -a * tl.load(sum_g + columns, mask=is_channel, other=0.0) / num_values
+    level -= slope * tl.load(mean + columns, mask=is_channel, other=0.0)
+    weights = _weights(weight, channels, columns, is_channel, CLASSES)
+    a, b, slope, level = a[None, :], b[None, :], slope[None, :], level[None, :]
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        image, start = _place(tile, pixels, ROWS)
+        is_row = start + tl.arange(0, ROWS) < pixels
+        inside = is_row[:, None] & is_channel[None, :]
+        at = _map_offsets(image, start, pixels, channels, columns, ROWS)
+        value = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        gradients = _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS)
+        g = tl.where(value * a + b <= 0, 0.0, _products(gradients, weights, CLASSES))
+        dy = a * g + (value * slope + level)
+        tl.store(out + at, dy.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How rows are cut: programs, each of which walks over tiles of rows with all channels."""
+    """How rows are cut: programs, each of which walks over tiles of an image's rows with all channels."""
 
-    num_rows: int
+    num_tiles: int
+    pixels: int
     rows: int
     columns: int
     programs: int
 
 
-def tiles_of(y: Tensor) -> Tiles:
-    """The cut for this map."""
-    num_rows, columns = y.numel() // y.shape[1], max(16, triton.next_power_of_2(y.shape[1]))
-    rows = min(TILE_VALUES // columns, 128)
-    return Tiles(num_rows, rows, columns, min(triton.cdiv(num_rows, rows), NUM_PROGRAMS))
+def tiles_of(y: Tensor, values: int, programs: int, parts: int = 1) -> Tiles:
+    """The cut for this map, where a tile has so many values of each of its parts."""
+    n, channels, height, width = y.shape
+    columns = int(triton.next_power_of_2(channels))
+    rows = max(values // columns, 1)
+    num_tiles = n * triton.cdiv(height * width, rows * parts)
+    return Tiles(num_tiles, height * width, rows, columns, min(num_tiles, programs))
+
+
+def strides_of(dlogits: Tensor) -> tuple[int, int, int]:
+    """Between images, classes and pixels."""
+    n_stride, k_stride, h_stride, w_stride = dlogits.stride()
+    assert dlogits.shape[2] == 1 or h_stride == dlogits.shape[3] * w_stride, "lines of pixels must follow each other"
+    return n_stride, k_stride, w_stride
 
 
 def logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tensor:
     """relu(y normalised) times the kernel [classes, channels], plus the bias."""
     n, channels, height, width = y.shape
-    classes, tiles = len(weight), tiles_of(y)
+    classes, tiles = len(weight), tiles_of(y, LOGIT_VALUES, NUM_PROGRAMS)
     out = torch.empty((n, classes, height, width), dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
     logits_kernel[(tiles.programs,)](
-        *(y, norm.scale, norm.offset, weight, bias, out, tiles.num_rows, channels),
+        *(y, norm.scale, norm.offset, weight, bias, out, tiles.num_tiles, tiles.pixels, channels),
         CLASSES=classes,
         ROWS=tiles.rows,
         COLS=tiles.columns,
@@ -164,17 +229,19 @@ def logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tensor:
 
 def head_sums(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -> tuple[GradientSums, Tensor, Tensor]:
     """The sums that BatchNorm's gradient needs, and the gradients of kernel and bias."""
-    channels, height, width = y.shape[1:]
-    classes, tiles = len(weight), tiles_of(y)
+    channels, classes = y.shape[1], len(weight)
+    parts = max(SUM_LOADS // classes, 1)
+    tiles = tiles_of(y, SUM_VALUES, SUM_PROGRAMS, parts)
     partials = y.new_empty((tiles.programs, 2 + classes, channels), dtype=torch.float32)
     bias_partials = y.new_empty((tiles.programs, classes), dtype=torch.float32)
     head_sums_kernel[(tiles.programs,)](
         *(y, dlogits, norm.mean, norm.scale, norm.offset, weight, partials, bias_partials),
-        *(tiles.num_rows, channels, height, width, *dlogits.stride()),
+        *(tiles.num_tiles, tiles.pixels, channels, *strides_of(dlogits)),
         CLASSES=classes,
+        PARTS=parts,
         ROWS=tiles.rows,
         COLS=tiles.columns,
-        num_warps=NUM_WARPS,
+        num_warps=SUM_WARPS,
     )
     total = combined(partials)
     return GradientSums(total[0], total[1], total[1] * norm.inverse), total[2:], combined(bias_partials[:, None])[0]
@@ -182,11 +249,10 @@ def head_sums(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -> tuple[G
 
 def head_gradient(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor, sums: GradientSums) -> Tensor:
     """The gradient of y."""
-    channels, height, width = y.shape[1:]
-    tiles, out = tiles_of(y), dense_like(y)
+    channels, tiles, out = y.shape[1], tiles_of(y, GRADIENT_VALUES, NUM_PROGRAMS), dense_like(y)
     head_gradient_kernel[(tiles.programs,)](
         *(y, dlogits, norm.mean, norm.inverse, norm.scale, norm.offset, weight, sums.g, sums.gx, out),
-        *(tiles.num_rows, channels, height, width, *dlogits.stride()),
+        *(tiles.num_tiles, y.numel() // channels, tiles.pixels, channels, *strides_of(dlogits)),
         CLASSES=len(weight),
         ROWS=tiles.rows,
         COLS=tiles.columns,

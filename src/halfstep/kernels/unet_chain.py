@@ -180,6 +180,8 @@ class Head(torch.autograd.Function):
 
         y, w, *vectors = ctx.saved_tensors
         norm, dlogits = Norm(*vectors), gradients[0]
+        if dlogits.stride(2) != dlogits.shape[3] * dlogits.stride(3):  # the kernels step from pixel to pixel
+            dlogits = dlogits.contiguous()
         sums, dw, db = head_sums(y, dlogits, norm, w)
         dy = head_gradient(y, dlogits, norm, w, sums)
         return dy, sums.weight, sums.g, dw[:, :, None, None], db, None
