@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.kernels.fast_forms import chain_fits
+from halfstep.kernels.unet_chain import MOST_CLASSES, MOST_HEAD_CHANNELS
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
+from halfstep.models.plain_layers import are_plain
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
-from halfstep.models.unet_chain import Level, chained_logits, suits_chain
+from halfstep.models.unet_chain import Level, chained_logits
 
 
 class DoubleConv(nn.Module):
@@ -143,7 +145,9 @@ class UNet(Recomputing):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
-        return suits_chain(self, head=self.outc.conv)
+        head = self.outc.conv
+        has_small_head = head.out_channels <= MOST_CLASSES and head.in_channels <= MOST_HEAD_CHANNELS
+        return has_small_head and are_plain((part for part in self.modules() if part is not self), CHAINED)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, x: Tensor) -> Tensor:
@@ -170,6 +174,13 @@ class UNet(Recomputing):
             y = run(self.get_submodule(f"up{level}"), y, skips.pop())
         logits: Tensor = self.outc(y)
         return logits
+
+
+CHAINED = {
+    *(CentredConv2d, BatchNorm2d, nn.ReLU, HalvingMaxPool2d, DoublingConvTranspose2d, nn.Conv2d),
+    *(nn.Sequential, DoubleConv, Down, Up, OutConv),
+}
+"""Classes of modules that `models.unet_chain` takes the place of."""
 
 
 def receptive_radius(depth: int) -> int:

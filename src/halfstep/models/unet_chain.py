@@ -5,7 +5,7 @@ The same function as the layers one by one, whose parameters and running statist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,17 +14,8 @@ from torch import Tensor, nn
 from halfstep.kernels.chain import NormReluConv
 from halfstep.kernels.normalise import normalisation
 from halfstep.kernels.stem import stem_fits
-from halfstep.kernels.unet_chain import (
-    MOST_CLASSES,
-    MOST_HEAD_CHANNELS,
-    Head,
-    PoolConv,
-    StemNormReluConv,
-    UpConcatConv,
-)
-from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
-
-KNOWN_LAYERS = (CentredConv2d, BatchNorm2d, nn.ReLU, HalvingMaxPool2d, DoublingConvTranspose2d, nn.Conv2d)
+from halfstep.kernels.unet_chain import Head, PoolConv, StemNormReluConv, UpConcatConv
+from halfstep.kernels.weights import cast_together
 
 
 class Level(NamedTuple):
@@ -46,31 +37,6 @@ class Level(NamedTuple):
         return cls(convolution, norm, next_convolution, last_norm)
 
 
-def suits_chain(model: nn.Module, *, head: nn.Conv2d) -> bool:
-    """Whether the layers are those the chain has kernels for, and nobody would notice that they are not called."""
-    return (
-        head.out_channels <= MOST_CLASSES
-        and head.in_channels <= MOST_HEAD_CHANNELS
-        and all(is_plain(layer) for layer in model.modules() if not next(layer.children(), None))
-        and all(not has_hooks(module) for module in model.modules() if module is not model)
-    )
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Whether its forward is the one we know, in training and with fp32 parameters."""
-    if isinstance(layer, nn.BatchNorm2d) and not (layer.track_running_stats and layer.affine and layer.momentum):
-        return False
-    is_known = type(layer) in KNOWN_LAYERS  # a part that computes in another format has a class of its own
-    return is_known and layer.training and all(weight.dtype == torch.float32 for weight in layer.parameters())
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to be told of its calls."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 def chained_logits(
     image: Tensor,
     downs: Sequence[Level],
@@ -80,43 +46,50 @@ def chained_logits(
     keep: bool,
 ) -> Tensor:
     """Logits of a channels_last image that needs no gradient; `keep` less is slower and needs half the memory."""
+    levels = [*downs, *(level for _, level in ups)]
+    convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
+    cast = cast_together([convolution.weight for convolution in convolutions], compute_dtype(image))
+    weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
     level, skips = downs[0], []
-    y = first_raw_map(image, level, keep=keep)
+    y = first_raw_map(image, level, weights, keep=keep)
     for below in downs[1:]:
         norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
         affine = (norm.weight, norm.bias)
-        u, promise = PoolConv.apply(y, *affine, below.convolution.weight, how, keep)  # type: ignore[no-untyped-call]
+        u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how, keep)  # type: ignore[no-untyped-call]
         skips.append((promise, y.detach(), how))
-        level, y = below, second_raw_map(u, below, keep=keep)
+        level, y = below, second_raw_map(u, below, weights, keep=keep)
     for up, above in ups:
         norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)
-        w_conv = above.convolution.weight
-        u = UpConcatConv.apply(*skips.pop(), *deep, w_conv, how, keep)  # type: ignore[no-untyped-call]
-        level, y = above, second_raw_map(u, above, keep=keep)
+        u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
+        level, y = above, second_raw_map(u, above, weights, keep=keep)
     norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
-    weights = (norm.weight, norm.bias, head.weight, head.bias)
-    logits: Tensor = Head.apply(y, *weights, how)  # type: ignore[no-untyped-call]
+    logits: Tensor = Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
     return logits
 
 
-def first_raw_map(image: Tensor, level: Level, *, keep: bool) -> Tensor:
+Weights = Mapping[nn.Conv2d, Tensor]
+"""Of convolutions, in the format they compute in."""
+
+
+def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
     """What the first level's second convolution gives."""
     convolution, norm, next_convolution, _ = level
     if not stem_fits(image, convolution.weight, 1, 1):
         u: Tensor = convolution(image)
-        return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, keep=keep)
-    weights = (convolution.weight, norm.weight, norm.bias, next_convolution.weight)
-    dtype = compute_dtype(image)
-    y: Tensor = StemNormReluConv.apply(image, *weights, norm, dtype, keep)  # type: ignore[no-untyped-call]
+        return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
+    parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
+    y: Tensor = StemNormReluConv.apply(  # type: ignore[no-untyped-call]
+        image, *parameters, norm, compute_dtype(image), keep
+    )
     return y
 
 
-def second_raw_map(u: Tensor, level: Level, *, keep: bool) -> Tensor:
+def second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
     """What a level's second convolution gives, from the first one's raw map."""
     _, norm, convolution, _ = level
-    weights = (norm.weight, norm.bias, convolution.weight)
-    y: Tensor = NormReluConv.apply(u, *weights, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
+    parameters = (norm.weight, norm.bias, weights[convolution])
+    y: Tensor = NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
     return y
 
 

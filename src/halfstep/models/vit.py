@@ -21,6 +21,7 @@ from halfstep.islands import fp32_island, to_fp32
 from halfstep.kernels.fast_forms import decided, has_half_autocast, wanted
 from halfstep.kernels.transformer_chain import Block, Stream, through_blocks
 from halfstep.models.layers import PatchConv2d
+from halfstep.models.plain_layers import are_plain
 from halfstep.models.recompute import Blocks
 
 
@@ -159,8 +160,9 @@ class Encoder(nn.Module):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
-        parts = [part for block in list(self.layers)[:-1] for part in block.modules()]
-        return all(is_plain(part) for part in (self.layers, *parts))
+        blocks = list(self.layers)[:-1]
+        trains = all(weight.requires_grad for block in blocks for weight in block.parameters())
+        return trains and are_plain((self.layers, *(part for block in blocks for part in block.modules())), CHAINED)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, tokens: Tensor) -> Stream:
@@ -181,12 +183,8 @@ def chain_wanted(blocks: Blocks, tokens: Tensor) -> bool:
     return is_possible and blocks.recompute != "blocks" and decided("chain", otherwise=is_fast)
 
 
-def is_plain(part: nn.Module) -> bool:
-    """Whether the chain knows the part's class, its parameters train in fp32, and nobody would miss its call."""
-    known = (Blocks, EncoderBlock, SelfAttention, nn.LayerNorm, nn.Linear, nn.Sequential, nn.GELU, nn.Identity)
-    hooks = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-    trains = all(p.dtype == torch.float32 and p.requires_grad for p in part.parameters(recurse=False))
-    return type(part) in known and trains and not any(hooks)
+CHAINED = {Blocks, EncoderBlock, SelfAttention, nn.LayerNorm, nn.Linear, nn.Sequential, nn.GELU, nn.Identity}
+"""Classes of modules that `kernels.transformer_chain` takes the place of."""
 
 
 class ViT(nn.Module):
