@@ -135,11 +135,17 @@ def swapped(model: UNet) -> None:
     model.inc.double_conv[1].__class__ = nn.BatchNorm2d
 
 
+def in_a_class_of_its_own(container: nn.Module) -> None:
+    """As a part that is to compute in another format has one."""
+    container.__class__ = type("Other", (type(container),), {})
+
+
 UNSUITED: dict[str, tuple[dict[str, object], Callable[[UNet], object]]] = {
     "bilinear": ({"bilinear": True}, lambda model: None),
     "recomputed blocks": ({"checkpointing": True}, lambda model: None),
     "many classes": ({"num_classes": 9}, lambda model: None),
     "a part of another class": ({}, swapped),
+    "a container of another class": ({}, lambda model: in_a_class_of_its_own(model.inc)),
     "half parameters": ({}, lambda model: model.bfloat16()),
     "evaluation": ({}, lambda model: model.eval()),
 }
