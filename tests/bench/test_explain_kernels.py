@@ -7,9 +7,21 @@ rules, and not every one of them was seen in exactly this form.
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
-from halfstep.bench.explain_kernels import ARITHMETIC, MEMORY_BOUND, Kind, kind_of_kernel, kind_of_operator
+import halfstep
+from halfstep.bench.explain_kernels import (
+    ARITHMETIC,
+    MEMORY_BOUND,
+    OWN_RULES,
+    Kind,
+    kind_of_kernel,
+    kind_of_operator,
+)
 
 NATIVE = "void at::native::"
 ANONYMOUS = f"{NATIVE}(anonymous namespace)::"
@@ -241,3 +253,19 @@ def test_every_kind_but_the_cpus_own_has_a_kernel_in_the_table() -> None:
 
 def test_no_kind_is_bound_by_memory_and_arithmetic_at_once() -> None:
     assert not ARITHMETIC & MEMORY_BOUND
+
+
+def own_kernels() -> list[str]:
+    """Names of kernels that are launched, as `name[grid](...)`, in our Triton files."""
+    source = Path(halfstep.__file__).parent
+    calls = [node for path in source.rglob("*_triton.py") for node in ast.walk(ast.parse(path.read_text()))]
+    launched = [
+        call.func.value for call in calls if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
+    ]
+    return sorted({name.id for name in launched if isinstance(name, ast.Name)})
+
+
+@pytest.mark.parametrize("name", own_kernels())
+def test_each_kernel_of_our_own_has_a_kind(name: str) -> None:
+    assert any(re.search(pattern, name) for _, pattern in OWN_RULES)
+    assert kind_of_kernel(name) in MEMORY_BOUND | ARITHMETIC

@@ -28,6 +28,8 @@ class Kind(StrEnum):
     ATTENTION = "attention"
     FUSED = "fused by the compiler"
     """Elementwise operators, normalisations and their reductions in one Triton or C++ kernel."""
+    CHAIN = "fused by hand"
+    """Normalisations, activations and their reductions in halfstep's own kernels between convolutions or matmuls."""
     ELEMENTWISE = "elementwise"
     """One operator a kernel; pooling, concatenation, softmax and losses too."""
     NORMALISATION = "normalisation"
@@ -50,6 +52,7 @@ ARITHMETIC = CONVOLUTIONS | {Kind.MATMUL, Kind.ATTENTION}
 MEMORY_BOUND = frozenset(
     {
         Kind.FUSED,
+        Kind.CHAIN,
         Kind.ELEMENTWISE,
         Kind.NORMALISATION,
         Kind.REDUCTION,
@@ -66,6 +69,17 @@ _AROUND = r"(?:convolution_backward|convolution|_unsafe_view|view|permute|transp
 """Operators that leave no work of their own in a pointwise Triton kernel."""
 
 _COPY = r"direct_copy_kernel_cuda"
+
+OWN_RULES: tuple[tuple[Kind, str], ...] = (
+    (Kind.CONV_FORWARD, r"^_convolve$"),
+    (Kind.CONV_WEIGHT_GRADIENT, r"^_weight_gradient$"),
+    (Kind.MATMUL, r"^(?:doubled|halved|weight_parts)_kernel$"),
+    (Kind.ATTENTION, r"^_attention\w*$"),
+    (Kind.OPTIMIZER, r"^_update$"),
+    (Kind.CHAIN, r"^(?:logits|head_\w+|pool\w*)_kernel$|^_(?:partial_sums|finish\w*|normalised|gradient_of_raw)$"),
+    (Kind.CHAIN, r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed)$"),
+)
+"""halfstep's own kernels, in kernels/ and train/; nobody else's name is a whole Python name."""
 
 KERNEL_RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.COPY_IN, r"^Memcpy HtoD"),
@@ -130,7 +144,7 @@ def _compiled(rules: tuple[tuple[Kind, str], ...]) -> tuple[tuple[Kind, re.Patte
     return tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in rules)
 
 
-_KERNELS, _OPERATORS = _compiled(KERNEL_RULES), _compiled(OPERATOR_RULES)
+_KERNELS, _OPERATORS = _compiled(OWN_RULES + KERNEL_RULES), _compiled(OPERATOR_RULES)
 
 
 def kind_of_kernel(name: str) -> Kind:
