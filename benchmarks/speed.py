@@ -1,13 +1,16 @@
 """halfstep against plain PyTorch, Lightning and Accelerate: one training step in bf16, same model, batch and clipping.
 
+    python benchmarks/speed.py [--only unet,resnet50_64] [--at-once 16] [--seconds 300] [--ways auto] [KEY=VALUE]
     python benchmarks/speed.py [--only unet,resnet50_64] [--warm 5] [--seconds 540] [--ways auto] [KEY=VALUE]
     python benchmarks/speed.py --cold-start unet
 
 Each peer runs as documented with the compiler on, and once more tuned by hand; plain PyTorch a third time, tuned and
 with the compiler's own CUDA graphs (`graphs`, mode reduce-overhead). Rows are timed one after the other. A row's start
 says whether it found its code compiled (`warm`) or not (`cold`); `--warm` compiles it before, several rows at once,
-and then no start in the table is a cold one. Starts that users will see are `--cold-start`'s: halfstep in a new process
-with an empty cache, and once more in another with what that left.
+and then no start in the table is a cold one. `--at-once` gives each row a process, in which it compiles beside others
+and is then timed alone (speed_turns.py): half the time, but no start of a peer, and no row measured again at the end.
+Starts that users will see are `--cold-start`'s: halfstep in a new process with an empty cache, and once more in another
+with what that left.
 
 Cases that are not run now keep what the file has of them.
 """
@@ -18,20 +21,24 @@ import argparse
 import dataclasses
 import json
 import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from recording import RESULTS, command, store
 from rich.console import Console
-from speed_cases import CASES, PEERS, Case, problem_of, request_of
+from speed_cases import CASES, PEERS, Case, problem_of, request_of, row_requests
 from speed_goals import show_goals
 from speed_processes import fill_caches, own_decisions, starts
+from speed_turns import rows_in_turn
 
-from halfstep.bench.bench import bench
+from halfstep.bench.bench import bench, concluded
 from halfstep.bench.floor import step_flops
 from halfstep.bench.peers import require_peers
 from halfstep.bench.record import circumstances, results
+from halfstep.bench.row import Row
 from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
@@ -67,12 +74,16 @@ def main() -> None:
     with own_decisions():
         if arguments.warm:
             fill_caches(chosen, ways, hardware, at_once=arguments.warm, deadline=deadline)
-        problems = timed_cases(chosen, ways, hardware, deadline, arguments.out)
+        if arguments.at_once:
+            found = measured_in_turn(chosen, ways, hardware, deadline, at_once=arguments.at_once)
+        else:
+            found = ((name, measured(case, ways, hardware, deadline)) for name, case in chosen.items())
+        problems = stored_problems(found, hardware, arguments.out)
         for name in started:
-            found = starts(cases[name], ways[0], hardware)
-            print(f"{name}: first step after {found['cold']['s']:.1f} s cold, {found['warm']['s']:.1f} s warm")
+            first = starts(cases[name], ways[0], hardware)
+            print(f"{name}: first step after {first['cold']['s']:.1f} s cold, {first['warm']['s']:.1f} s warm")
             stored = stored_parts(arguments.out, hardware)
-            store_parts(stored | {"starts": stored["starts"] | {name: found}}, hardware, arguments.out)
+            store_parts(stored | {"starts": stored["starts"] | {name: first}}, hardware, arguments.out)
     if problems:
         show_goals(problems, Console(width=WIDTH))
 
@@ -86,6 +97,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--warm", type=int, nargs="?", const=AT_ONCE, default=0, metavar="N", help=f"compile N rows at once, {AT_ONCE}"
     )
+    parser.add_argument("--at-once", type=int, default=0, metavar="N", help="N rows in processes, timed in turn")
     parser.add_argument("--cold-start", default="", metavar="CASES", help="time starts with an empty compiler cache")
     parser.add_argument("--seconds", type=float, help="no row starts after so many")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
@@ -101,14 +113,14 @@ def wanted(case: Case, against: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for word in case.against if word in against)
 
 
-def timed_cases(
-    cases: dict[str, Case], ways: tuple[str, ...], hardware: Hardware, deadline: float | None, folder: str | None
+def stored_problems(
+    found: Iterable[tuple[str, dict[str, Any]]], hardware: Hardware, folder: str | None
 ) -> dict[str, Any]:
-    """All problems of the file, those of `cases` measured anew."""
+    """All problems of the file, with those found now."""
     stored = stored_parts(folder, hardware)
-    for name, case in cases.items():
-        stored["problems"][name] = measured(case, ways, hardware, deadline)
-        show_bench(stored["problems"][name], Console(width=WIDTH))
+    for name, problem in found:
+        stored["problems"][name] = problem
+        show_bench(problem, Console(width=WIDTH))
         store_parts(stored, hardware, folder)  # after each, for a machine that may end the run
     return dict(stored["problems"])
 
@@ -119,6 +131,27 @@ def measured(case: Case, ways: tuple[Any, ...], hardware: Hardware, deadline: fl
     flops = step_flops(problem)
     benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
     return {**circumstances(problem, request, hardware, flops, command()), **results(benched), "title": case.title}
+
+
+def measured_in_turn(
+    cases: dict[str, Case], ways: tuple[Any, ...], hardware: Hardware, deadline: float | None, *, at_once: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same of all cases, a process for each row; a case is given out once its last row is there."""
+    rows: dict[str, list[Row]] = {name: [] for name in cases}
+
+    def known(case: Case) -> tuple[dict[str, Any], int]:
+        problem, request = problem_of(case, hardware), request_of(case, ways, deadline)
+        flops = step_flops(problem)
+        return circumstances(problem, request, hardware, flops, command()), flops
+
+    with ThreadPoolExecutor(1) as beside:  # while the rows compile
+        before = {name: beside.submit(known, case) for name, case in cases.items()}
+        for name, row in rows_in_turn(cases, ways, hardware, at_once=at_once, deadline=deadline):
+            rows[name].append(row)
+            if len(rows[name]) == len(row_requests(cases[name], ways)):
+                said, flops = before[name].result()
+                benched = concluded(rows[name], flops, hardware)
+                yield name, {**said, **results(benched), "title": cases[name].title}
 
 
 def stored_parts(folder: str | None, hardware: Hardware) -> dict[str, Any]:

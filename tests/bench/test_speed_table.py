@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from halfstep.bench.problem import problem_for
 from halfstep.bench.row import Row
+from halfstep.bench.settings import bench_config
 from halfstep.hardware.probe import probe
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
@@ -162,3 +167,94 @@ def test_a_first_start_ever_is_cold_and_the_next_one_warm() -> None:
     found = starts(tiny_case(precision="fp32"), "compile", probe("cpu"))
     assert (found["cold"]["cache"], found["warm"]["cache"]) == ("cold", "warm")
     assert found["cold"]["s"] > found["warm"]["s"]
+
+
+def seat(target: Any, *arguments: Any) -> Any:
+    from speed_cases import request_of
+    from speed_turns import Seat
+
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, its))
+    process.start()
+    its.close()
+    request = request_of(tiny_case(against=("plain:tuned",)), ())
+    return Seat(case="tiny", request=request, precision="bf16", process=process, line=ours)
+
+
+def die(code: int, line: Any) -> None:
+    os._exit(code)
+
+
+def wait_for_nobody(line: Any) -> None:
+    time.sleep(600)
+
+
+def test_a_row_whose_process_dies_says_so_and_one_that_takes_too_long_is_ended() -> None:
+    dead, slow = seat(die, 3), seat(wait_for_nobody)
+    dead.wait_until_ready(time.monotonic() + 60)
+    slow.wait_until_ready(time.monotonic())
+    rows = [each.timed(None) for each in (dead, slow)]
+    assert [(row.label, row.reason) for row in rows] == [
+        ("plain tuned bf16", "its process died with 3"),
+        ("plain tuned bf16", "it was not compiled in time"),
+    ]
+    assert not slow.process.is_alive()
+
+
+def test_the_device_is_left_while_code_is_compiled_and_taken_again(tmp_path: Path) -> None:
+    from speed_turns import OneAtATime
+
+    seen: list[bool] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        seen.append(is_free())
+        return graph
+
+    def is_free() -> bool:
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(other, fcntl.LOCK_UN)
+        return True
+
+    torch.compiler.reset()
+    problem = problem_for(bench_config("unet", (), {"batch_size": 2}, small=True), torch.device("cpu"))
+    with (tmp_path / "device").open("a") as file, (tmp_path / "device").open("a") as other:
+        device = OneAtATime(file, torch.device("cpu"))
+        device.lent_to(problem).make_model()
+        torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(2))
+        assert (seen, is_free()) == ([True], False)
+        device.leave()
+        assert is_free()
+        torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_rows_compile_beside_each_other_and_are_timed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from speed import measured_in_turn
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    tiny = tiny_case(against=("plain:documented", "plain:graphs"), precision="fp32")
+    [(name, found)] = measured_in_turn({"tiny": tiny}, ("auto",), probe("cpu"), None, at_once=2)
+    ours, documented, graphs = found["rows"]
+    assert (name, found["title"], found["warnings"]) == ("tiny", "tiny", [])
+    assert [row["variant"] for row in found["rows"]] == ["auto", "documented", "graphs"]
+    assert ours["remarks"][0].startswith("eager: trials are for CUDA")
+    assert ours["ms"] > 0
+    assert ours["start_s"] > 0
+    assert documented["ms"] > 0
+    assert (documented["start_s"], documented["cache"]) == (None, "")
+    assert documented["loss"] == pytest.approx(ours["loss"], rel=1e-3)
+    assert graphs["reason"] == "plain graphs needs CUDA"
+
+
+def test_rows_without_time_are_left_out_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    from speed_turns import rows_in_turn
+
+    tiny = tiny_case(against=(), precision="fp32")
+    [(_, row)] = rows_in_turn({"tiny": tiny}, ("eager",), probe("cpu"), at_once=1, deadline=time.monotonic())
+    assert (row.label, row.reason) == ("halfstep eager fp32", "it was not compiled in time")
+    assert "tiny halfstep eager fp32: it was not compiled in time" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from halfstep.bench.conditions import shared_with
 from halfstep.bench.floor import floor_s
-from halfstep.bench.laps import Schedule
+from halfstep.bench.laps import Pause, Schedule
 from halfstep.bench.measure_row import measured_row, not_measured, why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import peer_name, peers
@@ -73,13 +73,20 @@ def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, te
             rows.append(not_measured(runner.name, runner.variant, runner.precision, "no time was left to start it"))
         else:
             tell(f"{runner.name} {runner.variant} {runner.precision}")
-            rows.append(_with_floor(_measured(runner, problem, request), flops, hardware))
+            rows.append(measured(runner, problem, request))
             first = first or (runner if rows[-1].is_measured else None)
     repeated = None
     if request.repeat_first and first is not None and not request.is_late:
         tell(f"{first.name} {first.variant} {first.precision} again")
-        repeated = _measured(first, problem, dataclasses.replace(request, cold_start=False))
-    rows = with_speedups(rows)
+        repeated = measured(first, problem, dataclasses.replace(request, cold_start=False))
+    return concluded(rows, flops, hardware, busy=busy, repeated=repeated)
+
+
+def concluded(
+    rows: Sequence[Row], flops: int, hardware: Hardware, *, busy: str = "", repeated: Row | None = None
+) -> Benched:
+    """What rows say together: the floor, speedups, and what a reader must know."""
+    rows = with_speedups([_with_floor(row, flops, hardware) for row in rows])
     reference = loss_reference(rows)
     warnings = [busy, clock_warning(rows), *loss_warnings(rows, reference), drift_warning(rows, repeated)]
     return Benched(
@@ -113,9 +120,9 @@ def _peers(word: str, problem: Problem, precision: str, missing: str) -> Iterato
         yield not_measured(peer_name(word), word.partition(":")[2], precision, why_not(error))
 
 
-def _measured(runner: Runner, problem: Problem, request: Request) -> Row:
-    """With what only halfstep's own runner can tell."""
-    row = measured_row(runner, problem, request.schedule, cold_start=request.cold_start)
+def measured(runner: Runner, problem: Problem, request: Request, pause: Pause | None = None) -> Row:
+    """One row, with what only halfstep's own runner can tell; `pause` is where it may wait for its turn."""
+    row = measured_row(runner, problem, request.schedule, cold_start=request.cold_start, pause=pause)
     if not isinstance(runner, Ours) or not row.is_measured:
         return row
     said = ("simulated: no speed",) if runner.simulated else ()

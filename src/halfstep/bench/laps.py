@@ -7,6 +7,7 @@ waits three times only: after the first step, after the warm-up, and at the end.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,10 @@ NUM_WINDOWS = 5
 MIN_STEPS = 10
 """Two a window; less than that is one step's luck."""
 
+PAUSE_AFTER = 3
+"""Steps, by which everything is compiled; a pause is long over when the warm-up ends."""
+
+Pause = Callable[[], None]
 Mark = float | torch.cuda.Event
 """A moment: on CUDA of the device, elsewhere of the host."""
 
@@ -75,8 +80,9 @@ class Lapped:
 class Laps:
     """Called after each step; `found()` once all of them are made."""
 
-    def __init__(self, schedule: Schedule, device: torch.device) -> None:
-        self.schedule, self.device = schedule, device
+    def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
+        """`pause` is called once, early in the warm-up: what is timed may wait there for its turn."""
+        self.schedule, self.device, self.pause = schedule, device, pause
         self.began = time.perf_counter()
         self.count = 0
         self.start_s = 0.0
@@ -91,6 +97,8 @@ class Laps:
         if self.count == 1:
             wait_for(self.device)
             self.start_s = time.perf_counter() - self.began
+        if self.count == PAUSE_AFTER and self.pause is not None:
+            self.pause()
         if self.count == self.schedule.warm_up:
             self._end_warm_up()
         timed = self.count - self.schedule.warm_up - self.schedule.ramp

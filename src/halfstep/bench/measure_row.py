@@ -13,7 +13,7 @@ import torch
 
 from halfstep.bench.apart import apart, clean
 from halfstep.bench.compile_cache import CacheWatch, Found, empty_cache, forget_in_memory
-from halfstep.bench.laps import Laps, Schedule, wait_for
+from halfstep.bench.laps import Laps, Pause, Schedule, wait_for
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem, Runner
 from halfstep.errors import HalfstepError, MemoryLimitError
@@ -25,11 +25,13 @@ START_MATTERS = 1.05
 """A start that takes this much more memory than the training after it is told."""
 
 
-def measured_row(runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool) -> Row:
+def measured_row(
+    runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool, pause: Pause | None = None
+) -> Row:
     """The row of this runner; `cold_start` also times its first step with an empty compiler cache."""
     with apart(problem.device):
         try:
-            return _measured(runner, problem, schedule, cold_start=cold_start)
+            return _measured(runner, problem, schedule, cold_start=cold_start, pause=pause)
         # Anything at all: a peer's own error must cost its own row and no other.
         except Exception as error:
             error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
@@ -49,11 +51,11 @@ def why_not(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool) -> Row:
+def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool, pause: Pause | None) -> Row:
     device = problem.device
     with empty_cache() if cold_start else contextlib.nullcontext():
         cold_start_s = _cold_start_s(runner, device) if cold_start else None
-        watch, laps = CacheWatch(), Laps(schedule, device)
+        watch, laps = CacheWatch(), Laps(schedule, device, pause)
         loss = in_own_thread(lambda: runner.train(schedule.steps, laps), device)
         found, cache = laps.found(), watch.found()
     ms = tuple(1e3 * seconds for seconds in found.window_s)
