@@ -29,6 +29,9 @@ COPY = "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#
 LISTS = "at::native::(anonymous namespace)::TensorListMetadata"
 
 ON_H200 = {
+    "_join_gradient": Kind.CHAIN,
+    "_partial_sums": Kind.CHAIN,
+    "halved_kernel": Kind.MATMUL,
     "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_warpgroupsize1x1x1_g1_"
     "execute_segment_k_off_kernel__5x_cudnn": Kind.CONV_FORWARD,
     "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_256x64_32x4_nhwc_align8>"
