@@ -2,7 +2,8 @@
 
 A tile is [windows, channels]. The four pixels of a window are rows `first`, `first + 1`, `first + width` and one more
 of the channels_last map. Where a side is odd its last row or column lies in no window: such pixels stand in incomplete
-windows, which have a gradient of their own pixels and none of a pooled one.
+windows, which have a gradient of their own pixels and none of a pooled one. Sides are known to the compiler, or
+divisions by them would take as long as the rest.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ NUM_PROGRAMS = 132 * 12
 
 
 @triton.jit
-def _windows(tile, num_windows, height, width, ROWS: tl.constexpr):
+def _windows(tile, num_windows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """First pixel's row and pooled row of each window of a tile, and which of its pixels there are."""
     window = tile * ROWS + tl.arange(0, ROWS)
-    across, down = (width + 1) // 2, (height + 1) // 2
+    across: tl.constexpr = (WIDTH + 1) // 2
+    down: tl.constexpr = (HEIGHT + 1) // 2
     column, line = window % across, window // across
     row, image = line % down, line // down
     here = window < num_windows
-    right = here & (2 * column + 1 < width)
-    below = here & (2 * row + 1 < height)
-    first = (image * height + 2 * row) * width + 2 * column
-    pooled = (image * (height // 2) + row) * (width // 2) + column
+    right = here if WIDTH % 2 == 0 else here & (2 * column + 1 < WIDTH)
+    below = here if HEIGHT % 2 == 0 else here & (2 * row + 1 < HEIGHT)
+    first = (image * HEIGHT + 2 * row) * WIDTH + 2 * column
+    pooled = (image * (HEIGHT // 2) + row) * (WIDTH // 2) + column
     return first, pooled, here, right, below
 
 
@@ -59,41 +61,44 @@ def _store_pixel(pointer, stride, row, mask, columns, is_channel, value):
 
 
 @triton.jit
-def _activated(y, scale, offset, pointer):
-    """relu(y * scale + offset), rounded as a stored map would be: ties for the maximum are then torch's. NaN stays."""
-    z = y * scale[None, :] + offset[None, :]
-    return tl.where(z < 0, 0.0, z).to(pointer.dtype.element_ty).to(tl.float32)
+def _rounded(y, scale, offset, pointer):
+    """y * scale + offset, rounded as a stored map would be: ties for the maximum are then torch's.
+
+    ReLU may come later: it keeps the order of what it lets through, and the rest has no gradient.
+    """
+    return (y * scale[None, :] + offset[None, :]).to(pointer.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def pooled_kernel(y, scale, offset, out, num_windows, height, width, channels, ROWS: tl.constexpr, COLS: tl.constexpr):
+def pooled_kernel(y, scale, offset, out, num_windows, channels,
+                  HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Reads y once, writes a quarter of it."""
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_channel = columns < channels
     weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
     for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
-        first, pooled, here, right, below = _windows(tile, num_windows, height, width, ROWS)
-        a, b, c, d = _load_pixels(y, channels, first, width, here, right, below, columns, is_channel)
-        a, b = _activated(a, weight, bias, y), _activated(b, weight, bias, y)
-        c, d = _activated(c, weight, bias, y), _activated(d, weight, bias, y)
+        first, pooled, here, right, below = _windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
+        a, b, c, d = _load_pixels(y, channels, first, WIDTH, here, right, below, columns, is_channel)
+        a, b = _rounded(a, weight, bias, y), _rounded(b, weight, bias, y)
+        c, d = _rounded(c, weight, bias, y), _rounded(d, weight, bias, y)
         # Not tl.maximum, which drops a NaN: the statistics make it the whole channel's, so that the first has it too.
         best = tl.where(b > a, b, a)
         best = tl.where(c > best, c, best)
         best = tl.where(d > best, d, best)
-        _store_pixel(out, channels, pooled, right & below, columns, is_channel, best)
+        _store_pixel(out, channels, pooled, right & below, columns, is_channel, tl.where(best < 0, 0.0, best))
 
 
 @triton.jit
-def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, tile, num_windows, height, width,
-                     columns, is_channel, ROWS: tl.constexpr):  # fmt: skip
+def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, tile, num_windows, columns,
+                     is_channel, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Of each pixel y and the gradient of y * scale + offset: the skip's, and the pooled one at the first maximum."""
-    first, pooled, here, right, below = _windows(tile, num_windows, height, width, ROWS)
-    a, b, c, d = _load_pixels(y, channels, first, width, here, right, below, columns, is_channel)
-    ga, gb, gc, gd = _load_pixels(dskip, skip_stride, first, width, here, right, below, columns, is_channel)
+    first, pooled, here, right, below = _windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
+    a, b, c, d = _load_pixels(y, channels, first, WIDTH, here, right, below, columns, is_channel)
+    ga, gb, gc, gd = _load_pixels(dskip, skip_stride, first, WIDTH, here, right, below, columns, is_channel)
     at = (dpooled + pooled.to(tl.int64) * channels)[:, None] + columns[None, :]
     gpool = tl.load(at, mask=(right & below)[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
-    za, zb = _activated(a, scale, offset, y), _activated(b, scale, offset, y)
-    zc, zd = _activated(c, scale, offset, y), _activated(d, scale, offset, y)
+    za, zb = _rounded(a, scale, offset, y), _rounded(b, scale, offset, y)
+    zc, zd = _rounded(c, scale, offset, y), _rounded(d, scale, offset, y)
     best_ab, best_cd = tl.where(zb > za, zb, za), tl.where(zd > zc, zd, zc)
     is_above = ~(best_cd > best_ab)
     is_left_above, is_left_below = ~(zb > za), ~(zd > zc)
@@ -107,8 +112,9 @@ def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, ti
 
 
 @triton.jit
-def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, skip_stride, num_windows, height, width,
-                              channels, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, skip_stride, num_windows, channels,
+                              HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+                              ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Reads y, the skip's gradient and a quarter of it; writes each program's sums of g and g * (y - mean)."""
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_channel = columns < channels
@@ -117,8 +123,8 @@ def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, 
     sum_g, sum_gx = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
         a, b, c, d, ga, gb, gc, gd = _pixel_gradients(
-            y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, height, width, columns,
-            is_channel, ROWS)  # fmt: skip
+            y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, columns, is_channel,
+            HEIGHT, WIDTH, ROWS)  # fmt: skip
         sum_g += (ga + gb) + (gc + gd)
         sum_gx += (ga * (a - mu) + gb * (b - mu)) + (gc * (c - mu) + gd * (d - mu))
     at = partials + tl.program_id(0) * 2 * channels + columns
@@ -128,28 +134,28 @@ def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, 
 
 @triton.jit
 def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g, sum_gx, out, skip_stride, num_windows,
-                         height, width, channels, num_values,
+                         channels, num_values, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Reads y, the skip's gradient and a quarter of it; writes the gradient of y."""
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_channel = columns < channels
     weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
     slope = tl.load(inverse + columns, mask=is_channel)
-    slope = slope * slope * tl.load(sum_gx + columns, mask=is_channel) / num_values
-    level = tl.load(sum_g + columns, mask=is_channel) / num_values
-    mu = tl.load(mean + columns, mask=is_channel)
-    factor, slope, level, mu = weight[None, :], slope[None, :], level[None, :], mu[None, :]
+    slope = -weight * slope * slope * tl.load(sum_gx + columns, mask=is_channel) / num_values
+    level = -weight * tl.load(sum_g + columns, mask=is_channel) / num_values
+    level -= slope * tl.load(mean + columns, mask=is_channel)
+    factor, slope, level = weight[None, :], slope[None, :], level[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(num_windows, ROWS), tl.num_programs(0)):
         a, b, c, d, ga, gb, gc, gd = _pixel_gradients(
-            y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, height, width, columns,
-            is_channel, ROWS)  # fmt: skip
-        a, b = factor * (ga - level - (a - mu) * slope), factor * (gb - level - (b - mu) * slope)
-        c, d = factor * (gc - level - (c - mu) * slope), factor * (gd - level - (d - mu) * slope)
-        first, _, here, right, below = _windows(tile, num_windows, height, width, ROWS)
+            y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, columns, is_channel,
+            HEIGHT, WIDTH, ROWS)  # fmt: skip
+        a, b = factor * ga + (a * slope + level), factor * gb + (b * slope + level)
+        c, d = factor * gc + (c * slope + level), factor * gd + (d * slope + level)
+        first, _, here, right, below = _windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
         _store_pixel(out, channels, first, here, columns, is_channel, a)
         _store_pixel(out, channels, first + 1, right, columns, is_channel, b)
-        _store_pixel(out, channels, first + width, below, columns, is_channel, c)
-        _store_pixel(out, channels, first + width + 1, right & below, columns, is_channel, d)
+        _store_pixel(out, channels, first + WIDTH, below, columns, is_channel, c)
+        _store_pixel(out, channels, first + WIDTH + 1, right & below, columns, is_channel, d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +187,9 @@ def pooled(y: Tensor, norm: Norm) -> Tensor:
         (n, channels, height // 2, width // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last
     )
     pooled_kernel[tiles.grid](
-        *(y, norm.scale, norm.offset, out, tiles.num_windows, height, width, channels),
+        *(y, norm.scale, norm.offset, out, tiles.num_windows, channels),
+        HEIGHT=height,
+        WIDTH=width,
         ROWS=tiles.rows,
         COLS=tiles.columns,
         num_warps=NUM_WARPS,
@@ -196,7 +204,9 @@ def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) ->
     partials = y.new_empty((tiles.grid[0], 2, channels), dtype=torch.float32)
     pool_gradient_sums_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.scale, norm.offset, partials),
-        *(row_stride(dskip), tiles.num_windows, height, width, channels),
+        *(row_stride(dskip), tiles.num_windows, channels),
+        HEIGHT=height,
+        WIDTH=width,
         ROWS=tiles.rows,
         COLS=tiles.columns,
         num_warps=NUM_WARPS,
@@ -210,7 +220,9 @@ def pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: G
     tiles, out = tiles_of(y), dense_like(y)
     pool_gradient_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.inverse, norm.scale, norm.offset, sums.g, sums.gx, out),
-        *(row_stride(dskip), tiles.num_windows, height, width, channels, y.numel() // channels),
+        *(row_stride(dskip), tiles.num_windows, channels, y.numel() // channels),
+        HEIGHT=height,
+        WIDTH=width,
         ROWS=tiles.rows,
         COLS=tiles.columns,
         num_warps=NUM_WARPS,
