@@ -9,6 +9,7 @@ divisions by them would take as long as the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,12 +19,20 @@ from torch import Tensor
 from halfstep.kernels.layout import row_stride
 from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
 
-TILE_VALUES = 1024
-"""Windows times channels of a tile: 8 values, 16 bytes, of each pixel a thread of four warps."""
-MOST_CHANNELS = 128
-NUM_WARPS = 4
-NUM_PROGRAMS = 132 * 12
-"""An H200 has 132 SMs; a dozen programs each keep enough loads in flight."""
+
+class Blocks(NamedTuple):
+    """Windows times channels of a tile, channels at most, and programs at most."""
+
+    values: int
+    channels: int
+    warps: int
+    programs: int
+
+
+POOLED = Blocks(1024, 64, warps=4, programs=12 * 132)
+"""Eight values, 16 bytes, of each pixel a thread; an H200 has 132 multiprocessors."""
+SUMS = Blocks(1024, 64, warps=4, programs=6 * 132)
+GRADIENT = Blocks(1024, 64, warps=4, programs=12 * 132)
 
 
 @triton.jit
@@ -168,21 +177,20 @@ class Tiles:
     grid: tuple[int, int]
 
 
-def tiles_of(y: Tensor) -> Tiles:
+def tiles_of(y: Tensor, blocks: Blocks) -> Tiles:
     """The cut for the windows of this map."""
     n, channels, height, width = y.shape
     num_windows = n * triton.cdiv(height, 2) * triton.cdiv(width, 2)
-    columns = min(triton.next_power_of_2(channels), MOST_CHANNELS)
-    rows, across = TILE_VALUES // columns, triton.cdiv(channels, columns)
-    return Tiles(
-        num_windows, rows, columns, (min(triton.cdiv(num_windows, rows), max(1, NUM_PROGRAMS // across)), across)
-    )
+    columns = min(triton.next_power_of_2(channels), blocks.channels)
+    rows, across = blocks.values // columns, triton.cdiv(channels, columns)
+    programs = min(triton.cdiv(num_windows, rows), max(1, blocks.programs // across))
+    return Tiles(num_windows, rows, columns, (programs, across))
 
 
 def pooled(y: Tensor, norm: Norm) -> Tensor:
     """2×2 max-pooling of relu(y normalised)."""
     n, channels, height, width = y.shape
-    tiles = tiles_of(y)
+    tiles = tiles_of(y, POOLED)
     out = torch.empty(
         (n, channels, height // 2, width // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last
     )
@@ -192,7 +200,7 @@ def pooled(y: Tensor, norm: Norm) -> Tensor:
         WIDTH=width,
         ROWS=tiles.rows,
         COLS=tiles.columns,
-        num_warps=NUM_WARPS,
+        num_warps=POOLED.warps,
     )
     return out
 
@@ -200,7 +208,7 @@ def pooled(y: Tensor, norm: Norm) -> Tensor:
 def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) -> GradientSums:
     """The sums that BatchNorm's gradient needs; `dskip` may be a slice of a wider map's channels."""
     channels, height, width = y.shape[1:]
-    tiles = tiles_of(y)
+    tiles = tiles_of(y, SUMS)
     partials = y.new_empty((tiles.grid[0], 2, channels), dtype=torch.float32)
     pool_gradient_sums_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.scale, norm.offset, partials),
@@ -209,7 +217,7 @@ def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) ->
         WIDTH=width,
         ROWS=tiles.rows,
         COLS=tiles.columns,
-        num_warps=NUM_WARPS,
+        num_warps=SUMS.warps,
     )
     return finished_sums(partials, norm)
 
@@ -217,7 +225,7 @@ def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) ->
 def pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
     """The gradient of y."""
     channels, height, width = y.shape[1:]
-    tiles, out = tiles_of(y), dense_like(y)
+    tiles, out = tiles_of(y, GRADIENT), dense_like(y)
     pool_gradient_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.inverse, norm.scale, norm.offset, sums.g, sums.gx, out),
         *(row_stride(dskip), tiles.num_windows, channels, y.numel() // channels),
@@ -225,6 +233,6 @@ def pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: G
         WIDTH=width,
         ROWS=tiles.rows,
         COLS=tiles.columns,
-        num_warps=NUM_WARPS,
+        num_warps=GRADIENT.warps,
     )
     return out
