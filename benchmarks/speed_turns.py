@@ -26,6 +26,7 @@ from speed_cases import Case, problem_of, row_requests
 from speed_processes import Facts, own_decisions
 from torch import nn
 from torch._dynamo.callback import on_compile_end, on_compile_start
+from torch._inductor import config as inductor_config
 
 from halfstep.bench.bench import Request, measured, runners
 from halfstep.bench.laps import Pause, Schedule, wait_for
@@ -46,9 +47,9 @@ def rows_in_turn(
 ) -> Iterator[tuple[str, Row]]:
     """Each case's rows in order, so many compiled at once; those there was no time for say so."""
     jobs = [(name, case, request) for name, case in cases.items() for request in row_requests(case, ways).values()]
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
+    its_cores = max(1, (os.cpu_count() or 1) // at_once)
     for first in range(0, len(jobs), at_once):
-        with seated(jobs[first : first + at_once], hardware) as seats:
+        with seated(jobs[first : first + at_once], hardware, its_cores) as seats:
             compiling_s = COMPILING_SHARE * (deadline - time.monotonic()) if deadline else float("inf")
             began = time.monotonic()
             for seat in seats:
@@ -105,14 +106,15 @@ class Seat:
 
 
 @contextlib.contextmanager
-def seated(jobs: list[tuple[str, Case, Request]], hardware: Hardware) -> Iterator[list[Seat]]:
+def seated(jobs: list[tuple[str, Case, Request]], hardware: Hardware, its_cores: int) -> Iterator[list[Seat]]:
     """A process for each job; none outlives the block."""
     context, seats = multiprocessing.get_context("spawn"), list[Seat]()
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name, case, request in jobs:
                 ours, its = context.Pipe()
-                process = context.Process(target=sit, args=(case, request, hardware.to_dict(), its, f"{folder}/device"))
+                given = (case, request, hardware.to_dict(), its, f"{folder}/device", its_cores)
+                process = context.Process(target=sit, args=given)
                 process.start()
                 its.close()  # so that its death is heard
                 seats.append(Seat(case=name, request=request, precision=case.precision, process=process, line=ours))
@@ -122,8 +124,8 @@ def seated(jobs: list[tuple[str, Case, Request]], hardware: Hardware) -> Iterato
                 seat.process.kill()
 
 
-def sit(case: Case, request: Request, facts: Facts, line: Connection, lock: str) -> None:
-    """In a process of its own: compile, wait for the turn, be timed, and send the row."""
+def sit(case: Case, request: Request, facts: Facts, line: Connection, lock: str, its_cores: int) -> None:
+    """In a process of its own: compile on so many cores, wait for the turn, be timed, and send the row."""
     hardware = Hardware.from_dict(facts)
 
     def turn() -> None:
@@ -133,12 +135,15 @@ def sit(case: Case, request: Request, facts: Facts, line: Connection, lock: str)
 
     with own_decisions(), Path(lock).open("a") as file:
         device = OneAtATime(file, torch.device(hardware.device))
+        beside_others: Any = inductor_config.patch(compile_threads=its_cores)
         if request.ways == ("auto",):
-            fill_for_auto(case, request, hardware, device)
+            with beside_others:
+                fill_for_auto(case, request, hardware, device)
             turn()
             line.send(row_of(problem_of(case, hardware), request, hardware))
         else:
-            row = row_of(device.lent_to(problem_of(case, hardware)), request, hardware, turn)
+            with beside_others:
+                row = row_of(device.lent_to(problem_of(case, hardware)), request, hardware, turn)
             line.send(replace(row, start_s=None, cache=""))  # a start beside others is nobody's start
 
 

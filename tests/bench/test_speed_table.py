@@ -236,7 +236,6 @@ def test_rows_compile_beside_each_other_and_are_timed_in_turn(tmp_path: Path, mo
     from speed import measured_in_turn
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     tiny = tiny_case(against=("plain:documented", "plain:graphs"), precision="fp32")
     [(name, found)] = measured_in_turn({"tiny": tiny}, ("auto",), probe("cpu"), None, at_once=2)
     ours, documented, graphs = found["rows"]
