@@ -50,7 +50,7 @@ WIDTH = 200
 
 
 def main() -> None:
-    parser = argument_parser()
+    began, parser = time.monotonic(), argument_parser()
     arguments = parser.parse_args()
     timed = words(arguments.only) if arguments.only or arguments.cold_start else tuple(CASES)
     started = words(arguments.cold_start)
@@ -69,7 +69,7 @@ def main() -> None:
         for name, case in CASES.items()
     }
     chosen = {name: cases[name] for name in timed}
-    deadline = time.monotonic() + arguments.seconds if arguments.seconds else None
+    deadline = began + arguments.seconds if arguments.seconds else None
     ways = words(arguments.ways)
     with own_decisions():
         if arguments.warm:
@@ -99,7 +99,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--at-once", type=int, default=0, metavar="N", help="N rows in processes, timed in turn")
     parser.add_argument("--cold-start", default="", metavar="CASES", help="time starts with an empty compiler cache")
-    parser.add_argument("--seconds", type=float, help="no row starts after so many")
+    parser.add_argument("--seconds", type=float, help="no row starts after so many, and with --at-once none ends after them")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     return parser
 
