@@ -99,7 +99,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--at-once", type=int, default=0, metavar="N", help="N rows in processes, timed in turn")
     parser.add_argument("--cold-start", default="", metavar="CASES", help="time starts with an empty compiler cache")
-    parser.add_argument("--seconds", type=float, help="no row starts after so many, and with --at-once none ends after them")
+    parser.add_argument("--seconds", type=float, help="no row starts after so many, or with --at-once ends")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     return parser
 
