@@ -6,6 +6,7 @@ The normalised map is never written. A tile is [rows, all channels]; classes are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,12 +15,21 @@ from torch import Tensor
 
 from halfstep.kernels.normalise import GradientSums, Norm, combined, dense_like
 
-LOGIT_VALUES, GRADIENT_VALUES = 4096, 4096
-NUM_WARPS, NUM_PROGRAMS = 8, 132 * 8
-SUM_VALUES, SUM_LOADS = 2048, 8
-"""Eight values, 16 bytes, a thread of eight warps; as many such parts at once as keep their loads of logits at this."""
-SUM_WARPS, SUM_PROGRAMS = 8, 132 * 4
-"""Fewer programs than for maps, since each leaves a part of the sums."""
+
+class Blocks(NamedTuple):
+    """Values of a tile or of each of its parts, and programs at most."""
+
+    values: int
+    warps: int
+    programs: int
+
+
+LOGITS = Blocks(4096, warps=8, programs=8 * 132)
+GRADIENT = Blocks(4096, warps=8, programs=8 * 132)
+SUMS = Blocks(2048, warps=8, programs=4 * 132)
+"""Eight values, 16 bytes, a thread; fewer programs than for maps, since each leaves a part of the sums."""
+SUM_LOADS = 8
+"""How many loads of the logits' gradient the parts of a tile have together."""
 
 
 @triton.jit
@@ -196,13 +206,13 @@ class Tiles:
     programs: int
 
 
-def tiles_of(y: Tensor, values: int, programs: int, parts: int = 1) -> Tiles:
-    """The cut for this map, where a tile has so many values of each of its parts."""
+def tiles_of(y: Tensor, blocks: Blocks, parts: int = 1) -> Tiles:
+    """The cut for this map."""
     n, channels, height, width = y.shape
     columns = int(triton.next_power_of_2(channels))
-    rows = max(values // columns, 1)
+    rows = max(blocks.values // columns, 1)
     num_tiles = n * triton.cdiv(height * width, rows * parts)
-    return Tiles(num_tiles, height * width, rows, columns, min(num_tiles, programs))
+    return Tiles(num_tiles, height * width, rows, columns, min(num_tiles, blocks.programs))
 
 
 def strides_of(dlogits: Tensor) -> tuple[int, int, int]:
@@ -215,14 +225,14 @@ def strides_of(dlogits: Tensor) -> tuple[int, int, int]:
 def logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tensor:
     """relu(y normalised) times the kernel [classes, channels], plus the bias."""
     n, channels, height, width = y.shape
-    classes, tiles = len(weight), tiles_of(y, LOGIT_VALUES, NUM_PROGRAMS)
+    classes, tiles = len(weight), tiles_of(y, LOGITS)
     out = torch.empty((n, classes, height, width), dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
     logits_kernel[(tiles.programs,)](
         *(y, norm.scale, norm.offset, weight, bias, out, tiles.num_tiles, tiles.pixels, channels),
         CLASSES=classes,
         ROWS=tiles.rows,
         COLS=tiles.columns,
-        num_warps=NUM_WARPS,
+        num_warps=LOGITS.warps,
     )
     return out
 
@@ -231,7 +241,7 @@ def head_sums(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -> tuple[G
     """The sums that BatchNorm's gradient needs, and the gradients of kernel and bias."""
     channels, classes = y.shape[1], len(weight)
     parts = max(SUM_LOADS // classes, 1)
-    tiles = tiles_of(y, SUM_VALUES, SUM_PROGRAMS, parts)
+    tiles = tiles_of(y, SUMS, parts)
     partials = y.new_empty((tiles.programs, 2 + classes, channels), dtype=torch.float32)
     bias_partials = y.new_empty((tiles.programs, classes), dtype=torch.float32)
     head_sums_kernel[(tiles.programs,)](
@@ -241,7 +251,7 @@ def head_sums(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -> tuple[G
         PARTS=parts,
         ROWS=tiles.rows,
         COLS=tiles.columns,
-        num_warps=SUM_WARPS,
+        num_warps=SUMS.warps,
     )
     total = combined(partials)
     return GradientSums(total[0], total[1], total[1] * norm.inverse), total[2:], combined(bias_partials[:, None])[0]
@@ -249,13 +259,13 @@ def head_sums(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -> tuple[G
 
 def head_gradient(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor, sums: GradientSums) -> Tensor:
     """The gradient of y."""
-    channels, tiles, out = y.shape[1], tiles_of(y, GRADIENT_VALUES, NUM_PROGRAMS), dense_like(y)
+    channels, tiles, out = y.shape[1], tiles_of(y, GRADIENT), dense_like(y)
     head_gradient_kernel[(tiles.programs,)](
         *(y, dlogits, norm.mean, norm.inverse, norm.scale, norm.offset, weight, sums.g, sums.gx, out),
         *(tiles.num_tiles, y.numel() // channels, tiles.pixels, channels, *strides_of(dlogits)),
         CLASSES=len(weight),
         ROWS=tiles.rows,
         COLS=tiles.columns,
-        num_warps=NUM_WARPS,
+        num_warps=GRADIENT.warps,
     )
     return out
