@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from capture import captured
 from halfstep.kernels.chain import NormReluConv
-from halfstep.kernels.fast_forms import forced
 
 pytestmark = pytest.mark.gpu
 
@@ -33,15 +32,13 @@ def raw_map(*shape: int) -> Tensor:
     return y.contiguous(memory_format=torch.channels_last).requires_grad_()
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shape", [(4, 64, 48, 40), (2, 128, 31, 17), (3, 70, 5, 7)])
-def test_a_link_is_batch_norm_relu_and_convolution(shape: tuple[int, ...], keep: bool, is_transposed: bool) -> None:
+def test_a_link_is_batch_norm_relu_and_convolution(shape: tuple[int, ...], keep: bool) -> None:
     y, (norm, conv) = raw_map(*shape), parts(shape[1], 64)
     exact, (exact_norm, exact_conv) = y.detach().double().requires_grad_(), parts(shape[1], 64)
     theirs = exact_conv.double()(exact_norm.double()(exact).relu())
-    with forced(is_transposed, "transposed"):
-        ours = link(y, norm, conv, keep=keep)
+    ours = link(y, norm, conv, keep=keep)
     gradient = torch.randn_like(ours)
     found = torch.autograd.grad(ours, [y, norm.weight, norm.bias, conv.weight], gradient)
     truth = torch.autograd.grad(
@@ -68,3 +65,23 @@ def test_a_captured_link_computes_the_same_and_counts_its_batches() -> None:
     graph.replay()
     assert all(map(torch.equal, graphed, eager))
     assert norm.num_batches_tracked.item() == before + 1
+
+
+def test_the_second_stream_reads_nothing_that_was_given_away_meanwhile() -> None:
+    """A row of links with large maps, whose memory is used again at once: a race would change some bits."""
+    y, links = raw_map(8, 64, 256, 256), [parts(64, 64) for _ in range(4)]
+
+    def step() -> tuple[Tensor, ...]:
+        z = y
+        for norm, conv in links:
+            z = link(z, norm, conv, keep=False)
+        return torch.autograd.grad(z.square().sum(), [y, *(conv.weight for _, conv in links)])
+
+    with torch.backends.cudnn.flags(deterministic=True):
+        expected = step()
+        for _ in range(10):
+            assert all(map(torch.equal, step(), expected))
+        graph, graphed = captured(step)
+    for _ in range(10):
+        graph.replay()
+        assert all(map(torch.equal, graphed, expected))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from halfstep.kernels.beside import Beside
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 
 
@@ -28,14 +29,30 @@ def weights_for(z: Tensor, w: Tensor) -> Tensor:
 
 
 def convolution_gradients(
-    dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants: tuple[bool, bool] = (True, True)
+    beside: Beside,
+    dy: Tensor,
+    z: Tensor,
+    w: Tensor,
+    stride: int,
+    padding: int,
+    wants: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of z, channels_last, and of w, in z's dtype, which autograd casts to w's; None where not wanted."""
+    """Gradients of z, channels_last, and of w, in z's dtype, which autograd casts to w's; None where not wanted.
+
+    That of w comes aside, behind that of z: who needs it waits for the end of `beside`.
+    """
     w, dy = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last)
-    dz, dw, _ = torch.ops.aten.convolution_backward(
-        dy, z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [*wants, False]
-    )
-    return dz.contiguous(memory_format=torch.channels_last) if wants[0] else None, dw
+
+    def gradients(*wants: bool) -> tuple[Tensor | None, ...]:
+        found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+            dy, z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [*wants, False]
+        )
+        return found
+
+    dz = gradients(True, False)[0] if wants[0] else None
+    with beside.aside():
+        dw = gradients(False, True)[1] if wants[1] else None
+    return None if dz is None else dz.contiguous(memory_format=torch.channels_last), dw
 
 
 class NormReluConv(torch.autograd.Function):
@@ -69,8 +86,10 @@ class NormReluConv(torch.autograd.Function):
         y, w, z, *vectors = ctx.saved_tensors
         norm = Norm(*vectors)
         z = normalised(y, norm) if z is None else z
-        dz, dw = convolution_gradients(gradients[0], z, w, ctx.stride, ctx.padding, (True, ctx.needs_input_grad[3]))
-        assert dz is not None
-        sums = gradient_sums(dz, y, norm)
-        dy = gradient_of_raw(dz, y, norm, sums, masked=True)
+        wants = (True, ctx.needs_input_grad[3])
+        with Beside(y.device) as beside:
+            dz, dw = convolution_gradients(beside, gradients[0], z, w, ctx.stride, ctx.padding, wants)
+            assert dz is not None
+            sums = gradient_sums(dz, y, norm)
+            dy = gradient_of_raw(dz, y, norm, sums, masked=True)
         return dy, sums.weight, sums.g, dw, None, None, None, None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import NormReluConv, convolution_gradients, convolved, weights_for
 from halfstep.kernels.normalise import Norm, gradient_of_raw, normalisation, normalised
 from halfstep.kernels.stem import StemConv, stem_fits
@@ -155,18 +156,19 @@ class Join(torch.autograd.Function):
         (z, *kept), num_readers = ctx.saved_tensors, len(ctx.strides)
         weights, raws = kept[:num_readers], kept[num_readers:]
         wants = ctx.needs_input_grad
-        dzs, dws = reader_gradients(gradients, z, weights, ctx.strides, any(wants[:6]), wants[9:])
-        dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
-        if not any(wants[:6]):
-            return (*[None] * 9, *dws)
-        pairs = list(zip(raws, ctx.hows, strict=True))
-        g, sums = join_gradient(dzs, z, pairs)
-        if len(pairs) == 2:
-            dy, dshortcut = pair_gradients(g, pairs, sums)
-            of_shortcut: Gradients = (dshortcut, sums[1].weight, sums[1].g)
-        else:
-            dy = gradient_of_raw(g, *pairs[0], sums[0], masked=False)
-            of_shortcut = (g if wants[3] else None, None, None)
+        with Beside(z.device) as beside:
+            dzs, dws = reader_gradients(beside, gradients, z, weights, ctx.strides, any(wants[:6]), wants[9:])
+            dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
+            if not any(wants[:6]):
+                return (*[None] * 9, *dws)
+            pairs = list(zip(raws, ctx.hows, strict=True))
+            g, sums = join_gradient(dzs, z, pairs)
+            if len(pairs) == 2:
+                dy, dshortcut = pair_gradients(g, pairs, sums)
+                of_shortcut: Gradients = (dshortcut, sums[1].weight, sums[1].g)
+            else:
+                dy = gradient_of_raw(g, *pairs[0], sums[0], masked=False)
+                of_shortcut = (g if wants[3] else None, None, None)
         return (dy, sums[0].weight, sums[0].g, *of_shortcut, None, None, None, *dws)
 
 
@@ -202,12 +204,13 @@ class StemPool(torch.autograd.Function):
         y, raw, places, z, *kept = ctx.saved_tensors
         how, weights, wants = Norm(*kept[:4]), kept[4:], ctx.needs_input_grad
         z = normalised(raw, how) if z is None else z
-        dzs, dws = reader_gradients(gradients, z, weights, ctx.strides, any(wants[:3]), wants[6:])
-        dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
-        if not any(wants[:3]):
-            return (*[None] * 6, *dws)
-        g, (sums,) = join_gradient(dzs, z, [(raw, how)])
-        dy = pool_gradient(g, places, y, how, sums) if wants[0] else None
+        with Beside(z.device) as beside:
+            dzs, dws = reader_gradients(beside, gradients, z, weights, ctx.strides, any(wants[:3]), wants[6:])
+            dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
+            if not any(wants[:3]):
+                return (*[None] * 6, *dws)
+            g, (sums,) = join_gradient(dzs, z, [(raw, how)])
+            dy = pool_gradient(g, places, y, how, sums) if wants[0] else None
         return (dy, sums.weight, sums.g, None, None, None, *dws)
 
 
@@ -218,6 +221,7 @@ def read(z: Tensor, weights: Sequence[Tensor], strides: Sequence[int]) -> tuple[
 
 
 def reader_gradients(
+    beside: Beside,
     gradients: Sequence[Tensor],
     z: Tensor,
     weights: Sequence[Tensor],
@@ -225,12 +229,13 @@ def reader_gradients(
     wants_z: bool,
     wants_weights: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Each convolution's gradients of z, unsummed, and of its weight."""
+    """Each convolution's gradients of z, unsummed, and of its weight, aside."""
     dzs: list[Tensor] = []
     dws: list[Tensor | None] = []
     for dy, w, stride, wants_w in zip(gradients, weights, strides, wants_weights, strict=True):
         is_sparse = stride == 2 and w.shape[2] == 1
-        dz, dw = convolution_gradients(dy, z, w, stride, w.shape[2] // 2, (wants_z and not is_sparse, wants_w))
+        wants = (wants_z and not is_sparse, wants_w)
+        dz, dw = convolution_gradients(beside, dy, z, w, stride, w.shape[2] // 2, wants)
         if wants_z and is_sparse:
             dz = pixel_gradient(dy, w)
         dzs += [] if dz is None else [dz]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import convolution_gradients, convolved, weights_for
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 from halfstep.kernels.stem import PaddedImage, convolved_image, padded_image, stem_weight_gradient_through_norm
@@ -57,10 +58,11 @@ class StemNormReluConv(torch.autograd.Function):
         padded, norm = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows), Norm(*vectors)
         y = convolved_image(padded, w_stem) if y is None else y
         z = normalised(y, norm) if z is None else z
-        dz, dw = convolution_gradients(gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[4]))
-        assert dz is not None
-        sums = gradient_sums(dz, y, norm)
-        dw_stem = stem_weight_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
+        with Beside(y.device) as beside:
+            dz, dw = convolution_gradients(beside, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[4]))
+            assert dz is not None
+            sums = gradient_sums(dz, y, norm)
+            dw_stem = stem_weight_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
         return None, dw_stem, sums.weight, sums.g, dw, None, None, None
 
 
@@ -91,11 +93,13 @@ class PoolConv(torch.autograd.Function):
         y, w, z, *vectors = ctx.saved_tensors
         norm, dcat = Norm(*vectors), gradients[1].contiguous(memory_format=torch.channels_last)
         z = pooled(y, norm) if z is None else z
-        dpooled, dw = convolution_gradients(gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
-        assert dpooled is not None
-        dskip = dcat[:, : y.shape[1]]
-        sums = pool_gradient_sums(y, dskip, dpooled, norm)
-        return pool_gradient(y, dskip, dpooled, norm, sums), sums.weight, sums.g, dw, None, None
+        with Beside(y.device) as beside:
+            dpooled, dw = convolution_gradients(beside, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
+            assert dpooled is not None
+            dskip = dcat[:, : y.shape[1]]
+            sums = pool_gradient_sums(y, dskip, dpooled, norm)
+            dy = pool_gradient(y, dskip, dpooled, norm, sums)
+        return dy, sums.weight, sums.g, dw, None, None
 
 
 class UpConcatConv(torch.autograd.Function):
@@ -133,11 +137,12 @@ class UpConcatConv(torch.autograd.Function):
         skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
         z = normalised(deep, norm) if z is None else z
         cat = concatenated(skip, skip_norm, z, taps, b_up) if cat is None else cat
-        dcat, dw = convolution_gradients(gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
-        assert dcat is not None
-        dz, dtaps, db_up = doubling_gradients(dcat[:, skip.shape[1] :], z, taps)
-        sums = gradient_sums(dz, deep, norm)
-        ddeep = gradient_of_raw(dz, deep, norm, sums, masked=True)
+        with Beside(deep.device) as beside:
+            dcat, dw = convolution_gradients(beside, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
+            assert dcat is not None
+            dz, dtaps, db_up = doubling_gradients(dcat[:, skip.shape[1] :], z, taps)
+            sums = gradient_sums(dz, deep, norm)
+            ddeep = gradient_of_raw(dz, deep, norm, sums, masked=True)
         dw_up = dtaps.view(len(taps), 2, 2, -1).permute(0, 3, 1, 2)
         return dcat, None, None, ddeep, sums.weight, sums.g, dw_up, db_up, dw, None, None
 

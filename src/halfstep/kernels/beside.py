@@ -1,0 +1,51 @@
+"""Gradients of weights on a second stream: nobody waits for them, and they multiply while others move bytes.
+
+A convolution's weight gradient is bound by arithmetic, BatchNorm's backward by memory. Side by side, each fills what
+the other leaves idle: the end of a grid, the gap before a small kernel. On an H200, with the step as a CUDA graph, that
+was 1 % of a U-Net's time and 2 % of ResNet-50's at batch 64; a transformer lost 1 % by it and does without.
+
+What the second stream reads must stay alive until it is done. So its work ends where the block does that began it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import torch
+
+
+class Beside:
+    """A block whose `aside()` parts run on a second stream, behind all that was asked for before them.
+
+    The end of the block waits for them, as the device waits and not the host. On the CPU all runs in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _second_stream(device) if device.type == "cuda" else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
