@@ -4,8 +4,8 @@
     python benchmarks/speed.py [--only unet,resnet50_64] [--warm 5] [--seconds 540] [--ways auto] [KEY=VALUE]
     python benchmarks/speed.py --cold-start unet
 
-Each peer runs as documented with the compiler on, and once more tuned by hand; plain PyTorch a third time, tuned and
-with the compiler's own CUDA graphs (`graphs`, mode reduce-overhead). Rows are timed one after the other. A row's start
+Lightning and Accelerate run as documented with the compiler on, Lightning and plain PyTorch tuned by hand, and plain
+once more with the compiler's own CUDA graphs (`graphs`, mode reduce-overhead). Rows are timed one after the other. A row's start
 says whether it found its code compiled (`warm`) or not (`cold`); `--warm` compiles it before, several rows at once,
 and then no start in the table is a cold one. `--at-once` gives each row a process, in which it compiles beside others
 and is then timed alone (speed_turns.py): half the time, but no start of a peer, and no row measured again at the end.
