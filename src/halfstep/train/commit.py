@@ -1,6 +1,7 @@
 """How a verdict reaches an optimizer: three ways, chosen by what the optimizer can do, shown with their price.
 
-    found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit read the flag inside their kernel: free
+    found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit read the flag inside their kernel: free; in a CUDA
+                graph the kernel of Adam and AdamW is our own (single_pass.py), with torch's bits
     select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
     host        anything else, and where an optimizer's own state lives on the host: one wait a step
 
@@ -25,6 +26,7 @@ from halfstep.train.adamw8bit import AdamW8bit
 from halfstep.train.flat import Snapshot
 from halfstep.train.optimizers import OPTIMIZERS
 from halfstep.train.rates import Rates
+from halfstep.train.single_pass import SinglePass, takes
 
 Way = Literal["found_inf", "select", "host"]
 
@@ -64,6 +66,8 @@ class Committer:
         self.takes_tensor_lr = self.way == "found_inf" or self.way == "select" and _is_capturable(optimizer)
         self.settled: set[int] = set()
         self.snapshot: Snapshot | None = None
+        self.single_pass: SinglePass | None = None
+        """While a step is captured: what takes the place of torch's kernel."""
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
 
@@ -94,6 +98,15 @@ class Committer:
         if self.rates is not None and self.takes_tensor_lr:
             self.rates.bind(self.optimizer)
 
+    def open_capture(self, device: torch.device) -> SinglePass | None:
+        """Before a capture; what comes back has to live as long as the graph, and be filled after the capture."""
+        self.single_pass = SinglePass(self.optimizer, device) if takes(self.optimizer, device) else None
+        return self.single_pass
+
+    def close_capture(self) -> None:
+        """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
+        self.snapshot = self.single_pass = None
+
     def _commit_by_host(self, bad: Tensor) -> None:
         if bool(bad):
             return
@@ -114,6 +127,8 @@ class Committer:
                     self.optimizer.state[p]["momentum_buffer"] = first
 
     def _commit_in_kernel(self, bad: Tensor, factor: Tensor | None) -> None:
+        if self.single_pass is not None and self.single_pass.fits_gradients:
+            return self.single_pass.record(bad, factor)
         # The attributes are how torch's GradScaler talks to fused optimizers; they divide, and write the gradient back.
         said = {"found_inf": bad.float()}
         if factor is not None:

@@ -50,7 +50,11 @@ class GraphedStep:
             {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
         ]
         self.graph = torch.cuda.CUDAGraph()
+        # Its kernels read their tables at every replay: they are kept here.
+        self.passes = [made for c in step.committers if (made := c.open_capture(step.device)) is not None]
         self.facts = self._captured(loss_fn, pool)
+        for single_pass in self.passes:
+            single_pass.fill()
 
     @property
     def is_valid(self) -> bool:

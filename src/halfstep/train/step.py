@@ -181,7 +181,7 @@ class Step:
         self.clear_gradients()
         self._buffers.forget()
         for committer in self.committers:
-            committer.snapshot = None
+            committer.close_capture()
 
     def _accumulate(self, loss_fn: LossFn, window: Window) -> tuple[Tensor, Tensor]:
         """Backward over the window. Micro-batches count by weight, relative to the first one's, so that a window of

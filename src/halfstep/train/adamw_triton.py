@@ -1,0 +1,123 @@
+"""Adam and AdamW over all parameters of a group in one launch, with the bits of torch's fused kernel on CUDA.
+
+torch's kernel writes every scaled gradient back; this one does not, and so moves 28 bytes a parameter instead of 32.
+Each expression is rounded where torch's is: multiply-adds are fused where its source or its compiler fuses them (as the
+machine code of torch 2.11 for sm_90 does) and nowhere else (`enable_fp_fusion`), division and square root are the
+rounded ones. Powers of the betas are left to torch: Triton's library has another algorithm for them.
+
+Parameters are found through a table, one column for each: addresses of weight, gradient, both moments and counter, and
+the number of values, which is 0 where there is nothing to do. Everything is fp32 and begins at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, TILES, WARPS = 1024, 4, 4
+"""Eight values a thread at a time, in accesses of 16 bytes; tiles of a program, which looks its addresses up once."""
+
+COUNTED = 256
+"""Counters of a program."""
+
+GRADIENT, FIRST, SECOND, COUNTER, LENGTH, FIELDS = 1, 2, 3, 4, 5, 6
+"""Rows of the table; the weight's is 0."""
+
+
+@triton.jit
+def _address(table, field, column, columns):
+    pointer = tl.load(table + field * columns + column).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(pointer, 16)
+
+
+@triton.jit(do_not_specialize_on_alignment=["bad"])
+def _count(table, counts, bad, columns, COUNTER: tl.constexpr, LENGTH: tl.constexpr, COUNTED: tl.constexpr):
+    """Counts a good step of each parameter, in its own counter and in one vector for all."""
+    if tl.load(bad) == 0:
+        column = tl.program_id(0) * COUNTED + tl.arange(0, COUNTED)
+        is_updated = tl.load(table + LENGTH * columns + column, column < columns, 0) > 0
+        counter = tl.load(table + COUNTER * columns + column, is_updated, 0).to(tl.pointer_type(tl.float32))
+        count = tl.load(counter, is_updated, 0.0) + 1.0
+        tl.store(counter, count, is_updated)
+        tl.store(counts + column, count, is_updated)
+
+
+@triton.jit
+def _update_tile(
+    weight, gradient, first, second, inside, scale, lr, size, root, beta1, beta2, eps, decay,
+    DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
+):  # fmt: skip
+    theta = tl.load(weight, inside)
+    g = tl.div_rn(tl.load(gradient, inside), scale)
+    if DECAYS:
+        if DECOUPLED:
+            theta = tl.fma(-(lr * decay), theta, theta)
+        else:
+            g = tl.fma(theta, decay, g)
+    m = tl.fma(beta1, tl.load(first, inside), tl.fma(-beta1, g, g))
+    square = g * g
+    v = tl.fma(beta2, tl.load(second, inside), tl.fma(-beta2, square, square))
+    theta -= tl.div_rn(size * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    tl.store(weight, theta, inside)
+    tl.store(first, m, inside)
+    tl.store(second, v, inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rate", "factor", "bad"])
+def _update(
+    table, chunks, powers, rate, factor, bad, beta1, beta2, eps, decay, columns,
+    DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
+    GRADIENT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Reads weight, gradient and moments (16 bytes a value), writes weight and moments (12). Nothing in a bad step."""
+    column = tl.load(chunks + 2 * tl.program_id(0))
+    start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (BLOCK * TILES)
+    length = tl.load(table + LENGTH * columns + column)
+    if (tl.load(bad) == 0) & (start < length):
+        weight = _address(table, 0, column, columns)
+        gradient = _address(table, GRADIENT, column, columns)
+        first = _address(table, FIRST, column, columns)
+        second = _address(table, SECOND, column, columns)
+        lr, scale = tl.load(rate), tl.div_rn(1.0, tl.load(factor))
+        size = tl.div_rn(lr, 1.0 - tl.load(powers + column))
+        root = tl.sqrt_rn(1.0 - tl.load(powers + columns + column))
+        # A mask that may end anywhere would make every access one of 4 bytes, so only a parameter's end has one.
+        if start + BLOCK * TILES <= length:
+            for tile in range(TILES):
+                at = start + tile * BLOCK + tl.arange(0, BLOCK)
+                _update_tile(
+                    weight + at, gradient + at, first + at, second + at, None,
+                    scale, lr, size, root, beta1, beta2, eps, decay, DECOUPLED, DECAYS,
+                )  # fmt: skip
+        else:
+            for tile in range(TILES):
+                at = start + tile * BLOCK + tl.arange(0, BLOCK)
+                _update_tile(
+                    weight + at, gradient + at, first + at, second + at, at < length,
+                    scale, lr, size, root, beta1, beta2, eps, decay, DECOUPLED, DECAYS,
+                )  # fmt: skip
+
+
+def count(table: Tensor, counts: Tensor, bad: Tensor) -> None:
+    """Count a good step of all parameters in `table`."""
+    columns = table.shape[1]
+    _count[(triton.cdiv(columns, COUNTED),)](
+        table, counts, bad, columns, COUNTER=COUNTER, LENGTH=LENGTH, COUNTED=COUNTED
+    )
+
+
+def update(
+    table: Tensor, chunks: Tensor, powers: Tensor, rate: Tensor, factor: Tensor, bad: Tensor, *,
+    betas: tuple[float, float], eps: float, weight_decay: float, is_decoupled: bool,
+    block: int = BLOCK, tiles: int = TILES, warps: int = WARPS,
+) -> None:  # fmt: skip
+    """One step of all parameters in `table`, with gradients times `factor`. `chunks` names each program's share, and
+    `powers` are those of both betas by the parameters' counts."""
+    _update[(len(chunks),)](
+        table, chunks, powers, rate, factor, bad, *betas, eps, weight_decay, table.shape[1],
+        DECOUPLED=is_decoupled, DECAYS=weight_decay != 0,
+        GRADIENT=GRADIENT, FIRST=FIRST, SECOND=SECOND, LENGTH=LENGTH,
+        BLOCK=block, TILES=tiles, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
