@@ -1,15 +1,14 @@
-"""Attention over few tokens in Triton, from packed queries, keys and values to rows of heads side by side, and back.
+"""Attention's gradients over few tokens in Triton, from rows of heads side by side to packed queries, keys and values.
 
 qkv is [batch, tokens, 3 · dim], out [batch, tokens, dim] with dim = heads · HEAD. With S the scaled scores of a head:
 
     P = softmax(S), out = P·V, delta = Σ d_out·out over channels, dS = P·(d_out·Vᵀ - delta)
     dV = Pᵀ·d_out, dQ = dS·K·scale, dK = dSᵀ·Q·scale
 
-P is made again from the logarithm of each row's sum. All keys of a head are few, so forward has whole rows at hand and
-backward needs no atomic additions: a run gives the same bits every time. Gradients are written where the matmul behind
-reads them, with parts of their sums over tokens, the gradient of the projection's bias: Σ dV is Σ d_out, as each row
-of P sums to 1, and whichever is at hand is summed up; Σ dK is 0, as each row of dS sums to 0 (the same number added to
-all scores of a row changes no softmax).
+P is made again from the logarithm of each row's sum. The keys of a head are few, so that no atomic additions are needed:
+a run gives the same bits every time. Gradients are written where the matmul behind reads them, with parts of their sums
+over tokens, the gradient of the projection's bias: Σ dK is 0, as each row of dS sums to 0 (the same number added to all
+scores of a row changes no softmax).
 """
 
 from __future__ import annotations
@@ -21,16 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD_QUERIES, FORWARD_WARPS, FORWARD_PROGRAMS = 64, 4, 2
-"""Tile, and programs for a head."""
-BACKWARD_AT_ONCE = True
-"""Whether one program makes all gradients of a head, in 5 matmuls; or two kernels make those of queries, then those of
-keys and values, in 7 matmuls, by smaller programs."""
-AT_ONCE_QUERIES, AT_ONCE_WARPS, AT_ONCE_STAGES = 32, 8, 2
-QUERIES_TILE, QUERIES_WARPS, QUERIES_STAGES = (64, 64), 4, 2
-"""Queries and keys of a tile, for the gradient of queries."""
-KEYS_TILE, KEYS_WARPS, KEYS_STAGES = (64, 32), 4, 2
-"""Keys and queries of a tile, for the gradients of keys and values."""
+VARIANT = "whole"
+"""Who makes the gradients of a head: one program with all keys at once ("whole"), one with a block of keys after the
+other, which adds to the gradient of queries where that is written ("blocks"), or a program for each block of keys, and
+a kernel that adds up their gradients of queries ("apart")."""
+WHOLE_QUERIES, WHOLE_WARPS, WHOLE_STAGES = 32, 8, 2
+BLOCK_KEYS, BLOCK_QUERIES, BLOCK_WARPS, BLOCK_STAGES = 128, 32, 4, 2
+SUM_VALUES = 2048
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
@@ -42,42 +38,95 @@ def _rows(first, row_stride, num_tokens, ROWS: tl.constexpr, HEAD: tl.constexpr)
 
 
 @triton.jit
-def _attention(
-    qkv, out, log_sum, num_tokens, dim, scale, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr
-):
-    """A head by a row of programs, each with every n-th tile of queries: reads three values, writes one."""
-    num_heads = dim // HEAD
-    batch, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
-    qkv += batch * num_tokens * 3 * dim + head * HEAD
-    out += batch * num_tokens * dim + head * HEAD
-    log_sum += tl.program_id(0) * num_tokens
-    key_places, key_exists = _rows(0, 3 * dim, num_tokens, KEYS, HEAD)
-    k = tl.load(qkv + dim + key_places, key_exists, 0.0)
-    v = tl.load(qkv + 2 * dim + key_places, key_exists, 0.0)
-    is_key = (tl.arange(0, KEYS) < num_tokens)[None, :]
-    for tile in tl.range(tl.program_id(1), tl.cdiv(num_tokens, QUERIES), tl.num_programs(1)):
-        places, exists = _rows(tile * QUERIES, 3 * dim, num_tokens, QUERIES, HEAD)
-        q = tl.load(qkv + places, exists, 0.0)
-        scores = tl.where(is_key, tl.dot(q, tl.trans(k)) * (scale * LOG2_E), float("-inf"))
-        highest = tl.max(scores, 1)
-        p = tl.exp2(scores - highest[:, None])
-        total = tl.sum(p, 1)
-        result = tl.dot(p.to(v.dtype), v) / total[:, None]
-        out_places, _ = _rows(tile * QUERIES, dim, num_tokens, QUERIES, HEAD)
-        tl.store(out + out_places, result.to(out.dtype.element_ty), exists)
-        queries = tile * QUERIES + tl.arange(0, QUERIES)
-        tl.store(log_sum + queries, (highest + tl.log2(total)) / LOG2_E, queries < num_tokens)
-
-
-@triton.jit
-def _weights(scores, dp, factor, log_sum, delta, is_key, dtype: tl.constexpr):
+def _weights(scores, dp, factor, log_sum, delta, is_key):
     """P = exp2(scores·factor - log_sum) and dS = P·(dP - delta), where keys exist."""
     p = tl.where(is_key, tl.exp2(scores * factor - log_sum), 0.0)
-    return p.to(dtype), (p * (dp - delta)).to(dtype)
+    return p, p * (dp - delta)
 
 
 @triton.jit
-def _attention_gradients(
+def _attention_gradients_by_blocks(
+    qkv, out, log_sum, d_out, d_qkv, delta, dq_parts, partials, scale,
+    TOKENS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    APART: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A head by one program, a block of keys after the other; or by a program for each block, if they are APART."""
+    num_heads = DIM // HEAD
+    batch, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
+    num_batches = tl.num_programs(0) // num_heads
+    qkv += batch * TOKENS * 3 * DIM + head * HEAD
+    d_qkv += batch * TOKENS * 3 * DIM + head * HEAD
+    out += batch * TOKENS * DIM + head * HEAD
+    d_out += batch * TOKENS * DIM + head * HEAD
+    log_sum += tl.program_id(0) * TOKENS
+    dtype = qkv.dtype.element_ty
+    delta += tl.program_id(0) * TOKENS
+    for tile in tl.range(0, tl.cdiv(TOKENS, QUERIES)):
+        places, exists = _rows(tile * QUERIES, DIM, TOKENS, QUERIES, HEAD)
+        do = tl.load(d_out + places, exists, 0.0).to(tl.float32)
+        o = tl.load(out + places, exists, 0.0).to(tl.float32)
+        queries = tile * QUERIES + tl.arange(0, QUERIES)
+        tl.store(delta + queries, tl.sum(do * o, 1), queries < TOKENS)
+    tl.debug_barrier()  # what some warps wrote others read
+    for block in tl.range(tl.program_id(1), tl.cdiv(TOKENS, KEYS), tl.num_programs(1)):
+        key_places, is_key = _rows(block * KEYS, 3 * DIM, TOKENS, KEYS, HEAD)
+        k = tl.load(qkv + DIM + key_places, is_key, 0.0)
+        v = tl.load(qkv + 2 * DIM + key_places, is_key, 0.0)
+        dk = tl.zeros([KEYS, HEAD], tl.float32)
+        dv = tl.zeros([KEYS, HEAD], tl.float32)
+        sum_ds = tl.zeros([KEYS], tl.float32)
+        if APART:
+            dq_part = dq_parts + (block * num_batches + batch) * TOKENS * DIM + head * HEAD
+        else:
+            tl.debug_barrier()  # the gradient of queries written in the last round is read in this one
+        for tile in tl.range(0, tl.cdiv(TOKENS, QUERIES), num_stages=STAGES):
+            queries = tile * QUERIES + tl.arange(0, QUERIES)
+            places, exists = _rows(tile * QUERIES, 3 * DIM, TOKENS, QUERIES, HEAD)
+            out_places, _ = _rows(tile * QUERIES, DIM, TOKENS, QUERIES, HEAD)
+            q = tl.load(qkv + places, exists, 0.0)
+            do = tl.load(d_out + out_places, exists, 0.0)
+            scores = tl.dot(k, tl.trans(q))
+            dp = tl.dot(v, tl.trans(do))
+            # Where there is no query P becomes 0.
+            ls = tl.load(log_sum + queries, queries < TOKENS, float("inf"))[None, :] * LOG2_E
+            along = tl.load(delta + queries, queries < TOKENS, 0.0)[None, :]
+            p, ds = _weights(scores, dp, scale * LOG2_E, ls, along, is_key)
+            sum_ds += tl.sum(ds, 1)
+            ds = ds.to(dtype)
+            dv = tl.dot(p.to(dtype), do, dv)
+            dk = tl.dot(ds, q, dk)
+            if QUERIES < 64:  # a tile of a matmul has 64 rows at least
+                dq = tl.trans(tl.dot(tl.trans(k), ds)) * scale
+            else:
+                dq = tl.dot(tl.trans(ds), k) * scale
+            if APART:
+                tl.store(dq_part + out_places, dq.to(dtype), exists)
+            else:
+                dq += tl.load(d_qkv + places, exists & (block > 0), 0.0).to(tl.float32)
+                tl.store(d_qkv + places, dq.to(dtype), exists)
+        tl.store(d_qkv + DIM + key_places, (dk * scale).to(dtype), is_key)
+        tl.store(d_qkv + 2 * DIM + key_places, dv.to(dtype), is_key)
+        k = tl.load(qkv + DIM + key_places, is_key, 0.0)  # once more: registers are few in the loop
+        sum_dq = tl.sum(k.to(tl.float32) * sum_ds[:, None], 0) * scale
+        part = batch * tl.cdiv(TOKENS, KEYS) + block
+        _store_sums(partials + part * 3 * DIM + head * HEAD, DIM, sum_dq, tl.sum(dv, 0), HEAD)
+
+
+@triton.jit
+def _attention_sum_of_parts(parts, d_qkv, num_rows, dim, num_parts, VALUES: tl.constexpr):
+    """The gradient of queries from what programs for blocks of keys left: reads a value a part, writes one."""
+    places = tl.cast(tl.program_id(0), tl.int64) * VALUES + tl.arange(0, VALUES)
+    num_values = tl.cast(num_rows, tl.int64) * dim
+    result = tl.zeros([VALUES], tl.float32)
+    for _ in tl.range(0, num_parts):
+        result += tl.load(parts + places, places < num_values, 0.0).to(tl.float32)
+        parts += num_values
+    # A row of d_qkv is three rows of a part.
+    tl.store(d_qkv + places + places // dim * 2 * dim, result.to(d_qkv.dtype.element_ty), places < num_values)
+
+
+@triton.jit
+def _attention_gradients_whole(
     qkv, out, log_sum, d_out, d_qkv, partials, num_tokens, dim, scale,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +163,8 @@ def _attention_gradients(
         # Where there is no query P becomes 0.
         ls = tl.load(log_sum + queries, queries < num_tokens, float("inf"))[None, :] * LOG2_E
         delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)[None, :]
-        p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_key, dtype)
+        p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_key)
+        p, ds = p.to(dtype), ds.to(dtype)
         dv = tl.dot(p, do, dv)
         dk = tl.dot(ds, q, dk)
         # Transposed: a tile of a matmul has 64 rows at least, and these are fewer queries.
@@ -122,7 +172,8 @@ def _attention_gradients(
         if TWICE:
             scores = tl.dot(more_k, tl.trans(q))
             dp = tl.dot(more_v, tl.trans(do))
-            p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_more, dtype)
+            p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_more)
+            p, ds = p.to(dtype), ds.to(dtype)
             more_dv = tl.dot(p, do, more_dv)
             more_dk = tl.dot(ds, q, more_dk)
             # Not added by the matmul itself: of two in a row the compiler has one done by each half of the warps.
@@ -147,124 +198,37 @@ def _store_sums(place, dim, of_queries, of_values, HEAD: tl.constexpr):
     tl.store(place + 2 * dim, of_values)
 
 
-@triton.jit
-def _attention_query_gradient(
-    qkv, out, log_sum, d_out, d_qkv, delta, partials, num_tokens, dim, scale,
-    HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dQ of a tile of queries, delta, and the sums: reads five values, writes one."""
-    num_heads = dim // HEAD
-    batch, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
-    qkv += batch * num_tokens * 3 * dim + head * HEAD
-    first = tl.program_id(1) * QUERIES
-    queries = first + tl.arange(0, QUERIES)
-    statistics = tl.program_id(0) * num_tokens + queries
-    places, exists = _rows(first, 3 * dim, num_tokens, QUERIES, HEAD)
-    out_places, _ = _rows(first, dim, num_tokens, QUERIES, HEAD)
-    out_places += batch * num_tokens * dim + head * HEAD
-    q = tl.load(qkv + places, exists, 0.0)
-    do = tl.load(d_out + out_places, exists, 0.0)
-    o = tl.load(out + out_places, exists, 0.0)
-    ls = tl.load(log_sum + statistics, queries < num_tokens, float("inf"))[:, None] * LOG2_E
-    along = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    tl.store(delta + statistics, along, queries < num_tokens)
-    dq = tl.zeros([QUERIES, HEAD], tl.float32)
-    for tile in tl.range(0, tl.cdiv(num_tokens, KEYS), num_stages=STAGES):
-        key_places, key_exists = _rows(tile * KEYS, 3 * dim, num_tokens, KEYS, HEAD)
-        k = tl.load(qkv + dim + key_places, key_exists, 0.0)
-        v = tl.load(qkv + 2 * dim + key_places, key_exists, 0.0)
-        is_key = (tile * KEYS + tl.arange(0, KEYS) < num_tokens)[None, :]
-        scores = tl.dot(q, tl.trans(k))
-        dp = tl.dot(do, tl.trans(v))
-        p, ds = _weights(scores, dp, scale * LOG2_E, ls, along[:, None], is_key, k.dtype)
-        dq = tl.dot(ds, k, dq)
-    dq *= scale
-    tl.store(d_qkv + batch * num_tokens * 3 * dim + head * HEAD + places, dq.to(d_qkv.dtype.element_ty), exists)
-    part = batch * tl.num_programs(1) + tl.program_id(1)
-    sum_d_out = tl.sum(do.to(tl.float32), 0)
-    _store_sums(partials + part * 3 * dim + head * HEAD, dim, tl.sum(dq, 0), sum_d_out, HEAD)
-
-
-@triton.jit
-def _attention_key_gradients(
-    qkv, log_sum, d_out, delta, d_qkv, num_tokens, dim, scale,
-    HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """dK and dV of a tile of keys: reads four values, writes two."""
-    num_heads = dim // HEAD
-    batch, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
-    qkv += batch * num_tokens * 3 * dim + head * HEAD
-    d_qkv += batch * num_tokens * 3 * dim + head * HEAD
-    d_out += batch * num_tokens * dim + head * HEAD
-    log_sum += tl.program_id(0) * num_tokens
-    delta += tl.program_id(0) * num_tokens
-    dtype = qkv.dtype.element_ty
-    key_places, is_key = _rows(tl.program_id(1) * KEYS, 3 * dim, num_tokens, KEYS, HEAD)
-    k = tl.load(qkv + dim + key_places, is_key, 0.0)
-    v = tl.load(qkv + 2 * dim + key_places, is_key, 0.0)
-    dk = tl.zeros([KEYS, HEAD], tl.float32)
-    dv = tl.zeros([KEYS, HEAD], tl.float32)
-    for tile in tl.range(0, tl.cdiv(num_tokens, QUERIES), num_stages=STAGES):
-        queries = tile * QUERIES + tl.arange(0, QUERIES)
-        places, exists = _rows(tile * QUERIES, 3 * dim, num_tokens, QUERIES, HEAD)
-        out_places, _ = _rows(tile * QUERIES, dim, num_tokens, QUERIES, HEAD)
-        q = tl.load(qkv + places, exists, 0.0)
-        do = tl.load(d_out + out_places, exists, 0.0)
-        scores = tl.dot(k, tl.trans(q))
-        dp = tl.dot(v, tl.trans(do))
-        ls = tl.load(log_sum + queries, queries < num_tokens, float("inf"))[None, :] * LOG2_E
-        along = tl.load(delta + queries, queries < num_tokens, 0.0)[None, :]
-        p, ds = _weights(scores, dp, scale * LOG2_E, ls, along, is_key, dtype)
-        dv = tl.dot(p, do, dv)
-        dk = tl.dot(ds, q, dk)
-    tl.store(d_qkv + dim + key_places, (dk * scale).to(dtype), is_key)
-    tl.store(d_qkv + 2 * dim + key_places, dv.to(dtype), is_key)
-
-
-def attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Attention's output [batch, tokens, dim], and the logarithm of each row's sum, [batch, heads, tokens]."""
-    batch, num_tokens, dim = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    out = qkv.new_empty(batch, num_tokens, dim)
-    log_sum = qkv.new_empty(batch, num_heads, num_tokens, dtype=torch.float32)
-    head, keys = dim // num_heads, max(16, triton.next_power_of_2(num_tokens))
-    _attention[(batch * num_heads, min(FORWARD_PROGRAMS, triton.cdiv(num_tokens, FORWARD_QUERIES)))](
-        qkv, out, log_sum, num_tokens, dim, head**-0.5,
-        HEAD=head, QUERIES=FORWARD_QUERIES, KEYS=keys, num_warps=FORWARD_WARPS,
-    )  # fmt: skip
-    return out, log_sum
-
-
 def attention_backward(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of qkv, and parts of its sum over tokens, [parts, 3 · dim]."""
-    backward = _backward_at_once if BACKWARD_AT_ONCE else _backward_by_two
-    return backward(d_out.contiguous(), qkv, out, log_sum)
+    """The gradient of qkv, and parts of its sum over tokens, [parts, 3 · dim].
 
-
-def _backward_at_once(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    out and d_out are [batch, tokens, dim], log_sum is the natural logarithm of each row's sum, [batch, heads, tokens].
+    """
     (batch, num_heads, num_tokens), dim = log_sum.shape, out.shape[2]
-    d_qkv, partials = torch.empty_like(qkv), log_sum.new_empty(batch, 3 * dim)
-    keys, head = max(16, min(128, triton.next_power_of_2(num_tokens))), dim // num_heads
-    _attention_gradients[(batch * num_heads,)](
-        qkv, out, log_sum, d_out, d_qkv, partials, num_tokens, dim, head**-0.5,
-        HEAD=head, QUERIES=AT_ONCE_QUERIES, KEYS=keys, TWICE=num_tokens > keys,
-        STAGES=AT_ONCE_STAGES, num_warps=AT_ONCE_WARPS,
+    head, d_out, d_qkv = dim // num_heads, d_out.contiguous(), torch.empty_like(qkv)
+    if VARIANT == "whole":
+        partials = log_sum.new_empty(batch, 3 * dim)
+        keys = _block(128, num_tokens)
+        _attention_gradients_whole[(batch * num_heads,)](
+            qkv, out, log_sum, d_out, d_qkv, partials, num_tokens, dim, head**-0.5,
+            HEAD=head, QUERIES=WHOLE_QUERIES, KEYS=keys, TWICE=num_tokens > keys,
+            STAGES=WHOLE_STAGES, num_warps=WHOLE_WARPS,
+        )  # fmt: skip
+        return d_qkv, partials
+    is_apart, keys = VARIANT == "apart", _block(BLOCK_KEYS, num_tokens)
+    num_blocks = triton.cdiv(num_tokens, keys)
+    partials = log_sum.new_empty(batch * num_blocks, 3 * dim)
+    dq_parts = out.new_empty(num_blocks, *out.shape) if is_apart else None
+    _attention_gradients_by_blocks[(batch * num_heads, num_blocks if is_apart else 1)](
+        qkv, out, log_sum, d_out, d_qkv, torch.empty_like(log_sum), dq_parts, partials, head**-0.5,
+        TOKENS=num_tokens, DIM=dim, HEAD=head, QUERIES=BLOCK_QUERIES, KEYS=keys,
+        APART=is_apart, STAGES=BLOCK_STAGES, num_warps=BLOCK_WARPS,
     )  # fmt: skip
+    if is_apart:
+        _attention_sum_of_parts[(triton.cdiv(out.numel(), SUM_VALUES),)](
+            dq_parts, d_qkv, batch * num_tokens, dim, num_blocks, VALUES=SUM_VALUES
+        )
     return d_qkv, partials
 
 
-def _backward_by_two(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    (batch, num_heads, num_tokens), dim = log_sum.shape, out.shape[2]
-    head, delta, d_qkv = dim // num_heads, torch.empty_like(log_sum), torch.empty_like(qkv)
-    queries, keys = QUERIES_TILE
-    num_tiles = triton.cdiv(num_tokens, queries)
-    partials = log_sum.new_empty(batch * num_tiles, 3 * dim)
-    _attention_query_gradient[(batch * num_heads, num_tiles)](
-        qkv, out, log_sum, d_out, d_qkv, delta, partials, num_tokens, dim, head**-0.5,
-        HEAD=head, QUERIES=queries, KEYS=keys, STAGES=QUERIES_STAGES, num_warps=QUERIES_WARPS,
-    )  # fmt: skip
-    keys, queries = KEYS_TILE
-    _attention_key_gradients[(batch * num_heads, triton.cdiv(num_tokens, keys))](
-        qkv, log_sum, d_out, delta, d_qkv, num_tokens, dim, head**-0.5,
-        HEAD=head, QUERIES=queries, KEYS=keys, STAGES=KEYS_STAGES, num_warps=KEYS_WARPS,
-    )  # fmt: skip
-    return d_qkv, partials
+def _block(most: int, num_tokens: int) -> int:
+    return int(max(16, min(most, triton.next_power_of_2(num_tokens))))

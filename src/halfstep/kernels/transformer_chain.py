@@ -8,8 +8,8 @@ branch. In the same way GELU adds the bias of the linear layer before it.
 Weights are fp32, gradients of weights too, as the matmul accumulates them. With `keep` false the outputs of LayerNorm
 and GELU are not kept for backward: kernels there, which read all that is needed, write them once more.
 
-Attention over few tokens has kernels of its own, between the packed rows that the matmuls around it write and read;
-over more it is torch's, and backward packs its three gradients.
+Attention is cuDNN's or another of torch's. Over few tokens its backward is a kernel of our own, between the packed rows
+that the matmuls around it write and read; over more it is torch's, and three gradients are packed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn import functional as F
 
 from halfstep.kernels.normalise import combined
 
 MOST_TOKENS = 256
-"""Whose scores a program of our attention kernels holds at once."""
+"""Whose gradients a program of our attention kernel holds at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +94,28 @@ def through_attention(block: Block, rounded: Rounded, stream: Stream, *, keep: b
 
 
 def is_short(x: Tensor, dtype: torch.dtype, num_heads: int) -> bool:
-    """Whether our attention kernels take these tokens, as they do what they were written and measured for."""
+    """Whether our attention kernel takes these tokens, as they are what it was written and measured for; and cuDNN, of
+    whose output it makes the gradients."""
     is_half = dtype in (torch.bfloat16, torch.float16)
-    return x.is_cuda and is_half and x.shape[1] <= MOST_TOKENS and x.shape[2] in (32 * num_heads, 64 * num_heads)
+    is_ours = is_half and x.shape[1] <= MOST_TOKENS and x.shape[2] in (32 * num_heads, 64 * num_heads)
+    if not (x.is_cuda and is_ours):
+        return False
+    q, k, v = by_heads(x.new_empty(*x.shape[:2], 3 * x.shape[2], dtype=dtype), num_heads)
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, False))
+
+
+def by_heads(qkv: Tensor, num_heads: int) -> Tensor:
+    """Queries, keys and values, [3, batch, heads, tokens, channels], of packed ones, [batch, tokens, 3 · dim]."""
+    split: Tensor = qkv.unflatten(2, (3, num_heads, -1))
+    return split.permute(2, 0, 3, 1, 4)
+
+
+def attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """cuDNN's: the output, [batch, tokens, dim], and the logarithm of each row's sum, [batch, heads, tokens]."""
+    q, k, v = by_heads(qkv, num_heads)
+    out, log_sum, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True)
+    # The output lies in memory as the queries do, token by token, so that this is no copy. log_sum ends in a 1, or not.
+    return out.transpose(1, 2).flatten(2), log_sum.reshape(q.shape[:3])
 
 
 def through_perceptron(block: Block, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
@@ -123,11 +143,9 @@ class ShortAttention(torch.autograd.Function):
         ctx: Any, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, norm_weight: Tensor, norm_bias: Tensor,
         in_weight: Tensor, in_bias: Tensor, half_weight: Tensor, half_bias: Tensor, form: Form,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        from halfstep.kernels import attention_triton as kernels
-
         normed = add_norm(Stream(x, branch, branch_bias), norm_weight, norm_bias, form.eps, half_weight.dtype)
         qkv = F.linear(normed.out, half_weight, half_bias)
-        out, log_sum = kernels.attention(qkv, form.num_heads)
+        out, log_sum = attention(qkv, form.num_heads)
         save(ctx, form, normed, branch, norm_weight, norm_bias, half_weight, qkv, out, log_sum)
         return normed.x, out
 
@@ -136,8 +154,8 @@ class ShortAttention(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, d_attended: Tensor) -> tuple[Tensor | None, ...]:
         from halfstep.kernels import attention_triton as kernels
 
-        normed, (norm_weight, norm_bias, half_weight, *attention) = saved(ctx)
-        d_qkv, partials = kernels.attention_backward(d_attended, *attention)
+        normed, (norm_weight, norm_bias, half_weight, *attended) = saved(ctx)
+        d_qkv, partials = kernels.attention_backward(d_attended, *attended)
         return projection_gradients(ctx, d_qkv, total(partials), dx, normed, norm_weight, norm_bias, half_weight)
 
 
@@ -152,7 +170,7 @@ class AttentionInput(torch.autograd.Function):
         normed = add_norm(Stream(x, branch, branch_bias), norm_weight, norm_bias, form.eps, half_weight.dtype)
         qkv = F.linear(normed.out, half_weight, half_bias)
         save(ctx, form, normed, branch, norm_weight, norm_bias, half_weight)
-        return normed.x, *qkv.unflatten(2, (3, form.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return normed.x, *by_heads(qkv, form.num_heads)
 
     @staticmethod
     @once_differentiable
