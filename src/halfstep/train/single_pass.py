@@ -74,8 +74,8 @@ class GroupPass:
         self.optimizer, self.group, self.device = optimizer, group, device
         parameters: list[Tensor] = group["params"]
         self.table = torch.zeros(adamw_triton.FIELDS, len(parameters), dtype=torch.int64, device=device)
-        self.counts = torch.zeros(len(parameters), device=device)
-        self.betas = torch.tensor([float(beta) for beta in group["betas"]], device=device)
+        self.counts = torch.zeros(len(parameters), dtype=torch.float32, device=device)
+        self.betas = torch.tensor([float(beta) for beta in group["betas"]], dtype=torch.float32, device=device)
         self.chunks = _chunks([p.numel() for p in parameters], adamw_triton.BLOCK * adamw_triton.TILES).to(device)
         self.noted: Tensor | None = None
 
@@ -138,7 +138,7 @@ class SinglePass:
 
 
 def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
-    return value.float() if isinstance(value, Tensor) else torch.full((), value, device=device)
+    return value.float() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _chunks(lengths: list[int], size: int) -> Tensor:
