@@ -5,10 +5,10 @@ qkv is [batch, tokens, 3 · dim], out [batch, tokens, dim] with dim = heads · H
     P = softmax(S), out = P·V, delta = Σ d_out·out over channels, dS = P·(d_out·Vᵀ - delta)
     dV = Pᵀ·d_out, dQ = dS·K·scale, dK = dSᵀ·Q·scale
 
-P is made again from the logarithm of each row's sum. The keys of a head are few, so that no atomic additions are needed:
-a run gives the same bits every time. Gradients are written where the matmul behind reads them, with parts of their sums
-over tokens, the gradient of the projection's bias: Σ dK is 0, as each row of dS sums to 0 (the same number added to all
-scores of a row changes no softmax).
+P is made again from the logarithm of each row's sum. The keys of a head are few, so that no atomic additions are
+needed: a run gives the same bits every time. Gradients are written where the matmul behind reads them, with parts of
+their sums over tokens, the gradient of the projection's bias: Σ dK is 0, as each row of dS sums to 0 (the same number
+added to all scores of a row changes no softmax).
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 VARIANT = "whole"
 """Who makes the gradients of a head: one program with all keys at once ("whole"), one with a block of keys after the
-other, which adds to the gradient of queries where that is written ("blocks"), or a program for each block of keys, and
-a kernel that adds up their gradients of queries ("apart")."""
+other, whose gradient of queries waits in memory, in fp32, for the next block ("blocks"), or a program for each block of
+keys, and a kernel that adds up their gradients of queries ("apart")."""
 WHOLE_QUERIES, WHOLE_WARPS, WHOLE_STAGES = 32, 8, 2
-BLOCK_KEYS, BLOCK_QUERIES, BLOCK_WARPS, BLOCK_STAGES = 128, 32, 4, 2
+BLOCK_KEYS, BLOCK_QUERIES, BLOCK_WARPS, BLOCK_STAGES, BLOCK_REGISTERS = 64, 32, 4, 2, 168
+"""168 registers a thread are few enough for three programs of 4 warps on a multiprocessor."""
 SUM_VALUES = 2048
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
@@ -46,7 +48,7 @@ def _weights(scores, dp, factor, log_sum, delta, is_key):
 
 @triton.jit
 def _attention_gradients_by_blocks(
-    qkv, out, log_sum, d_out, d_qkv, delta, dq_parts, partials, scale,
+    q_tiles, kv_tiles, out_tiles, d_out_tiles, d_kv_tiles, log_sum, d_qkv, delta, dq_parts, partials, scale,
     TOKENS: tl.constexpr, DIM: tl.constexpr, HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     APART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -54,37 +56,36 @@ def _attention_gradients_by_blocks(
     num_heads = DIM // HEAD
     batch, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
     num_batches = tl.num_programs(0) // num_heads
-    qkv += batch * TOKENS * 3 * DIM + head * HEAD
-    d_qkv += batch * TOKENS * 3 * DIM + head * HEAD
-    out += batch * TOKENS * DIM + head * HEAD
-    d_out += batch * TOKENS * DIM + head * HEAD
+    last = tl.cdiv(TOKENS, KEYS) - 1
+    place_in_tile = tl.arange(0, HEAD)[:, None] * QUERIES + tl.arange(0, QUERIES)[None, :]
+    at, channel = batch.to(tl.int32), head * HEAD
+    d_qkv += batch * TOKENS * 3 * DIM + channel
     log_sum += tl.program_id(0) * TOKENS
-    dtype = qkv.dtype.element_ty
+    dtype = d_qkv.dtype.element_ty
     delta += tl.program_id(0) * TOKENS
-    for tile in tl.range(0, tl.cdiv(TOKENS, QUERIES)):
-        places, exists = _rows(tile * QUERIES, DIM, TOKENS, QUERIES, HEAD)
-        do = tl.load(d_out + places, exists, 0.0).to(tl.float32)
-        o = tl.load(out + places, exists, 0.0).to(tl.float32)
+    for tile in tl.range(0, tl.cdiv(TOKENS, QUERIES), num_stages=3):
+        do = d_out_tiles.load([at, tile * QUERIES, channel]).reshape(QUERIES, HEAD).to(tl.float32)
+        o = out_tiles.load([at, tile * QUERIES, channel]).reshape(QUERIES, HEAD).to(tl.float32)
         queries = tile * QUERIES + tl.arange(0, QUERIES)
         tl.store(delta + queries, tl.sum(do * o, 1), queries < TOKENS)
     tl.debug_barrier()  # what some warps wrote others read
     for block in tl.range(tl.program_id(1), tl.cdiv(TOKENS, KEYS), tl.num_programs(1)):
-        key_places, is_key = _rows(block * KEYS, 3 * DIM, TOKENS, KEYS, HEAD)
-        k = tl.load(qkv + DIM + key_places, is_key, 0.0)
-        v = tl.load(qkv + 2 * DIM + key_places, is_key, 0.0)
+        is_key = (block * KEYS + tl.arange(0, KEYS) < TOKENS)[:, None]
+        k = kv_tiles.load([at, block * KEYS, DIM + channel]).reshape(KEYS, HEAD)
+        v = kv_tiles.load([at, block * KEYS, 2 * DIM + channel]).reshape(KEYS, HEAD)
         dk = tl.zeros([KEYS, HEAD], tl.float32)
         dv = tl.zeros([KEYS, HEAD], tl.float32)
         sum_ds = tl.zeros([KEYS], tl.float32)
         if APART:
-            dq_part = dq_parts + (block * num_batches + batch) * TOKENS * DIM + head * HEAD
+            dq_part = dq_parts + (block * num_batches + batch) * TOKENS * DIM + channel
         else:
             tl.debug_barrier()  # the gradient of queries written in the last round is read in this one
         for tile in tl.range(0, tl.cdiv(TOKENS, QUERIES), num_stages=STAGES):
             queries = tile * QUERIES + tl.arange(0, QUERIES)
             places, exists = _rows(tile * QUERIES, 3 * DIM, TOKENS, QUERIES, HEAD)
             out_places, _ = _rows(tile * QUERIES, DIM, TOKENS, QUERIES, HEAD)
-            q = tl.load(qkv + places, exists, 0.0)
-            do = tl.load(d_out + out_places, exists, 0.0)
+            q = q_tiles.load([at, tile * QUERIES, channel]).reshape(QUERIES, HEAD)
+            do = d_out_tiles.load([at, tile * QUERIES, channel]).reshape(QUERIES, HEAD)
             scores = tl.dot(k, tl.trans(q))
             dp = tl.dot(v, tl.trans(do))
             # Where there is no query P becomes 0.
@@ -95,21 +96,25 @@ def _attention_gradients_by_blocks(
             ds = ds.to(dtype)
             dv = tl.dot(p.to(dtype), do, dv)
             dk = tl.dot(ds, q, dk)
-            if QUERIES < 64:  # a tile of a matmul has 64 rows at least
-                dq = tl.trans(tl.dot(tl.trans(k), ds)) * scale
-            else:
-                dq = tl.dot(tl.trans(ds), k) * scale
+            # Transposed: a tile of a matmul has 64 rows at least, and these can be fewer queries.
+            dq = tl.dot(tl.trans(k), ds) * scale
             if APART:
-                tl.store(dq_part + out_places, dq.to(dtype), exists)
+                tl.store(dq_part + out_places, tl.trans(dq).to(dtype), exists)
             else:
-                dq += tl.load(d_qkv + places, exists & (block > 0), 0.0).to(tl.float32)
-                tl.store(d_qkv + places, dq.to(dtype), exists)
-        tl.store(d_qkv + DIM + key_places, (dk * scale).to(dtype), is_key)
-        tl.store(d_qkv + 2 * DIM + key_places, dv.to(dtype), is_key)
-        k = tl.load(qkv + DIM + key_places, is_key, 0.0)  # once more: registers are few in the loop
+                so_far = dq_parts + (tl.program_id(0) * tl.cdiv(TOKENS, QUERIES) + tile).to(tl.int64) * QUERIES * HEAD
+                if block > 0:
+                    dq += tl.load(so_far + place_in_tile)
+                if block < last:
+                    tl.store(so_far + place_in_tile, dq)
+                else:
+                    tl.store(d_qkv + places, tl.trans(dq).to(dtype), exists)
+        d_kv_tiles.store([at, block * KEYS, DIM + channel], (dk * scale).to(dtype).reshape(1, KEYS, HEAD))
+        d_kv_tiles.store([at, block * KEYS, 2 * DIM + channel], dv.to(dtype).reshape(1, KEYS, HEAD))
+        # Once more, as registers are few in the loop.
+        k = kv_tiles.load([at, block * KEYS, DIM + channel]).reshape(KEYS, HEAD)
         sum_dq = tl.sum(k.to(tl.float32) * sum_ds[:, None], 0) * scale
         part = batch * tl.cdiv(TOKENS, KEYS) + block
-        _store_sums(partials + part * 3 * DIM + head * HEAD, DIM, sum_dq, tl.sum(dv, 0), HEAD)
+        _store_sums(partials + part * 3 * DIM + channel, DIM, sum_dq, tl.sum(dv, 0), HEAD)
 
 
 @triton.jit
@@ -214,14 +219,21 @@ def attention_backward(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor)
             STAGES=WHOLE_STAGES, num_warps=WHOLE_WARPS,
         )  # fmt: skip
         return d_qkv, partials
-    is_apart, keys = VARIANT == "apart", _block(BLOCK_KEYS, num_tokens)
+    is_apart, keys, tile = VARIANT == "apart", _block(BLOCK_KEYS, num_tokens), BLOCK_QUERIES
     num_blocks = triton.cdiv(num_tokens, keys)
     partials = log_sum.new_empty(batch * num_blocks, 3 * dim)
-    dq_parts = out.new_empty(num_blocks, *out.shape) if is_apart else None
+    if is_apart:
+        dq_parts = out.new_empty(num_blocks, *out.shape)
+    else:
+        dq_parts = log_sum.new_empty(batch, num_heads, triton.cdiv(num_tokens, tile), head, tile)
+    of_queries, of_keys = [1, tile, head], [1, keys, head]
     _attention_gradients_by_blocks[(batch * num_heads, num_blocks if is_apart else 1)](
-        qkv, out, log_sum, d_out, d_qkv, torch.empty_like(log_sum), dq_parts, partials, head**-0.5,
-        TOKENS=num_tokens, DIM=dim, HEAD=head, QUERIES=BLOCK_QUERIES, KEYS=keys,
-        APART=is_apart, STAGES=BLOCK_STAGES, num_warps=BLOCK_WARPS,
+        TensorDescriptor.from_tensor(qkv, of_queries), TensorDescriptor.from_tensor(qkv, of_keys),
+        TensorDescriptor.from_tensor(out, of_queries), TensorDescriptor.from_tensor(d_out, of_queries),
+        TensorDescriptor.from_tensor(d_qkv, of_keys),
+        log_sum, d_qkv, torch.empty_like(log_sum), dq_parts, partials, head**-0.5,
+        TOKENS=num_tokens, DIM=dim, HEAD=head, QUERIES=tile, KEYS=keys,
+        APART=is_apart, STAGES=BLOCK_STAGES, num_warps=BLOCK_WARPS, maxnreg=BLOCK_REGISTERS,
     )  # fmt: skip
     if is_apart:
         _attention_sum_of_parts[(triton.cdiv(out.numel(), SUM_VALUES),)](
