@@ -60,7 +60,7 @@ def test_compiled_code_chooses_it_and_a_captured_step_gives_the_same_every_time(
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         found = outcome(compiled, images, torch.bfloat16)
         torch.cuda.synchronize()
-    ours = {"_add_norm", "_add_norm_backward", "_gelu", "_gelu_backward", "_attention"}
+    ours = {"_add_norm", "_add_norm_backward", "_gelu", "_gelu_backward", "_attention_gradients"}
     assert ours <= {e.name for e in seen.events()}
     assert mean_error(found, exact) < 0.05  # bf16 rounds by 2⁻⁹, three blocks deep
     graph, graphed = captured(lambda: outcome(compiled, images, torch.bfloat16))
