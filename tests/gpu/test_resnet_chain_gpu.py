@@ -36,7 +36,8 @@ def step(model: nn.Module, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> li
     """Logits and the gradients of all parameters."""
     with torch.autocast("cuda", dtype, enabled=dtype.itemsize == 2):
         logits = model(x)
-    return [logits, *torch.autograd.grad(logits.double().square().mean(), list(model.parameters()))]
+    # Detached: a graph that stays alive would hold on to the stream it was made on.
+    return [logits.detach(), *torch.autograd.grad(logits.double().square().mean(), list(model.parameters()))]
 
 
 def mean_error(found: list[Tensor], exact: list[Tensor]) -> float:

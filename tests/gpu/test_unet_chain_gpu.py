@@ -32,7 +32,8 @@ def step(model: nn.Module, x: Tensor, *, half: bool = True) -> tuple[Tensor, ...
     """Logits and the gradients of all parameters."""
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
         logits = model(x)
-    return logits, *torch.autograd.grad(logits.float().square().mean(), list(model.parameters()))
+    # Detached: a graph that stays alive would hold on to the stream it was made on.
+    return logits.detach(), *torch.autograd.grad(logits.float().square().mean(), list(model.parameters()))
 
 
 def error(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:

@@ -48,4 +48,6 @@ class Beside:
 
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # torch hands out 32 streams of a priority in turn. The loader's has the usual one and must never be this one: while a
+    # step is captured, a copy on this stream would be captured with it.
+    return torch.cuda.Stream(device, priority=-1)

@@ -46,15 +46,12 @@ def _count(table, counts, bad, columns, COUNTER: tl.constexpr, LENGTH: tl.conste
 @triton.jit
 def _update_tile(
     weight, gradient, first, second, inside, scale, lr, size, root, beta1, beta2, eps, decay,
-    DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
+    DECAYS: tl.constexpr,
 ):  # fmt: skip
     theta = tl.load(weight, inside)
     g = tl.div_rn(tl.load(gradient, inside), scale)
     if DECAYS:
-        if DECOUPLED:
-            theta = tl.fma(-(lr * decay), theta, theta)
-        else:
-            g = tl.fma(theta, decay, g)
+        theta = tl.fma(-(lr * decay), theta, theta)
     m = tl.fma(beta1, tl.load(first, inside), tl.fma(-beta1, g, g))
     square = g * g
     v = tl.fma(beta2, tl.load(second, inside), tl.fma(-beta2, square, square))
@@ -67,7 +64,7 @@ def _update_tile(
 @triton.jit(do_not_specialize_on_alignment=["rate", "factor", "bad"])
 def _update(
     table, chunks, powers, rate, factor, bad, beta1, beta2, eps, decay, columns,
-    DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
+    DECAYS: tl.constexpr,
     GRADIENT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, LENGTH: tl.constexpr,
     BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -89,14 +86,14 @@ def _update(
                 at = start + tile * BLOCK + tl.arange(0, BLOCK)
                 _update_tile(
                     weight + at, gradient + at, first + at, second + at, None,
-                    scale, lr, size, root, beta1, beta2, eps, decay, DECOUPLED, DECAYS,
+                    scale, lr, size, root, beta1, beta2, eps, decay, DECAYS,
                 )  # fmt: skip
         else:
             for tile in range(TILES):
                 at = start + tile * BLOCK + tl.arange(0, BLOCK)
                 _update_tile(
                     weight + at, gradient + at, first + at, second + at, at < length,
-                    scale, lr, size, root, beta1, beta2, eps, decay, DECOUPLED, DECAYS,
+                    scale, lr, size, root, beta1, beta2, eps, decay, DECAYS,
                 )  # fmt: skip
 
 
@@ -110,14 +107,14 @@ def count(table: Tensor, counts: Tensor, bad: Tensor) -> None:
 
 def update(
     table: Tensor, chunks: Tensor, powers: Tensor, rate: Tensor, factor: Tensor, bad: Tensor, *,
-    betas: tuple[float, float], eps: float, weight_decay: float, is_decoupled: bool,
+    betas: tuple[float, float], eps: float, weight_decay: float,
     block: int = BLOCK, tiles: int = TILES, warps: int = WARPS,
 ) -> None:  # fmt: skip
     """One step of all parameters in `table`, with gradients times `factor`. `chunks` names each program's share, and
     `powers` are those of both betas by the parameters' counts."""
     _update[(len(chunks),)](
         table, chunks, powers, rate, factor, bad, *betas, eps, weight_decay, table.shape[1],
-        DECOUPLED=is_decoupled, DECAYS=weight_decay != 0,
+        DECAYS=weight_decay != 0,
         GRADIENT=GRADIENT, FIRST=FIRST, SECOND=SECOND, LENGTH=LENGTH,
         BLOCK=block, TILES=tiles, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -35,6 +35,8 @@ def takes(optimizer: Optimizer, device: torch.device) -> bool:
 
 def _takes_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
     is_other = group["amsgrad"] or group["maximize"] or group["differentiable"] or not group["fused"]
+    # Adam adds the decay to the gradient, and there torch 2.11's kernel rounds as ours does not (seen on an H200).
+    is_other |= bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
     rate = group["lr"]
     has_numbers = not any(isinstance(beta, Tensor) for beta in group["betas"])
     has_rate = not isinstance(rate, Tensor) or (rate.device == device and rate.dtype == torch.float32)
@@ -94,7 +96,7 @@ class GroupPass:
             self.table, self.chunks, self.betas[:, None].pow(self.counts),
             _on_device(group["lr"], self.device), _on_device(1.0 if factor is None else factor, self.device), bad,
             betas=(float(group["betas"][0]), float(group["betas"][1])), eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]), is_decoupled=group["decoupled_weight_decay"],
+            weight_decay=float(group["weight_decay"]),
         )  # fmt: skip
 
     def note(self) -> None:
