@@ -48,6 +48,6 @@ class Beside:
 
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    # torch hands out 32 streams of a priority in turn. The loader's has the usual one and must never be this one: a copy
+    # torch hands out 32 streams of a priority in turn. The loader's has the usual one and must not be this one: a copy
     # on this stream, while a step is captured, would be captured with it.
     return torch.cuda.Stream(device, priority=-1)
