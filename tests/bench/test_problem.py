@@ -10,6 +10,7 @@ from halfstep.bench.problem import RandomSamples, problem_for, random_workload
 from halfstep.bench.runner import Problem
 from halfstep.bench.settings import bench_config
 from halfstep.errors import ConfigError
+from halfstep.run.first_batch import first_batch
 from halfstep.run.guide_memory import step_cost
 
 CPU = torch.device("cpu")
@@ -58,6 +59,16 @@ def test_the_samples_are_the_rows_of_the_batch() -> None:
     row = samples.sample(3, key=(0, 0, 3))
     assert torch.equal(row["mask"], problem.host_batch["mask"][1])
     assert len(samples) % 2 == 0
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
+    problem = small_problem(workload)
+    own = random_workload(problem.config, problem.make_model(), problem.host_batch)
+    found = first_batch(problem.config, own)
+    assert {name: part.shape for name, part in found.items()} == {
+        name: part.shape for name, part in problem.host_batch.items()
+    }
 
 
 @pytest.mark.parametrize("workload", SMALL)

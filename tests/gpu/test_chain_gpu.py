@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
+from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import NormReluConv
 
 pytestmark = pytest.mark.gpu
@@ -85,3 +86,18 @@ def test_the_second_stream_reads_nothing_that_was_given_away_meanwhile() -> None
     for _ in range(10):
         graph.replay()
         assert all(map(torch.equal, graphed, expected))
+
+
+def test_a_capture_may_begin_with_a_block_that_puts_nothing_aside() -> None:
+    y, (norm, conv) = raw_map(4, 64, 32, 32), parts(64, 64)
+
+    def step() -> tuple[Tensor, ...]:
+        with Beside(y.device):
+            doubled = y.detach() * 2
+        return doubled, *torch.autograd.grad(link(y, norm, conv).square().sum(), [y, conv.weight])
+
+    with torch.backends.cudnn.flags(deterministic=True):
+        eager = step()
+        graph, graphed = captured(step)
+    graph.replay()
+    assert all(map(torch.equal, graphed, eager))

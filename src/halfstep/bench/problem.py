@@ -30,7 +30,7 @@ class RandomSamples:
     """A data set whose samples are those of one batch, over and over."""
 
     def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+        self.values = batch  # not `batch`: samples with that name make whole batches themselves
         self.size = len(batch["image"])
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class RandomSamples:
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         del key
-        return {name: tensor[index % self.size] for name, tensor in self.batch.items() if name != "index"}
+        return {name: tensor[index % self.size] for name, tensor in self.values.items() if name != "index"}
 
 
 def problem_for(config: RunConfig, device: torch.device) -> Problem:

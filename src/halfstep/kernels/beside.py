@@ -26,6 +26,7 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = _second_stream(device) if device.type == "cuda" else None
+        self._is_used = False
 
     def __enter__(self) -> Self:
         return self
@@ -35,6 +36,7 @@ class Beside:
         if self.stream is None:
             yield
             return
+        self._is_used = True
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield
@@ -42,7 +44,8 @@ class Beside:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.stream is not None:
+        # A capture must not wait for a stream that has no part in it yet: that breaks it.
+        if self.stream is not None and self._is_used:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
