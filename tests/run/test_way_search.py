@@ -103,6 +103,15 @@ def test_slow_starts_use_up_the_share_of_later_ones(demo: Path, monkeypatch: pyt
     assert found.untried == ("cudnn.benchmark", "kernel tuning")
 
 
+def test_a_graph_is_tried_though_a_cold_compile_took_more_than_all_starts_may(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"compile": 200.0}))
+    found = searched(demo, machine, HOUR)  # 180 s for all starts
+    assert found.fields["way"] == "graph"
+    assert found.untried == ("cudnn.benchmark", "kernel tuning")
+
+
 def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = on_machine(monkeypatch, Machine(USUAL, trial_s=25.0))
     found = searched(demo, machine, 10 * HOUR)

@@ -59,8 +59,11 @@ class TrialTime:
         return max(0.0, min(self.limit_s / CANDIDATES, self.limit_s - self.spent_s))
 
     def has_room_for(self, start_s: float) -> bool:
-        """Whether a start that usually takes this long fits into the run's share, with the starts before it."""
-        return self.run_s is None or self.starts_s + start_s <= SHARE * self.run_s
+        """Whether a start that usually takes this long fits into the run's share, with the starts before it.
+
+        What starts nothing has room: a slow start before it is no reason to leave it out.
+        """
+        return start_s == 0 or self.run_s is None or self.starts_s + start_s <= SHARE * self.run_s
 
     @contextmanager
     def starting(self) -> Iterator[None]:
