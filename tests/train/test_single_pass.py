@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.train import commit
 from halfstep.train.commit import Committer
+from halfstep.train.graph import CaptureFailed, opened_for_capture
 from halfstep.train.single_pass import SinglePass, takes
-from tiny_training import assert_same_bits
+from halfstep.train.step import Step
+from tiny_training import assert_same_bits, batch, loss_of, make_model, plan
 
 pytest.importorskip("halfstep.train.adamw_triton", reason="Triton is not installed: NOT tested")
 
@@ -154,3 +157,26 @@ def test_only_a_cuda_device_has_the_kernel() -> None:
     _, optimizer = made()
     assert not takes(optimizer, CPU)
     assert Committer(optimizer, None).open_capture(CPU) is None
+
+
+@interpreted
+def test_where_one_optimizer_cannot_be_opened_the_others_are_closed_and_go_on_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model()
+    *body, last = model.parameters()
+    step = Step(model, [torch.optim.AdamW(body, fused=True), torch.optim.AdamW([last], fused=True)], plan())
+    step(loss_of(model), [batch(0)])
+
+    def single_pass(optimizer: Optimizer, device: torch.device) -> SinglePass:
+        if optimizer is step.optimizers[1]:
+            raise torch.OutOfMemoryError("no room for the table")
+        return SinglePass(optimizer, device)
+
+    monkeypatch.setattr(commit, "takes", lambda optimizer, device: True)
+    monkeypatch.setattr(commit, "SinglePass", single_pass)
+    with pytest.raises(CaptureFailed, match="no room for the table"), opened_for_capture(step):
+        pytest.fail("it was opened")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step(loss_of(model), [batch(1)])
+    assert not any(map(torch.equal, before, model.parameters()))

@@ -10,12 +10,14 @@ Capturing runs nothing: weights, counters and generators are the same before and
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from halfstep.train.facts import Facts, restore_rng, rng_state
+from halfstep.train.single_pass import SinglePass
 from halfstep.train.step import LossFn, Step, sample_ids
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -50,8 +52,8 @@ class GraphedStep:
             {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
         ]
         self.graph = torch.cuda.CUDAGraph()
-        # Its kernels read their tables at every replay: they are kept here.
-        self.passes = [made for c in step.committers if (made := c.open_capture(step.device)) is not None]
+        self.passes: list[SinglePass] = []
+        """Its kernels read their tables at every replay: they are kept here."""
         self.facts = self._captured(loss_fn, pool)
         for single_pass in self.passes:
             single_pass.fill()
@@ -77,12 +79,9 @@ class GraphedStep:
         return facts
 
     def _captured(self, loss_fn: LossFn, pool: Pool) -> Facts:
-        step = self.step
-        rng, stream = rng_state(step.device), torch.cuda.current_stream(step.device)
-        _let_fused_optimizers_in(step)
-        step.clear_gradients()
+        stream = torch.cuda.current_stream(self.step.device)
         reason = ""
-        try:
+        with opened_for_capture(self.step) as self.passes:
             try:
                 # Other threads (a loader's, a logger's) may use the device meanwhile.
                 with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
@@ -98,9 +97,6 @@ class GraphedStep:
             # Not while the error is handled: its frames hold the activations.
             _end_what_broke_off(stream, pool)
             raise CaptureFailed(reason)
-        finally:
-            step.forget_capture()
-            restore_rng(rng, step.device)
 
     def _recorded(self, loss_fn: LossFn) -> Facts:
         facts = self.step.judge(loss_fn, self.inputs)
@@ -109,6 +105,26 @@ class GraphedStep:
         if reason:
             raise CaptureFailed(reason)
         return facts
+
+
+@contextlib.contextmanager
+def opened_for_capture(step: Step) -> Iterator[list[SinglePass]]:
+    """All optimizers, or none, are ready to be captured within; whatever happens there, none is afterwards."""
+    rng = rng_state(step.device)
+    _let_fused_optimizers_in(step)
+    step.clear_gradients()
+    try:
+        yield _passes(step)
+    finally:
+        step.forget_capture()
+        restore_rng(rng, step.device)
+
+
+def _passes(step: Step) -> list[SinglePass]:
+    try:
+        return [made for c in step.committers if (made := c.open_capture(step.device)) is not None]
+    except Exception as error:  # out of memory, or Triton's
+        raise CaptureFailed(_first_line(error)) from error
 
 
 def _first_line(error: Exception) -> str:
