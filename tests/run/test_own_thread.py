@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.run.own_thread import in_own_thread
+from halfstep.run.own_thread import _Errand, in_own_thread
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_results_and_errors_come_through() -> None:
         in_own_thread(lambda: 1 // 0, CPU)
 
 
-def test_backward_runs_in_the_same_thread_and_settings_of_the_caller_hold() -> None:
+def test_backward_runs_in_the_same_thread_and_context_variables_of_the_caller_hold() -> None:
     setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="unset")
     setting.set("callers")
     threads: list[int] = []
@@ -61,3 +61,19 @@ def test_ctrl_c_ends_the_work_and_is_raised_after_its_clean_up() -> None:
     with pytest.raises(KeyboardInterrupt):
         in_own_thread(work, CPU)
     assert events == ["cleaned up"]
+
+
+class CutOff(_Errand[None]):
+    """As if an interrupt came right before it would say that it has ended."""
+
+    def run(self) -> None:
+        pass
+
+
+def test_a_thread_that_could_not_say_that_it_ended_is_not_waited_for() -> None:
+    errand = CutOff(lambda: None, CPU)
+    errand.start()
+    waiting = threading.Thread(target=errand.wait, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()

@@ -57,7 +57,7 @@ class _Errand(threading.Thread, Generic[T]):
 
     def wait(self) -> None:
         """Not `join`: Python 3.11 takes a thread for ended whose join was interrupted."""
-        while not self._ended.wait(LOOK_S):
+        while not self._ended.wait(LOOK_S) and self.is_alive():  # an interrupt may end it before it says so
             pass
 
     def _worked(self) -> T:
