@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.kernels import upsample
 from halfstep.kernels.normalise import normalisation
 from halfstep.kernels.unet_chain import Head, PoolConv, UpConcatConv
 
@@ -119,14 +118,10 @@ def test_a_nan_comes_through_pooling_and_head() -> None:
     assert Head.apply(y, norm.weight, norm.bias, some_map(2, 4, 1, 1), torch.zeros(2), how).isnan().all()
 
 
-@pytest.mark.parametrize("fewest_rows", [0, 2**40], ids=["own kernels", "library"])
 @pytest.mark.parametrize(
     ("deep_shape", "size"), [((2, 8, 3, 4), (6, 8)), ((1, 6, 3, 2), (7, 5)), ((2, 34, 2, 3), (5, 7))]
 )
-def test_doubling_into_the_concatenation(
-    deep_shape: tuple[int, ...], size: tuple[int, int], fewest_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upsample, "FEWEST_ROWS", fewest_rows)
+def test_doubling_into_the_concatenation(deep_shape: tuple[int, ...], size: tuple[int, int]) -> None:
     n, depth = deep_shape[:2]
     channels = depth // 2
     norm, skip_norm, skip = some_norm(depth), some_norm(channels), some_map(n, channels, *size, seed=1)
