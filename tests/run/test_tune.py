@@ -19,7 +19,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run import tune
 from halfstep.run.assemble import assemble
 from halfstep.run.engine import Engine
-from halfstep.run.memory_low import CannotRun, Cost, MemorySetting
+from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting
 from halfstep.run.randomness import generator_states
 from halfstep.run.train import train
 from halfstep.run.trials import trial_run
@@ -241,5 +241,5 @@ def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkey
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
     monkeypatch.setattr("halfstep.run.trials.assemble", does_not_fit)
-    with pytest.raises(CannotRun, match="out of memory"), trial_run(*made(demo)):
+    with pytest.raises(DoesNotFit, match="out of memory"), trial_run(*made(demo)):
         pass

@@ -138,6 +138,19 @@ def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.M
     assert "compile + cudnn.benchmark not possible" in found.fields["way_reason"]
 
 
+def test_code_that_does_not_compile_is_not_tried_as_a_graph(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({**USUAL, "eager cudnn": 30.0}, broken={"compile": "no assembler"})
+    found = searched(demo, on_machine(monkeypatch, machine), 3 * HOUR)
+    assert machine.tried == ["eager", "eager NCHW", "compile", "eager cudnn"]
+    assert "compile not possible: no assembler" in found.fields["way_reason"]
+    assert (found.fields["way"], found.is_final, found.untried) == ("eager", False, ())
+
+
+def test_a_graph_is_tried_where_the_compiled_step_did_not_fit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = on_machine(monkeypatch, Machine({**USUAL, "compile": None}))
+    assert searched(demo, machine, 3 * HOUR).fields["way"] == "graph"
+
+
 def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = on_machine(monkeypatch, Machine({**USUAL, "compile tuned": 19.0, "graph tuned": 14.0, "eager tuned": 30.0,
                                                "graph cudnn tuned": 13.0}))  # fmt: skip

@@ -16,7 +16,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run import way_search
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.memory_low import CannotRun, Cost
+from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit
 from halfstep.run.trial_time import TrialTime
 from halfstep.workloads.workload import Workload
 
@@ -28,10 +28,11 @@ USUAL = {
 
 @dataclass
 class Machine:
-    """What each candidate's step takes there (None: it does not run), and its first step."""
+    """What each candidate's step takes there (None: it does not fit), its first step, and why some do not run."""
 
     step_ms: dict[str, float | None]
     start_s: dict[str, float] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
     trial_s: float = 1.0
     now_s: float = 0.0
     tried: list[str] = field(default_factory=list)
@@ -60,8 +61,10 @@ class Scripted:
             self.machine.now_s += self.machine.start_s.get(label, 0.0)
         self.machine.now_s += self.machine.trial_s
         ms = self.machine.step_ms[label]
+        if label in self.machine.broken:
+            raise CannotRun(self.machine.broken[label])
         if ms is None:
-            raise CannotRun("out of memory")
+            raise DoesNotFit("out of memory")
         return Cost(ms, 1)
 
 

@@ -65,6 +65,10 @@ class CannotRun(Exception):
     """A candidate that failed, with the reason in one line."""
 
 
+class DoesNotFit(CannotRun):
+    """A candidate that ran out of memory."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """A setting and what it cost, or why it could not run."""

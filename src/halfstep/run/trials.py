@@ -19,7 +19,7 @@ from halfstep.run.engine import UNCAPTURED, Engine
 from halfstep.run.first_batch import first_batch
 from halfstep.run.guide_memory import LiveBytes
 from halfstep.run.memory_limit import first_line
-from halfstep.run.memory_low import CannotRun, Cost
+from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit
 from halfstep.run.own_thread import in_own_thread
 from halfstep.run.randomness import algorithms, generator_states, restore_generators
 from halfstep.run.trial_time import TrialTime
@@ -54,7 +54,7 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Trial:
     try:
         return Trial(assemble(config, workload, plan))
     except torch.OutOfMemoryError as error:
-        raise CannotRun("the model itself is out of memory") from error
+        raise DoesNotFit("the model itself is out of memory") from error
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -85,7 +85,7 @@ class Trial:
             peak = self._warmed_up(engine, time)
             found = Cost(self._timed(engine, time) * 1e3, peak)
         except torch.OutOfMemoryError as error:
-            raise CannotRun("out of memory") from error
+            raise DoesNotFit("out of memory") from error
         except Exception as error:
             if way == "eager":
                 raise  # the run itself would fail with it

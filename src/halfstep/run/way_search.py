@@ -20,7 +20,7 @@ from halfstep.precision.gain import Gain
 from halfstep.precision.plan import Plan
 from halfstep.run.cudnn_trials import CUDNN_TRIALS_S, has_convolutions
 from halfstep.run.layout import wants_channels_last
-from halfstep.run.memory_low import CannotRun, Cost
+from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit
 from halfstep.run.trial_time import TrialTime
 from halfstep.run.trials import Trial, trial_run
 from halfstep.run.ways import COMPILE_S, KERNEL_TUNING_S, Way
@@ -60,6 +60,7 @@ class WaySearch:
         self.costs: dict[str, Cost] = {}
         self.gains: list[Gain] = []
         self.problems: list[str] = []
+        self.out_of_memory: list[str] = []
         self.out_of_time: list[str] = []
         self.too_short_for: list[str] = []
 
@@ -112,7 +113,9 @@ class WaySearch:
         compiled = self._tried(trial, "compile")
         if eager and compiled:
             self._note("compile", eager, compiled)
-        captured = self._tried(trial, "graph") if self._may_try("graph") else None
+        # Code that did not compile, or failed, cannot be captured either; what did not fit may fit in a graph's pool.
+        has_code = compiled is not None or "compile" in self.out_of_memory
+        captured = self._tried(trial, "graph") if has_code and self._may_try("graph") else None
         simpler = compiled or eager
         if captured and simpler:
             self._note("graph", simpler, captured)
@@ -161,6 +164,8 @@ class WaySearch:
             cost = trial.cost(way, self.time, **switches)
         except CannotRun as error:
             self.problems.append(f"{label or way} not possible: {error}")
+            if isinstance(error, DoesNotFit):
+                self.out_of_memory.append(label or way)
             return None
         self.costs[label or way] = cost
         return cost
