@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from torch import Tensor
 
 
 class Beside:
@@ -27,6 +28,7 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self.stream = _second_stream(device) if device.type == "cuda" else None
         self._is_used = False
+        self._kept: list[Tensor] = []
 
     def __enter__(self) -> Self:
         return self
@@ -41,12 +43,17 @@ class Beside:
         with torch.cuda.stream(self.stream):
             yield
 
+    def keep(self, tensor: Tensor) -> None:
+        """Until the block ends: a part put aside reads it, and whoever made it may let go of it before."""
+        self._kept.append(tensor)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A capture must not wait for a stream that has no part in it yet: that breaks it.
         if self.stream is not None and self._is_used:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        self._kept.clear()
 
 
 @functools.cache

@@ -50,6 +50,7 @@ def convolution_gradients(
         return found
 
     dz = gradients(True, False)[0] if wants[0] else None
+    beside.keep(dy)  # which may be a copy of our own
     with beside.aside():
         dw = gradients(False, True)[1] if wants[1] else None
     return None if dz is None else dz.contiguous(memory_format=torch.channels_last), dw
