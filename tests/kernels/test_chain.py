@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from halfstep.kernels.chain import (
     NormReluConv,
     convolution_gradients,
 )
-from halfstep.kernels.fast_forms import chain_fits, forced
+from halfstep.kernels.fast_forms import chain_fits, forced, has_room_for_tiles
 
 CONVOLUTIONS = [(1, 1, 0), (3, 1, 1), (3, 2, 1), (1, 2, 0), (3, 1, 0)]
 """Kernel, stride, padding."""
@@ -125,6 +126,14 @@ def test_a_chain_needs_training_gradients_channels_last_and_at_most_fp32() -> No
         assert not chain_fits(x.double(), is_training=True)
         with torch.no_grad():
             assert not chain_fits(x, is_training=True)
+
+
+@pytest.mark.parametrize(("offered", "has_room"), [(101_376, False), (166_912, True), (232_448, True)])
+def test_tiles_have_room_on_gpus_of_data_centres(offered: int, has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=offered)  # of an RTX 40, an A100, an H200
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert has_room_for_tiles.__wrapped__(torch.device("cuda", 0)) is has_room
+    assert has_room_for_tiles(torch.device("cpu"))
 
 
 def test_whether_a_chain_fits_is_decided_while_compiling() -> None:

@@ -133,8 +133,14 @@ def never_mind(*_: object) -> None:
         lambda model, x: x.requires_grad_(),
         lambda model, x: setattr(model.layer1, "__class__", type("Other", (type(model.layer1),), {})),
         lambda model, x: setattr(model.bn1, "momentum", None),
+        lambda model, x: vars(model.layer1[0].conv1).update(dilation=(2, 2), padding=(2, 2)),
+        lambda model, x: setattr(model.maxpool, "stride", 1),
+        lambda model, x: setattr(model.layer1[0], "relu", nn.Identity()),
     ],
-    ids=["evaluating", "a norm frozen", "a hook", "blocks", "a gradient of the image", "another class", "momentum"],
+    ids=[
+        *("evaluating", "a norm frozen", "a hook", "blocks", "a gradient of the image", "another class", "momentum"),
+        *("dilated", "pooling at stride 1", "no activation"),
+    ],
 )
 def test_where_somebody_would_notice_layers_run_one_by_one(
     change: Callable[[ResNet, Tensor], object], chain: Counted

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from halfstep.kernels.fast_forms import forced
 from halfstep.models import unet as unet_module
+from halfstep.models.layers import CentredConv2d
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import UNet
 
@@ -131,6 +133,43 @@ def test_a_compiled_model_runs_the_chain_until_a_layer_is_frozen_or_watched(chai
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("frozen", ["inc.", "down1. up1.up", "outc. up1.conv", "inc. down1."])
+def test_frozen_parameters_get_no_gradient_and_change_no_other(frozen: str, chained: list[Tensor]) -> None:
+    model, x = unet(base_channels=2, depth=1), image(4, 4)
+    whole = outcome(model, x, chain=True)[1]
+    with forced(False), forced(True, "chain"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(tuple(frozen.split())))
+        logits = model(x)
+    torch.manual_seed(2)
+    (logits * torch.randn(logits.shape)).sum().backward()
+    assert len(chained) == 2
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) is parameter.requires_grad
+        assert parameter.grad is None or torch.equal(parameter.grad, whole[name])
+
+
+def with_bias(model: UNet) -> None:
+    model.inc.double_conv[3] = nn.Conv2d(2, 2, 3, padding=1)
+
+
+def reflecting(model: UNet) -> None:
+    convolution = model.inc.double_conv[3]
+    assert isinstance(convolution, nn.Conv2d)
+    convolution.padding_mode = "reflect"
+
+
+def dilated(model: UNet) -> None:
+    convolution = model.inc.double_conv[3]
+    assert isinstance(convolution, nn.Conv2d)
+    convolution.dilation, convolution.padding = (2, 2), (2, 2)
+
+
+def with_another_forward(model: UNet) -> None:
+    relu = model.inc.double_conv[2]
+    relu.forward = torch.tanh  # type: ignore[method-assign, assignment]
+
+
 def swapped(model: UNet) -> None:
     model.inc.double_conv[1].__class__ = nn.BatchNorm2d
 
@@ -146,6 +185,16 @@ UNSUITED: dict[str, tuple[dict[str, object], Callable[[UNet], object]]] = {
     "many classes": ({"num_classes": 9}, lambda model: None),
     "a part of another class": ({}, swapped),
     "a container of another class": ({}, lambda model: in_a_class_of_its_own(model.inc)),
+    "a convolution with bias": ({}, with_bias),
+    "a bias given later": ({}, lambda model: setattr(model.inc.double_conv[3], "bias", nn.Parameter(torch.ones(2)))),
+    "reflecting": ({}, reflecting),
+    "dilated": ({}, dilated),
+    "a larger kernel": ({}, lambda model: model.inc.double_conv.__setitem__(3, CentredConv2d(2, 2, 5))),
+    "no activation": ({}, lambda model: model.inc.double_conv.pop(5)),
+    "a head without bias": ({}, lambda model: setattr(model.outc, "conv", nn.Conv2d(2, 2, 1, bias=False))),
+    "a head of 3×3": ({}, lambda model: setattr(model.outc, "conv", nn.Conv2d(2, 2, 3, padding=1))),
+    "another forward": ({}, with_another_forward),
+    "pooling rounds up": ({}, lambda model: setattr(model.down1.maxpool_conv[0], "ceil_mode", True)),
     "half parameters": ({}, lambda model: model.bfloat16()),
     "evaluation": ({}, lambda model: model.eval()),
 }
@@ -159,3 +208,30 @@ def test_what_the_chain_has_no_kernels_for_runs_layer_by_layer(name: str, chaine
     with forced(True, "chain"):
         model(image(4, 4).to(next(model.parameters()).dtype))
     assert not chained
+
+
+def test_a_hook_on_all_modules_is_a_hook(chained: list[Tensor]) -> None:
+    seen: list[nn.Module] = []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    with handle, forced(True, "chain"):
+        model = unet(base_channels=2, depth=1)
+        model(image(4, 4))
+    assert not chained
+    assert model.inc in seen
+
+
+def test_a_gpu_with_little_shared_memory_runs_layer_by_layer(
+    chained: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unet_module, "has_room_for_tiles", lambda device: False)
+    with forced(True, "chain"):
+        unet(base_channels=2, depth=1)(image(4, 4))
+    assert not chained
+
+
+def test_an_exported_model_holds_its_layers(chained: list[Tensor]) -> None:
+    model = unet(base_channels=2, depth=1)
+    with forced(False), forced(True, "chain"):
+        exported = torch.export.export(model, (image(4, 4),), strict=True)
+    assert not chained
+    assert any("conv2d" in str(node.target) for node in exported.graph.nodes)

@@ -171,6 +171,18 @@ def with_another_linear(model: ViT) -> None:
     model.encoder.layers[0].mlp[0] = Other(32, 96)  # type: ignore[index,union-attr,operator]
 
 
+def with_approximate_gelu(model: ViT) -> None:
+    model.encoder.layers[0].mlp[1].approximate = "tanh"  # type: ignore[index,union-attr,operator]
+
+
+def without_a_bias(model: ViT) -> None:
+    model.encoder.layers[0].mlp[2] = nn.Linear(96, 32, bias=False)  # type: ignore[index,union-attr,operator]
+
+
+def without_activation(model: ViT) -> None:
+    model.encoder.layers[0].mlp[1] = nn.Identity()  # type: ignore[index,union-attr,operator]
+
+
 def in_evaluation(model: ViT) -> None:
     model.eval()
 
@@ -180,7 +192,11 @@ def checkpointed(model: ViT) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [hooked, listened_to_as_a_whole, frozen, with_another_linear, in_evaluation, checkpointed]
+    "change",
+    [
+        *(hooked, listened_to_as_a_whole, frozen, with_another_linear, with_approximate_gelu, without_a_bias),
+        *(without_activation, in_evaluation, checkpointed),
+    ],
 )
 def test_the_layers_run_where_the_chain_would_be_noticed(
     change: Callable[[ViT], None], monkeypatch: pytest.MonkeyPatch

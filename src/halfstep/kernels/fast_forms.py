@@ -8,6 +8,7 @@ the CPU run torch's layers, to the bit. `forced` overrules that, for tests and f
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from typing import Literal, get_args
@@ -17,6 +18,8 @@ from torch import Tensor
 
 Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token", "upsampling", "chain"]
 FORMS: tuple[Form, ...] = get_args(Form)
+
+LEAST_SHARED_MEMORY = 160 * 1024  # bytes a block
 
 _forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces anew
 _has_triton = importlib.util.find_spec("triton") is not None  # here, as torch 2.11's compiler cannot trace the search
@@ -40,7 +43,23 @@ def chain_fits(x: Tensor, *, is_training: bool) -> bool:
     """
     is_rows = x.is_contiguous(memory_format=torch.channels_last)
     is_possible = is_training and torch.is_grad_enabled() and is_rows and x.dtype != torch.float64
-    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
+    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and may_chain()
+
+
+def may_chain() -> bool:
+    """Whether a chain can run at all: an exported program could hold no call of one."""
+    return has_triton() and not torch.compiler.is_exporting()
+
+
+@functools.cache
+def has_room_for_tiles(device: torch.device) -> bool:
+    """Whether a GPU lets a block have the shared memory that our kernels' tiles take: up to 147 KiB where it offers 163
+    (A100), up to 199 where it offers 227 (H100, H200, B200). T4, A10, L4 and GeForce offer 64 to 100; the CPU, where
+    kernels are interpreted, has no such limit."""
+    if device.type != "cuda":
+        return True
+    offered = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not in ROCm's
+    return int(offered) >= LEAST_SHARED_MEMORY
 
 
 def has_half_autocast(x: Tensor) -> bool:

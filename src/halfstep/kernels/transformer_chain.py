@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn import functional as F
 
+from halfstep.kernels.fast_forms import has_room_for_tiles
 from halfstep.kernels.normalise import combined
 
 MOST_TOKENS = 256
@@ -98,7 +99,7 @@ def is_short(x: Tensor, dtype: torch.dtype, num_heads: int) -> bool:
     whose output it makes the gradients."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     is_ours = is_half and x.shape[1] <= MOST_TOKENS and x.shape[2] in (32 * num_heads, 64 * num_heads)
-    if not (x.is_cuda and is_ours):
+    if not (x.is_cuda and is_ours and has_room_for_tiles(x.device)):
         return False
     q, k, v = by_heads(x.new_empty(*x.shape[:2], 3 * x.shape[2], dtype=dtype), num_heads)
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, False))

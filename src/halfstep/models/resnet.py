@@ -12,10 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.kernels.fast_forms import chain_fits
+from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
 from halfstep.kernels.resnet_chain import Block, Layer, resnet_map
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, HalvingMaxPool2d
-from halfstep.models.plain_layers import are_plain
+from halfstep.models.plain_layers import (
+    Checks,
+    always,
+    are_plain,
+    consists_of,
+    has_statistics,
+    is_centred,
+    is_halving,
+)
 from halfstep.models.recompute import Blocks, how_it_recomputes
 
 Stem = Literal["imagenet", "small"]
@@ -135,7 +143,9 @@ class ResNet(nn.Module):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
         replaced = (part for layer in self.children() if layer is not self.fc for part in layer.modules())
-        return how_it_recomputes(self) != "blocks" and are_plain(replaced, CHAINED)
+        is_known = consists_of((self.conv1, self.bn1, self.relu), CentredConv2d, BatchNorm2d, nn.ReLU)
+        is_known = is_known and type(self.maxpool) in (nn.Identity, HalvingMaxPool2d) and are_plain(replaced, CHAINED)
+        return is_known and how_it_recomputes(self) != "blocks" and has_room_for_tiles(self.conv1.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, image: Tensor) -> Tensor:
@@ -146,11 +156,22 @@ class ResNet(nn.Module):
         return resnet_map(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
 
 
-CHAINED = {
-    *(CentredConv2d, BatchNorm2d, nn.ReLU, HalvingMaxPool2d, nn.Identity),
-    *(nn.Sequential, Blocks, BasicBlock, Bottleneck),
+def is_whole(block: BasicBlock | Bottleneck) -> bool:
+    """Whether a block's parts are of the classes it was built with."""
+    has_layers = all(consists_of(layer, CentredConv2d, BatchNorm2d) for layer in block.layers())
+    shortcut = [*block.downsample.children()] or [block.downsample]
+    has_shortcut = consists_of(shortcut, nn.Identity) or consists_of(shortcut, CentredConv2d, BatchNorm2d)
+    return has_layers and has_shortcut and type(block.relu) is nn.ReLU
+
+
+CHAINED: Checks = {
+    CentredConv2d: is_centred,
+    BatchNorm2d: has_statistics,
+    HalvingMaxPool2d: lambda layer: is_halving(layer, 3),
+    **dict.fromkeys((nn.ReLU, nn.Identity, nn.Sequential, Blocks), always),
+    **dict.fromkeys((BasicBlock, Bottleneck), is_whole),
 }
-"""Classes of modules that `kernels.resnet_chain` takes the place of."""
+"""What `kernels.resnet_chain` takes the place of."""
 
 
 def chain_block(block: nn.Module, *, keep: bool) -> Block:

@@ -11,10 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.kernels.fast_forms import chain_fits
+from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
 from halfstep.kernels.unet_chain import MOST_CLASSES, MOST_HEAD_CHANNELS
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
-from halfstep.models.plain_layers import are_plain
+from halfstep.models.plain_layers import (
+    Checks,
+    always,
+    are_plain,
+    consists_of,
+    has_statistics,
+    is_centred,
+    is_doubling,
+    is_halving,
+    is_plain,
+)
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
 from halfstep.models.unet_chain import Level, chained_logits
 
@@ -145,9 +155,8 @@ class UNet(Recomputing):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
-        head = self.outc.conv
-        has_small_head = head.out_channels <= MOST_CLASSES and head.in_channels <= MOST_HEAD_CHANNELS
-        return has_small_head and are_plain((part for part in self.modules() if part is not self), CHAINED)
+        replaced = (part for name, part in self.named_modules() if name not in ("", "outc.conv"))
+        return are_plain(replaced, CHAINED) and has_room_for_tiles(self.outc.conv.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, x: Tensor) -> Tensor:
@@ -176,11 +185,28 @@ class UNet(Recomputing):
         return logits
 
 
-CHAINED = {
-    *(CentredConv2d, BatchNorm2d, nn.ReLU, HalvingMaxPool2d, DoublingConvTranspose2d, nn.Conv2d),
-    *(nn.Sequential, DoubleConv, Down, Up, OutConv),
+def has_small_head(outer: OutConv) -> bool:
+    """Whether the 1×1 convolution, the only one of torch's own class in the chain, is as it was built, and fits."""
+    head = outer.conv
+    if type(head) is not nn.Conv2d or not is_plain(head) or head.bias is None or head.groups != 1:
+        return False
+    is_pointwise = head.kernel_size == head.stride == (1, 1) and head.padding == (0, 0)
+    return is_pointwise and head.out_channels <= MOST_CLASSES and head.in_channels <= MOST_HEAD_CHANNELS
+
+
+CHAINED: Checks = {
+    CentredConv2d: lambda layer: is_centred(layer) and layer.kernel_size == (3, 3) and layer.stride == (1, 1),
+    BatchNorm2d: has_statistics,
+    nn.ReLU: always,
+    HalvingMaxPool2d: lambda layer: is_halving(layer, 2),
+    DoublingConvTranspose2d: is_doubling,
+    nn.Sequential: always,
+    DoubleConv: lambda block: consists_of(block.double_conv, *2 * (CentredConv2d, BatchNorm2d, nn.ReLU)),
+    Down: lambda block: consists_of(block.maxpool_conv, HalvingMaxPool2d, DoubleConv),
+    Up: lambda block: consists_of((block.up, block.conv), DoublingConvTranspose2d, DoubleConv),
+    OutConv: has_small_head,
 }
-"""Classes of modules that `models.unet_chain` takes the place of."""
+"""What `models.unet_chain` takes the place of."""
 
 
 def receptive_radius(depth: int) -> int:

@@ -18,10 +18,18 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.kernels.fast_forms import decided, has_half_autocast, wanted
+from halfstep.kernels.fast_forms import decided, has_half_autocast, has_room_for_tiles, may_chain, wanted
 from halfstep.kernels.transformer_chain import Block, Stream, through_blocks
 from halfstep.models.layers import PatchConv2d
-from halfstep.models.plain_layers import are_plain
+from halfstep.models.plain_layers import (
+    Checks,
+    always,
+    are_plain,
+    consists_of,
+    has_bias,
+    has_gain_and_bias,
+    is_exact,
+)
 from halfstep.models.recompute import Blocks
 
 
@@ -162,7 +170,8 @@ class Encoder(nn.Module):
     def _suits_chain(self) -> bool:
         blocks = list(self.layers)[:-1]
         trains = all(weight.requires_grad for block in blocks for weight in block.parameters())
-        return trains and are_plain((self.layers, *(part for block in blocks for part in block.modules())), CHAINED)
+        are_known = are_plain((self.layers, *(part for block in blocks for part in block.modules())), CHAINED)
+        return trains and are_known and has_room_for_tiles(self.pos_embedding.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, tokens: Tensor) -> Stream:
@@ -180,11 +189,26 @@ def chain_wanted(blocks: Blocks, tokens: Tensor) -> bool:
     under autocast, where rows are half as wide; or when forced."""
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
     is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and len(blocks) > 1
-    return is_possible and blocks.recompute != "blocks" and decided("chain", otherwise=is_fast)
+    return is_possible and blocks.recompute != "blocks" and decided("chain", otherwise=is_fast) and may_chain()
 
 
-CHAINED = {Blocks, EncoderBlock, SelfAttention, nn.LayerNorm, nn.Linear, nn.Sequential, nn.GELU, nn.Identity}
-"""Classes of modules that `kernels.transformer_chain` takes the place of."""
+def is_whole(block: EncoderBlock) -> bool:
+    """Whether a block's parts are of the classes it was built with, without layer scale."""
+    attention = (block.ln_1, block.self_attention, block.ls_1)
+    has_attention = consists_of(attention, nn.LayerNorm, SelfAttention, nn.Identity)
+    perceptron = (block.ln_2, *block.mlp, block.ls_2)
+    return has_attention and consists_of(perceptron, nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear, nn.Identity)
+
+
+CHAINED: Checks = {
+    nn.LayerNorm: has_gain_and_bias,
+    nn.Linear: has_bias,
+    nn.GELU: is_exact,
+    SelfAttention: lambda part: type(part.out_proj) is nn.Linear,
+    EncoderBlock: is_whole,
+    **dict.fromkeys((nn.Identity, nn.Sequential, Blocks), always),
+}
+"""What `kernels.transformer_chain` takes the place of."""
 
 
 class ViT(nn.Module):
