@@ -227,11 +227,3 @@ def test_a_gpu_with_little_shared_memory_runs_layer_by_layer(
     with forced(True, "chain"):
         unet(base_channels=2, depth=1)(image(4, 4))
     assert not chained
-
-
-def test_an_exported_model_holds_its_layers(chained: list[Tensor]) -> None:
-    model = unet(base_channels=2, depth=1)
-    with forced(False), forced(True, "chain"):
-        exported = torch.export.export(model, (image(4, 4),), strict=True)
-    assert not chained
-    assert any("conv2d" in str(node.target) for node in exported.graph.nodes)

@@ -43,12 +43,7 @@ def chain_fits(x: Tensor, *, is_training: bool) -> bool:
     """
     is_rows = x.is_contiguous(memory_format=torch.channels_last)
     is_possible = is_training and torch.is_grad_enabled() and is_rows and x.dtype != torch.float64
-    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and may_chain()
-
-
-def may_chain() -> bool:
-    """Whether a chain can run at all: an exported program could hold no call of one."""
-    return has_triton() and not torch.compiler.is_exporting()
+    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
 
 
 @functools.cache

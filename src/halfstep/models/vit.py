@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.kernels.fast_forms import decided, has_half_autocast, has_room_for_tiles, may_chain, wanted
+from halfstep.kernels.fast_forms import decided, has_half_autocast, has_room_for_tiles, has_triton, wanted
 from halfstep.kernels.transformer_chain import Block, Stream, through_blocks
 from halfstep.models.layers import PatchConv2d
 from halfstep.models.plain_layers import (
@@ -189,7 +189,7 @@ def chain_wanted(blocks: Blocks, tokens: Tensor) -> bool:
     under autocast, where rows are half as wide; or when forced."""
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
     is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and len(blocks) > 1
-    return is_possible and blocks.recompute != "blocks" and decided("chain", otherwise=is_fast) and may_chain()
+    return is_possible and blocks.recompute != "blocks" and decided("chain", otherwise=is_fast) and has_triton()
 
 
 def is_whole(block: EncoderBlock) -> bool:
