@@ -1,8 +1,8 @@
 """Gradients of weights on a second stream: nobody waits for them, and they multiply while others move bytes.
 
 A convolution's weight gradient is bound by arithmetic, BatchNorm's backward by memory. Side by side, each fills what
-the other leaves idle: the end of a grid, the gap before a small kernel. On an H200, with the step as a CUDA graph, that
-was 1 % of a U-Net's time and 2 % of ResNet-50's at batch 64; a transformer lost 1 % by it and does without.
+the other leaves idle: the end of a grid, the gap before a small kernel. A transformer lost time by it and does without
+(docs/log.md).
 
 What the second stream reads must stay alive until it is done. So its work ends where the block does that began it.
 """

@@ -172,9 +172,9 @@ class Tiles:
     """How windows × channels are cut: a grid of programs, each of which walks over tiles."""
 
     num_windows: int
-    rows: int
-    columns: int
     grid: tuple[int, int]
+    options: dict[str, int]
+    """What every kernel of windows is compiled for."""
 
 
 def tiles_of(y: Tensor, blocks: Blocks) -> Tiles:
@@ -184,7 +184,8 @@ def tiles_of(y: Tensor, blocks: Blocks) -> Tiles:
     columns = min(triton.next_power_of_2(channels), blocks.channels)
     rows, across = blocks.values // columns, triton.cdiv(channels, columns)
     programs = min(triton.cdiv(num_windows, rows), max(1, blocks.programs // across))
-    return Tiles(num_windows, rows, columns, (programs, across))
+    options = {"HEIGHT": height, "WIDTH": width, "ROWS": rows, "COLS": columns, "num_warps": blocks.warps}
+    return Tiles(num_windows, (programs, across), options)
 
 
 def pooled(y: Tensor, norm: Norm) -> Tensor:
@@ -196,43 +197,29 @@ def pooled(y: Tensor, norm: Norm) -> Tensor:
     )
     pooled_kernel[tiles.grid](
         *(y, norm.scale, norm.offset, out, tiles.num_windows, channels),
-        HEIGHT=height,
-        WIDTH=width,
-        ROWS=tiles.rows,
-        COLS=tiles.columns,
-        num_warps=POOLED.warps,
+        **tiles.options,
     )
     return out
 
 
 def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) -> GradientSums:
     """The sums that BatchNorm's gradient needs; `dskip` may be a slice of a wider map's channels."""
-    channels, height, width = y.shape[1:]
-    tiles = tiles_of(y, SUMS)
+    channels, tiles = y.shape[1], tiles_of(y, SUMS)
     partials = y.new_empty((tiles.grid[0], 2, channels), dtype=torch.float32)
     pool_gradient_sums_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.scale, norm.offset, partials),
         *(row_stride(dskip), tiles.num_windows, channels),
-        HEIGHT=height,
-        WIDTH=width,
-        ROWS=tiles.rows,
-        COLS=tiles.columns,
-        num_warps=SUMS.warps,
+        **tiles.options,
     )
     return finished_sums(partials, norm)
 
 
 def pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
     """The gradient of y."""
-    channels, height, width = y.shape[1:]
-    tiles, out = tiles_of(y, GRADIENT), dense_like(y)
+    channels, tiles, out = y.shape[1], tiles_of(y, GRADIENT), dense_like(y)
     pool_gradient_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.inverse, norm.scale, norm.offset, sums.g, sums.gx, out),
         *(row_stride(dskip), tiles.num_windows, channels, y.numel() // channels),
-        HEIGHT=height,
-        WIDTH=width,
-        ROWS=tiles.rows,
-        COLS=tiles.columns,
-        num_warps=GRADIENT.warps,
+        **tiles.options,
     )
     return out

@@ -1,7 +1,7 @@
 """How a verdict reaches an optimizer: three ways, chosen by what the optimizer can do, shown with their price.
 
     found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit read the flag inside their kernel: free; in a CUDA
-                graph the kernel of Adam and AdamW is our own (single_pass.py), with torch's bits
+                graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
     select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
     host        anything else, and where an optimizer's own state lives on the host: one wait a step
 

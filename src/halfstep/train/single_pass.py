@@ -1,4 +1,6 @@
-"""Adam and AdamW in a CUDA graph by a kernel of our own (adamw_triton.py): torch's bits, gradients not written back.
+"""AdamW, and Adam without decay, in a CUDA graph by a kernel of our own (adamw_triton.py).
+
+It gives torch's bits and does not write gradients back.
 
 Only inside a graph: torch's kernel leaves gradients scaled and clipped for whoever reads them after a step, and a
 replayed step has none to read. Both give the same weights to the bit, so a run may mix them.
