@@ -1,4 +1,4 @@
-"""AdamW, and Adam without decay, over a group's parameters in one launch, with the bits of torch's fused kernel on CUDA.
+"""AdamW, and Adam without decay, over a group's parameters in one launch, with the bits of torch's fused CUDA kernel.
 
 torch's kernel writes every scaled gradient back; this one does not, and so moves 28 bytes a parameter instead of 32.
 Each expression is rounded where torch's is: multiply-adds are fused where its source or its compiler fuses them (as the
