@@ -14,7 +14,7 @@ from halfstep.kernels.fast_forms import forced
 from halfstep.models import unet as unet_module
 from halfstep.models.layers import CentredConv2d
 from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.models.unet import UNet
+from halfstep.models.unet import DoubleConv, UNet
 
 pytest.importorskip("triton")
 
@@ -195,6 +195,7 @@ UNSUITED: dict[str, tuple[dict[str, object], Callable[[UNet], object]]] = {
     "a head of 3×3": ({}, lambda model: setattr(model.outc, "conv", nn.Conv2d(2, 2, 3, padding=1))),
     "another forward": ({}, with_another_forward),
     "pooling rounds up": ({}, lambda model: setattr(model.down1.maxpool_conv[0], "ceil_mode", True)),
+    "a level of another kind": ({}, lambda model: setattr(model, "down1", DoubleConv(2, 4))),
     "half parameters": ({}, lambda model: model.bfloat16()),
     "evaluation": ({}, lambda model: model.eval()),
 }

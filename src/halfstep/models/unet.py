@@ -155,8 +155,10 @@ class UNet(Recomputing):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
+        levels = [Down] * self.depth + [Up] * self.depth
         replaced = (part for name, part in self.named_modules() if name not in ("", "outc.conv"))
-        return are_plain(replaced, CHAINED) and has_room_for_tiles(self.outc.conv.weight.device)
+        is_whole = consists_of(self.children(), DoubleConv, *levels, OutConv) and are_plain(replaced, CHAINED)
+        return is_whole and has_room_for_tiles(self.outc.conv.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, x: Tensor) -> Tensor:
