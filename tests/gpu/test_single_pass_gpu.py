@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from halfstep.run.engine import UNCAPTURED
 from halfstep.train.graph import GraphedStep
 from halfstep.train.single_pass import SinglePass, takes
+from halfstep.train.step import Step
 from tiny_training import assert_same_bits, batch, loss_of, make_step
 
 pytestmark = pytest.mark.gpu
@@ -88,6 +89,7 @@ def test_a_hundred_steps_have_the_bits_of_torchs_kernel(kind: str, weight_decay:
 def test_adams_coupled_decay_is_left_to_torch() -> None:
     assert takes(made("adam", weight_decay=0.0)[1], CUDA)
     assert not takes(made("adam", weight_decay=0.1)[1], CUDA)
+    assert not captured("adam")[1].passes
 
 
 def test_a_bad_step_leaves_every_bit_alone_and_a_good_one_the_gradients() -> None:
@@ -104,12 +106,16 @@ def test_a_bad_step_leaves_every_bit_alone_and_a_good_one_the_gradients() -> Non
     assert_same_bits(before, everything(parameters, optimizer))
 
 
-@pytest.mark.parametrize("optimizer", sorted(KINDS))
-def test_a_captured_step_commits_by_our_kernel(optimizer: str) -> None:
+def captured(optimizer: str) -> tuple[Step, GraphedStep]:
+    """Of a model some of whose weights decay."""
     step = make_step(optimizer, "bf16", device="cuda")
     for k in range(UNCAPTURED):
         step(loss_of(step.model), [batch(k, device="cuda")])
-    graph = GraphedStep(step, loss_of(step.model), [batch(0, device="cuda")], torch.cuda.graph_pool_handle())
+    return step, GraphedStep(step, loss_of(step.model), [batch(0, device="cuda")], torch.cuda.graph_pool_handle())
+
+
+def test_a_captured_step_commits_by_our_kernel() -> None:
+    step, graph = captured("adamw")
     assert len(graph.passes) == 1
     assert all(bool((group.table != 0).all()) for group in graph.passes[0].groups)
     assert all(committer.single_pass is None for committer in step.committers)

@@ -34,7 +34,7 @@ class Tiling:
 SUMS = Tiling(values=2048, most_channels=64, num_warps=8, num_programs=132 * 4)
 """Programs that keep sums in registers, and leave them to a second kernel: not too many."""
 MAPS = Tiling(values=4096, most_channels=128, num_warps=8, num_programs=132 * 16)
-POOLS = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=132 * 8)
+POOLS = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=132 * 32)
 """9 or 4 pixels of a window are operands; 8 values a thread, so that bytes lie in threads as halfs do."""
 
 

@@ -18,7 +18,7 @@ from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import convolution_gradients, convolved, weights_for
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 from halfstep.kernels.stem import PaddedImage, convolved_image, padded_image, stem_weight_gradient_through_norm
-from halfstep.kernels.upsample import doubled_into, doubling_gradients
+from halfstep.kernels.upsample import doubled_into, doubling_gradient, tap_gradients
 
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
 """What `Head` can do: it has all channels of a pixel in registers, and walks over classes."""
@@ -140,7 +140,10 @@ class UpConcatConv(torch.autograd.Function):
         with Beside(deep.device) as beside:
             dcat, dw = convolution_gradients(beside, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
             assert dcat is not None
-            dz, dtaps, db_up = doubling_gradients(dcat[:, skip.shape[1] :], z, taps)
+            dhalf = dcat[:, skip.shape[1] :]
+            with beside.aside():
+                dtaps, db_up = tap_gradients(dhalf, z)
+            dz = doubling_gradient(dhalf, z, taps)
             sums = gradient_sums(dz, deep, norm)
             ddeep = gradient_of_raw(dz, deep, norm, sums, masked=True)
         dw_up = dtaps.view(len(taps), 2, 2, -1).permute(0, 3, 1, 2)

@@ -15,11 +15,18 @@ def doubled_into(half: Tensor, z: Tensor, taps: Tensor, bias: Tensor) -> None:
     kernels.doubled(z, taps, bias, half)
 
 
-def doubling_gradients(dhalf: Tensor, z: Tensor, taps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient of `half`: those of z, taps and bias."""
+def doubling_gradient(dhalf: Tensor, z: Tensor, taps: Tensor) -> Tensor:
+    """From the gradient of `half`: that of z."""
     from halfstep.kernels import upsample_triton as kernels
 
-    return kernels.doubled_gradient(dhalf, z, taps), *kernels.tap_gradients(dhalf, z)
+    return kernels.doubled_gradient(dhalf, z, taps)
+
+
+def tap_gradients(dhalf: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """From the gradient of `half`: those of taps and bias."""
+    from halfstep.kernels import upsample_triton as kernels
+
+    return kernels.tap_gradients(dhalf, z)
 
 
 def corner(half: Tensor, z: Tensor) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep.train.facts import Facts, restore_rng, rng_state
+from halfstep.train.graph_memory import growing_segments
 from halfstep.train.single_pass import SinglePass
 from halfstep.train.step import LossFn, Step, sample_ids
 
@@ -84,7 +85,8 @@ class GraphedStep:
         with opened_for_capture(self.step) as self.passes:
             try:
                 # Other threads (a loader's, a logger's) may use the device meanwhile.
-                with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
+                with growing_segments(), capture:
                     try:
                         return self._recorded(loss_fn)
                     except Exception as error:
