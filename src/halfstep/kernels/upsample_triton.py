@@ -31,9 +31,9 @@ class Blocks(NamedTuple):
 
 
 DOUBLED = Blocks(128, 128, 64, warps=4, stages=3)
-HALVED = Blocks(128, 128, 64, warps=4, stages=3)
 """Two programs share a multiprocessor: one computes while the other reads or writes."""
-WEIGHTS = Blocks(256, 128, 64, warps=8, stages=4)
+HALVED = Blocks(128, 256, 64, warps=8, stages=3)
+WEIGHTS = Blocks(128, 256, 64, warps=8, stages=4)
 WEIGHT_PROGRAMS = 132
 """One a multiprocessor of an H200, since a program's tiles fill its shared memory."""
 EXACT = Blocks(32, 32, 32, warps=4, stages=3)
