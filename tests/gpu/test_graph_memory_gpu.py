@@ -49,7 +49,7 @@ def test_a_graph_holds_little_more_than_its_tensors_ever_took() -> None:
     in_pieces = counted()
     with growing_segments():
         grown = counted()
-    assert (60 + 62) * MEGABYTE <= grown  # the two largest live at the same time
+    assert grown >= (60 + 62) * MEGABYTE  # the two largest live at the same time
     assert in_pieces >= sum(range(34, 64, 2)) * MEGABYTE  # each has a piece of its own
     assert grown < 0.5 * in_pieces
 
