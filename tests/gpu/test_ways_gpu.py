@@ -1,8 +1,8 @@
 """Every way of running passes the same four tests: the eager loss curve, bit-identical skips, resume, no host waits.
 
 A covering choice of way, memory, layout and format; the reference is the eager step, contiguous, nothing recomputed.
-In channels_last and a half format compiled U-Nets and ResNets run as chains of our own kernels, contiguous ones through
-the compiler alone.
+In channels_last and a half format captured U-Nets and ResNets run as chains of our own kernels, others through the
+compiler alone.
 """
 
 from __future__ import annotations

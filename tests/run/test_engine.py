@@ -18,6 +18,7 @@ from whole_runs import TINY
 
 from halfstep.config.load import load
 from halfstep.hardware.probe import probe
+from halfstep.kernels.fast_forms import decided
 from halfstep.run import engine as engine_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import UNCAPTURED, Engine
@@ -179,3 +180,19 @@ def test_cudnn_tries_its_algorithms_for_full_batches_only_and_never_where_bits_m
     engine([{name: value[:3] for name, value in full[0].items()}])
     assert seen == wanted
     assert not torch.backends.cudnn.benchmark
+
+
+def test_chains_of_our_kernels_run_in_captured_steps_only(engine: Engine) -> None:
+    seen: list[bool] = []
+    eager = engine.parts.eager
+
+    def region(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | float, Any]:
+        seen.append(decided("chain", otherwise=True))
+        return eager(batch)
+
+    engine.parts.region = region
+    batch = next(iter(engine.parts.train_loader.epoch(0)))
+    engine([batch])
+    engine.way = "compile"
+    engine([batch])
+    assert seen == [True, False]

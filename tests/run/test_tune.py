@@ -19,10 +19,10 @@ from halfstep.precision.plan import Plan
 from halfstep.run import tune
 from halfstep.run.assemble import assemble
 from halfstep.run.engine import Engine
-from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting
+from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep.run.randomness import generator_states
 from halfstep.run.train import train
-from halfstep.run.trials import trial_run
+from halfstep.run.trials import cost_in, trial_run
 from halfstep.run.tune import expected_steps, tuned
 from halfstep.run.ways import asked_way
 from halfstep.workloads.workload import Workload
@@ -220,7 +220,9 @@ def test_a_precision_whose_step_cannot_run_leaves_the_other(
     demo: Path, monkeypatch: pytest.MonkeyPatch, fails: str, granted: str
 ) -> None:
     config, workload, plan = fp8_plan(demo)
-    monkeypatch.setattr(tune, "trial_run", lambda config, workload, plan: contextlib.nullcontext(Costing(plan, fails)))
+    monkeypatch.setattr(
+        "halfstep.run.trials.trial_run", lambda config, workload, plan: contextlib.nullcontext(Costing(plan, fails))
+    )
     assert tune._with_fp8_that_pays(config, workload, plan, lambda line: None).granted == granted
 
 
@@ -234,6 +236,20 @@ class Costing:
         if self.plan.granted == self.fails:
             raise CannotRun("out of memory")
         return Cost(1.0, 1)
+
+
+def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Uncaptured:
+        def cost(self, way: str) -> Cost:
+            if way == "graph":
+                raise NotCaptured("it waits for the device")
+            return Cost({"compile": 2.0, "eager": 3.0}[way], 1)
+
+    monkeypatch.setattr("halfstep.run.trials.trial_run", lambda *arguments: contextlib.nullcontext(Uncaptured()))
+    assert cost_in("graph", *made(demo)).ms == 2.0
+    assert cost_in("eager", *made(demo)).ms == 3.0
 
 
 def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from way_trials import USUAL, Machine, made, on_machine
 
 from halfstep.data.demo_segmentation import write_demo
-from halfstep.run.memory_low import Cost
+from halfstep.run.memory_low import CannotRun, Cost, NotCaptured
 from halfstep.run.trial_time import MOST_S, TrialTime
 from halfstep.run.trials import ROUNDS, TIMED_STEPS, trial_run
 from halfstep.run.way_search import FoundWay, WaySearch, fastest_way
@@ -51,7 +51,7 @@ def test_a_long_run_tries_everything_and_says_what_each_part_gained(
 ) -> None:
     machine = on_machine(monkeypatch, Machine(USUAL))
     found = searched(demo, machine, 3 * HOUR)
-    assert machine.tried == ["eager", "eager NCHW", "compile", "graph", "graph cudnn", "graph cudnn tuned"]
+    assert machine.tried == ["eager", "eager NCHW", "graph", "compile", "graph cudnn", "graph cudnn tuned"]
     expected = {"way": "graph", "channels_last": True, "cudnn_benchmark": True, "tunes_kernels": True}
     assert {name: found.fields[name] for name in expected} == expected
     assert [str(gain) for gain in found.fields["gains"]] == [
@@ -97,33 +97,34 @@ def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
 
 
 def test_slow_starts_use_up_the_share_of_later_ones(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"compile": 170.0}))
-    found = searched(demo, machine, HOUR)  # 180 s for all starts
-    assert "graph" in machine.tried  # the same compiled code
-    assert found.untried == ("cudnn.benchmark", "kernel tuning")
-
-
-def test_a_graph_is_tried_though_a_cold_compile_took_more_than_all_starts_may(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"compile": 200.0}))
+    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"graph": 170.0}))
     found = searched(demo, machine, HOUR)  # 180 s for all starts
     assert found.fields["way"] == "graph"
+    assert found.untried == ("compile", "cudnn.benchmark", "kernel tuning")
+    assert [str(gain) for gain in found.fields["gains"]][1:] == ["graph 2.00x, 30.0 -> 15.0 ms"]
+
+
+def test_the_compiled_step_is_tried_where_there_is_no_graph_though_starts_took_more_than_they_may(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_graph = {"graph": NotCaptured("it waits for the device")}
+    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"graph": 200.0}, broken=no_graph))
+    found = searched(demo, machine, HOUR)  # 180 s for all starts
+    assert found.fields["way"] == "compile"
+    assert "graph not possible: it waits for the device" in found.fields["way_reason"]
     assert found.untried == ("cudnn.benchmark", "kernel tuning")
 
 
 def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = on_machine(monkeypatch, Machine(USUAL, trial_s=25.0))
     found = searched(demo, machine, 10 * HOUR)
-    assert machine.tried == ["eager", "eager NCHW", "compile"]  # 75 s: the fourth may not begin after 60
-    assert "not tried, out of trial time: graph, cudnn.benchmark, kernel tuning" in found.fields["way_reason"]
-    assert found.fields["way"] == "compile"
+    assert machine.tried == ["eager", "eager NCHW", "graph"]  # 75 s: the fourth may not begin after 60
+    assert "not tried, out of trial time: compile, cudnn.benchmark, kernel tuning" in found.fields["way_reason"]
+    assert found.fields["way"] == "graph"
 
 
-def test_compiling_does_not_count_as_trial_time_and_its_overrun_leaves_the_graph(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"compile": 300.0}))
+def test_compiling_does_not_count_as_trial_time(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"graph": 300.0}))
     found = searched(demo, machine, 3 * HOUR)
     assert found.fields["way"] == "graph"
     assert "6 s of trials and 300 s of first steps" in found.fields["way_reason"]
@@ -138,24 +139,26 @@ def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.M
     assert "compile + cudnn.benchmark not possible" in found.fields["way_reason"]
 
 
-def test_code_that_does_not_compile_is_not_tried_as_a_graph(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine({**USUAL, "eager cudnn": 30.0}, broken={"compile": "no assembler"})
+def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine({**USUAL, "eager cudnn": 30.0}, broken={"graph": CannotRun("no assembler")})
     found = searched(demo, on_machine(monkeypatch, machine), 3 * HOUR)
-    assert machine.tried == ["eager", "eager NCHW", "compile", "eager cudnn"]
-    assert "compile not possible: no assembler" in found.fields["way_reason"]
+    assert machine.tried == ["eager", "eager NCHW", "graph", "eager cudnn"]
+    assert "graph not possible: no assembler" in found.fields["way_reason"]
     assert (found.fields["way"], found.is_final, found.untried) == ("eager", False, ())
 
 
-def test_a_graph_is_tried_where_the_compiled_step_did_not_fit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = on_machine(monkeypatch, Machine({**USUAL, "compile": None}))
-    assert searched(demo, machine, 3 * HOUR).fields["way"] == "graph"
+def test_the_compiled_step_is_tried_where_the_graph_did_not_fit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {**USUAL, "graph": None, "compile cudnn": 20.0, "compile tuned": 20.0}
+    assert searched(demo, on_machine(monkeypatch, Machine(times)), 3 * HOUR).fields["way"] == "compile"
 
 
 def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = on_machine(monkeypatch, Machine({**USUAL, "compile tuned": 19.0, "graph tuned": 14.0, "eager tuned": 30.0,
                                                "graph cudnn tuned": 13.0}))  # fmt: skip
     found = searched(demo, machine, 3 * HOUR, train__channels_last=True, train__tune_kernels=True)
-    assert machine.tried == ["eager tuned", "compile tuned", "graph tuned", "graph cudnn tuned"]
+    assert machine.tried == ["eager tuned", "graph tuned", "compile tuned", "graph cudnn tuned"]
     assert found.fields["tunes_kernels"]
 
 

@@ -32,7 +32,7 @@ class Machine:
 
     step_ms: dict[str, float | None]
     start_s: dict[str, float] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, CannotRun] = field(default_factory=dict)
     trial_s: float = 1.0
     now_s: float = 0.0
     tried: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Scripted:
         self.machine.now_s += self.machine.trial_s
         ms = self.machine.step_ms[label]
         if label in self.machine.broken:
-            raise CannotRun(self.machine.broken[label])
+            raise self.machine.broken[label]
         if ms is None:
             raise DoesNotFit("out of memory")
         return Cost(ms, 1)

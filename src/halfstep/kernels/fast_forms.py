@@ -46,6 +46,12 @@ def chain_fits(x: Tensor, *, is_training: bool) -> bool:
     return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
 
 
+def chains(*, on: bool) -> contextlib.AbstractContextManager[None]:
+    """Whether models may run as chains within: where steps are captured. One by one, their launches can cost the host
+    more time than the kernels save the device (docs/log.md)."""
+    return contextlib.nullcontext() if on else forced(False, "chain")
+
+
 @functools.cache
 def has_room_for_tiles(device: torch.device) -> bool:
     """Whether a GPU lets a block have the shared memory that our kernels' tiles take: up to 147 KiB where it offers 163

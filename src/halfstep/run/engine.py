@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from halfstep.errors import HalfstepError
+from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.cudnn_trials import cudnn_trials
 from halfstep.run.layout import in_layout_of
@@ -124,7 +125,8 @@ class Engine:
     def _loss_into(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             is_compiled = self.way != "eager" and self._is_full(batch)
-            value, weight, found = (self.parts.region if is_compiled else self.parts.eager)(batch)
+            with chains(on=self.way == "graph"):
+                value, weight, found = (self.parts.region if is_compiled else self.parts.eager)(batch)
             outputs.append(_detached(found))
             return value, weight
 

@@ -69,6 +69,10 @@ class DoesNotFit(CannotRun):
     """A candidate that ran out of memory."""
 
 
+class NotCaptured(CannotRun):
+    """A candidate that compiles, but is no CUDA graph."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """A setting and what it cost, or why it could not run."""

@@ -19,7 +19,7 @@ from halfstep.run.engine import UNCAPTURED, Engine
 from halfstep.run.first_batch import first_batch
 from halfstep.run.guide_memory import LiveBytes
 from halfstep.run.memory_limit import first_line
-from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit
+from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.run.own_thread import in_own_thread
 from halfstep.run.randomness import algorithms, generator_states, restore_generators
 from halfstep.run.trial_time import TrialTime
@@ -30,6 +30,16 @@ TIMED_STEPS = 5
 """In a round; fewer where the time for trials is short."""
 ROUNDS = 3
 """The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
+
+
+def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
+    """What a step takes in this way, or compiled where it cannot be captured: as the run itself would go on."""
+    try:
+        with trial_run(config, workload, plan) as trial:
+            return trial.cost(way)
+    except NotCaptured:
+        with trial_run(config, workload, plan) as trial:
+            return trial.cost("compile")
 
 
 @contextmanager
@@ -93,7 +103,8 @@ class Trial:
         finally:
             engine.forget_graphs()
         if engine.way != way:
-            raise CannotRun(problems[-1] if problems else f"it runs {engine.way}")
+            kind = NotCaptured if engine.way == "compile" else CannotRun
+            raise kind(problems[-1] if problems else f"it runs {engine.way}")
         return found
 
     def _warmed_up(self, engine: Engine, time: TrialTime) -> int:

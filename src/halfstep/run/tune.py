@@ -22,9 +22,9 @@ from halfstep.run.kept_ways import KeptWay
 from halfstep.run.memory_levers import levers_of
 from halfstep.run.memory_low import CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
 from halfstep.run.trial_time import MOST_S, SHARE, TrialTime
-from halfstep.run.trials import trial_run
+from halfstep.run.trials import cost_in
 from halfstep.run.way_search import FoundWay, WaySearch
-from halfstep.run.ways import NEEDS_CUDA, Way, asked_way
+from halfstep.run.ways import NEEDS_CUDA, asked_way
 from halfstep.workloads.workload import Workload
 
 FEWEST_STEPS = 300
@@ -132,15 +132,13 @@ def _with_fp8_that_pays(config: RunConfig, workload: Workload, plan: Plan, say: 
     if plan.granted != "fp8" or plan.simulated or wish.force:
         return plan
     say("measuring whole steps in fp8 and in bf16 ...")
-    way: Way = "eager" if plan.way == "eager" else "compile"
+    way = plan.way or "eager"
     try:
-        with trial_run(config, workload, plan) as trial:
-            fp8 = trial.cost(way)
+        fp8 = cost_in(way, config, workload, plan)
     except CannotRun as error:
         return without_fp8(plan, f"its step cannot run {way}: {error}", strict=wish.strict)
     try:
-        with trial_run(config, workload, without_fp8(plan, "to compare")) as trial:
-            bf16 = trial.cost(way)
+        bf16 = cost_in(way, config, workload, without_fp8(plan, "to compare"))
     except CannotRun:
         return plan  # only fp8 fits
     return settled(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, force=wish.force, strict=wish.strict)
@@ -153,21 +151,19 @@ def _with_memory(config: RunConfig, workload: Workload, plan: Plan, say: Say) ->
     if plan.memory:
         return plan
     clock, costs = Stopwatch(), list[Cost]()
-    # A capture changes neither the peak nor the order of the times.
-    way: Way = "eager" if plan.way == "eager" else "compile"
+    way = plan.way or "eager"
 
     def measure(setting: MemorySetting) -> Cost:
         say(f"measuring memory: {setting} ...")
         trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
-        with trial_run(config, workload, trial_plan) as trial:
-            costs.append(trial.cost(way))
+        costs.append(cost_in(way, config, workload, trial_plan))
         return costs[-1]
 
     def may_go_on() -> bool:
         expected_s = costs[0].ms / 1e3 * expected_steps(config, workload) if costs else 0.0
         return clock.elapsed_s < min(MEMORY_TRIALS_S, max(MEMORY_TRIALS_AT_LEAST_S, SHARE * expected_s))
 
-    levers = levers_of(workload.model, config.optimizer.name, is_compiled=way == "compile")
+    levers = levers_of(workload.model, config.optimizer.name, is_compiled=way != "eager")
     try:
         choice = choose_memory(measure, levers.positions, notes=levers.notes, may_go_on=may_go_on)
     except CannotRun as error:

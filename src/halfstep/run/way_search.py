@@ -1,7 +1,7 @@
 """`train.fast: auto`: candidates in order, each timed against the best before it, until the time for trials is over.
 
     eager in both memory layouts      the first one tells how long the run will be
-    compile, graph                    in the better layout; both run the same compiled code
+    graph, compile                    in the better layout; a captured step is the likeliest to win, so it comes first
     cudnn.benchmark                   on top of the fastest so far
     kernel tuning                     on top of that: the code is compiled anew
 
@@ -20,7 +20,7 @@ from halfstep.precision.gain import Gain
 from halfstep.precision.plan import Plan
 from halfstep.run.cudnn_trials import CUDNN_TRIALS_S, has_convolutions
 from halfstep.run.layout import wants_channels_last
-from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit
+from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.run.trial_time import TrialTime
 from halfstep.run.trials import Trial, trial_run
 from halfstep.run.ways import COMPILE_S, KERNEL_TUNING_S, Way
@@ -60,7 +60,8 @@ class WaySearch:
         self.costs: dict[str, Cost] = {}
         self.gains: list[Gain] = []
         self.problems: list[str] = []
-        self.out_of_memory: list[str] = []
+        self.compiles = True
+        """Until something failed otherwise than for want of memory or of a capture."""
         self.out_of_time: list[str] = []
         self.too_short_for: list[str] = []
 
@@ -108,14 +109,14 @@ class WaySearch:
         return tried[self.fields["channels_last"]]
 
     def _compiled(self, trial: Trial, eager: Cost | None) -> Cost | None:
-        if not self._may_try("compile", COMPILE_S):
+        if not self._may_try("graph", COMPILE_S):
             return eager
-        compiled = self._tried(trial, "compile")
+        captured = self._tried(trial, "graph")
+        # Without a graph it is the way that is left, and of its code most is there. Beside one it may be compiled anew.
+        start_s = COMPILE_S if captured else 0.0
+        compiled = self._tried(trial, "compile") if self.compiles and self._may_try("compile", start_s) else None
         if eager and compiled:
             self._note("compile", eager, compiled)
-        # Code that did not compile, or failed, cannot be captured either; what did not fit may fit in a graph's pool.
-        has_code = compiled is not None or "compile" in self.out_of_memory
-        captured = self._tried(trial, "graph") if has_code and self._may_try("graph") else None
         simpler = compiled or eager
         if captured and simpler:
             self._note("graph", simpler, captured)
@@ -164,8 +165,7 @@ class WaySearch:
             cost = trial.cost(way, self.time, **switches)
         except CannotRun as error:
             self.problems.append(f"{label or way} not possible: {error}")
-            if isinstance(error, DoesNotFit):
-                self.out_of_memory.append(label or way)
+            self.compiles &= isinstance(error, DoesNotFit | NotCaptured)
             return None
         self.costs[label or way] = cost
         return cost
@@ -182,7 +182,7 @@ class WaySearch:
 
     def _remarks(self) -> list[str]:
         found = list(self.problems)
-        if "compile" in self.too_short_for:
+        if "graph" in self.too_short_for:
             run_s = self.time.run_s or 0.0
             found.append(f"about {_duration(run_s)} to go is too short to compile for (train.fast=graph does)")
         else:
