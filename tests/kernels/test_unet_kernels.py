@@ -49,7 +49,7 @@ def assert_near(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None:
         torch.testing.assert_close(mine.float(), other.float(), rtol=0, atol=bound * float(other.abs().max()))
 
 
-def pooled_and_skip(norm: nn.BatchNorm2d, *, chain: bool, keep: bool = True) -> Callable[..., tuple[Tensor, ...]]:
+def pooled_and_skip(norm: nn.BatchNorm2d, *, chain: bool) -> Callable[..., tuple[Tensor, ...]]:
     """What the next level's convolution gives, and the skip connection behind a 1×1 convolution of its own."""
 
     def layers(y: Tensor, weight: Tensor, bias: Tensor, w_conv: Tensor, w_skip: Tensor) -> tuple[Tensor, ...]:
@@ -58,7 +58,7 @@ def pooled_and_skip(norm: nn.BatchNorm2d, *, chain: bool, keep: bool = True) -> 
 
     def kernels(y: Tensor, weight: Tensor, bias: Tensor, w_conv: Tensor, w_skip: Tensor) -> tuple[Tensor, ...]:
         how = normalisation(y.detach(), norm)
-        u, promise = PoolConv.apply(y, weight, bias, w_conv, how, keep)
+        u, promise = PoolConv.apply(y, weight, bias, w_conv, how)
         return u, Skip.apply(promise, y.detach(), how, w_skip)
 
     return kernels if chain else layers
@@ -82,13 +82,12 @@ class Skip(torch.autograd.Function):
         return torch.cat([dz, other], 1).contiguous(memory_format=torch.channels_last), None, None, dw
 
 
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("shape", [(2, 4, 6, 8), (1, 24, 5, 7), (2, 3, 3, 2), (1, 130, 4, 4)])
-def test_pooling_and_its_skip_connection(shape: tuple[int, ...], keep: bool) -> None:
+def test_pooling_and_its_skip_connection(shape: tuple[int, ...]) -> None:
     channels = shape[1]
     norm, y = some_norm(channels), some_map(*shape)
     weights = (norm.weight, norm.bias, some_map(5, channels, 3, 3), some_map(3, channels, 1, 1))
-    ours = gradients(pooled_and_skip(norm, chain=True, keep=keep), y, *weights)
+    ours = gradients(pooled_and_skip(norm, chain=True), y, *weights)
     assert_near(ours, gradients(pooled_and_skip(norm, chain=False), y, *weights), 1e-5)
 
 
@@ -113,7 +112,7 @@ def test_a_nan_comes_through_pooling_and_head() -> None:
     norm, y = some_norm(4), some_map(1, 4, 4, 4)
     y[0, 2, 3, 3] = float("nan")
     how = normalisation(y, norm)
-    u, _ = PoolConv.apply(y, norm.weight, norm.bias, some_map(1, 4, 3, 3), how, True)
+    u, _ = PoolConv.apply(y, norm.weight, norm.bias, some_map(1, 4, 3, 3), how)
     assert u.isnan().all()
     assert Head.apply(y, norm.weight, norm.bias, some_map(2, 4, 1, 1), torch.zeros(2), how).isnan().all()
 

@@ -75,7 +75,7 @@ def test_nothing_gained_is_said() -> None:
     measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 5.98), SMALL: (30, 5)})
     choice = choose_memory(measure, [[POINTWISE], [SMALL]])
     assert choice.setting == NORMAL
-    assert "nothing lowers the peak of 6.00 GB within +10% time" in choice.reason
+    assert "nothing lowers the peak of 6.00 GB within +8% time" in choice.reason
 
 
 def test_a_normal_step_that_does_not_fit_is_replaced_by_one_that_does() -> None:

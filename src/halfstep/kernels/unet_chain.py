@@ -69,17 +69,18 @@ class StemNormReluConv(torch.autograd.Function):
 class PoolConv(torch.autograd.Function):
     """A raw map y, BatchNorm's weight and bias, the next level's convolution to its raw map, and the promise.
 
-    `norm` is how y is normalised: `UpConcatConv` needs it too. `keep`: whether the pooled map stays in memory.
+    `norm` is how y is normalised: `UpConcatConv` needs it too. There is no `keep`: a pooled map takes a quarter of the
+    memory of what it is made from, and as long to be made again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_conv: Tensor, norm: Norm, keep: bool
+        ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_conv: Tensor, norm: Norm
     ) -> tuple[Tensor, Tensor]:
         from halfstep.kernels.pool_triton import pooled
 
         w, z = weights_for(y, w_conv), pooled(y, norm)
-        ctx.save_for_backward(y, w, z if keep else None, *norm)
+        ctx.save_for_backward(y, w, z, *norm)
         n, channels, height, width = y.shape
         # The whole concatenation's shape, not only the skip's half of it: a slice would be copied on its way here.
         promise = y.new_empty(1).expand(n, 2 * channels, height, width)
@@ -88,18 +89,17 @@ class PoolConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from halfstep.kernels.pool_triton import pool_gradient, pool_gradient_sums, pooled
+        from halfstep.kernels.pool_triton import pool_gradient, pool_gradient_sums
 
         y, w, z, *vectors = ctx.saved_tensors
         norm, dcat = Norm(*vectors), gradients[1].contiguous(memory_format=torch.channels_last)
-        z = pooled(y, norm) if z is None else z
         with Beside(y.device) as beside:
             dpooled, dw = convolution_gradients(beside, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
             assert dpooled is not None
             dskip = dcat[:, : y.shape[1]]
             sums = pool_gradient_sums(y, dskip, dpooled, norm)
             dy = pool_gradient(y, dskip, dpooled, norm, sums)
-        return dy, sums.weight, sums.g, dw, None, None
+        return dy, sums.weight, sums.g, dw, None
 
 
 class UpConcatConv(torch.autograd.Function):

@@ -55,7 +55,7 @@ def chained_logits(
     for below in downs[1:]:
         norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
         affine = (norm.weight, norm.bias)
-        u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how, keep)  # type: ignore[no-untyped-call]
+        u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
         skips.append((promise, y.detach(), how))
         level, y = below, second_raw_map(u, below, weights, keep=keep)
     for up, above in ups:
