@@ -22,8 +22,8 @@ import torch
 from halfstep.models.recompute import Recompute
 
 TIME_LIMIT = 1.08
-"""Of the normal step's time, in trials; so that a long run, whose device gets hotter, stays within a tenth. Beyond that a
-smaller batch is the better trade."""
+"""Of the normal step's time, in trials; so that a long run, whose device gets hotter, stays within a tenth. Beyond that
+a smaller batch is the better trade."""
 
 WORTH_BYTES = 0.01
 """A setting that saves less than this share of the peak saves nothing: peaks differ by that much between runs."""
