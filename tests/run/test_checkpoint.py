@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from warm_processes import process
 
 from halfstep.errors import CheckpointError
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
@@ -232,29 +233,25 @@ def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-WRITER = """
-    import sys, torch
-    from pathlib import Path
-    from halfstep.run.checkpoint import Checkpoint, Checkpoints
-    checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
+def write_checkpoints(folder: Path) -> None:
+    checkpoints = Checkpoints(folder, keep=2)
     for step in range(1, 100000):
         value = torch.full((200_000,), float(step))
         checkpoints.save(step, Checkpoint(model={"w": value}, ema={}, state={"step": step, "m": value}))
         print(step, flush=True)
-"""
 
 
 def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     """SIGKILL while checkpoints are written without a pause, at moments spread over many writes."""
     for attempt in range(6):
-        folder = tmp_path / str(attempt)
-        command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # the first checkpoint is there
+        folder, said = tmp_path / str(attempt), tmp_path / f"said-{attempt}"
+        said.touch()
+        with process(write_checkpoints, folder, output=said) as writer:
+            while not said.read_text():  # until the first checkpoint is there
+                assert writer.is_alive()
+                time.sleep(0.002)
             time.sleep(0.013 * (attempt + 1))
-            process.kill()
-            reported = [1, *map(int, process.stdout.read().split())]
+        reported = [int(word) for word in said.read_text().split()]
         path, found = Checkpoints(folder).load_newest(on_damaged=pytest.fail)
         assert found.state["step"] in (reported[-1], reported[-1] + 1)
         assert torch.equal(found.model["w"], found.state["m"])

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from warm_processes import process
 from whole_runs import assert_same_run, final_state, records, resume
 
+from halfstep.cli.main import main
 from halfstep.config.load import load
 from halfstep.errors import CheckpointError, Interrupted
 from halfstep.run import loop
@@ -87,47 +89,35 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     assert records(without) == records(with_two)
 
 
-RUNNER = """
-import sys
-sys.path.insert(0, {tests!r})
-from halfstep.cli.main import main
-main(sys.argv[1:])
-"""
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    tests = str(Path(__file__).resolve().parent.parent)
-    command = [sys.executable, "-c", RUNNER.format(tests=tests), "train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-
-
 @pytest.mark.slow
 def test_kills_at_any_moment_change_nothing(tmp_path: Path) -> None:
     """SIGKILL again and again, also inside checkpoint writes (they come after every step here), two workers."""
-    overrides = config(workers=2, more={"train.checkpoint_every": 1, "train.epochs": 12})
+    overrides = config(workers=2, more={"train.checkpoint_every": 1, "train.epochs": 8})
     whole = tmp_path / "whole"
+    said = tmp_path / "said"
     # In a process of its own, too: a native bf16 matmul in another test turns oneDNN off for this one.
-    with start("tiny_workload:build", *overrides, "--out", str(whole)) as process:
-        assert process.wait(timeout=120) == 0, process.stdout.read() if process.stdout else ""
+    first = ("train", "tiny_workload:build", *overrides, "--out")
+    with process(main, [*first, str(whole)], output=said) as unbroken:
+        unbroken.join(timeout=120)
+        assert unbroken.exitcode == 0, said.read_text()
     broken, chance = tmp_path / "broken", random.Random(0)
-    arguments: tuple[str, ...] = ("tiny_workload:build", *overrides, "--out", str(broken))
+    checkpoints, arguments = Checkpoints(broken / "checkpoints"), [*first, str(broken)]
     for _ in range(5):
-        with start(*arguments) as process:
+        reached = checkpoints.all()[-1:]
+        with process(main, arguments, output=said) as killed:
             deadline = time.monotonic() + 60
-            reached = len(Checkpoints(broken / "checkpoints").all()) and Checkpoints(broken / "checkpoints").all()[-1]
-            while process.poll() is None and time.monotonic() < deadline:
-                present = Checkpoints(broken / "checkpoints").all()
-                if present and present[-1] != reached:
+            while killed.is_alive() and time.monotonic() < deadline:
+                present = checkpoints.all()[-1:]
+                if present and present != reached:
                     break
                 time.sleep(0.005)
             time.sleep(chance.random() * 0.15)
-            process.kill()
-        if not Checkpoints(broken / "checkpoints").all():
+        if not checkpoints.all():
             pytest.fail("the run never wrote a checkpoint")
-        arguments = ("--resume", str(broken))
-    with start(*arguments) as process:
-        assert process.wait(timeout=120) == 0, process.stdout.read() if process.stdout else ""
+        arguments = ["train", "--resume", str(broken)]
+    with process(main, arguments, output=said) as last:
+        last.join(timeout=120)
+        assert last.exitcode == 0, said.read_text()
     assert_same_run(whole, broken)
 
 
@@ -135,15 +125,17 @@ def test_kills_at_any_moment_change_nothing(tmp_path: Path) -> None:
 def test_signals_end_a_real_process_with_a_saved_run_and_the_words_to_resume(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    out = tmp_path / "run"
-    with start("tiny_workload:build", *config(workers=2, more={"train.epochs": 100000}), "--out", str(out)) as process:
+    out, output = tmp_path / "run", tmp_path / "said"
+    overrides = config(workers=2, more={"train.epochs": 100000})
+    with process(main, ["train", "tiny_workload:build", *overrides, "--out", str(out)], output=output) as signalled:
         deadline = time.monotonic() + 60
         while not Checkpoints(out / "checkpoints").all() and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(number)
-        assert process.stdout is not None
-        said = process.stdout.read()
-        assert process.wait(timeout=60) == code
+        assert signalled.pid is not None
+        os.kill(signalled.pid, number)
+        signalled.join(timeout=60)
+        assert signalled.exitcode == code
+    said = output.read_text()
     assert f"halfstep train --resume {out}" in said.replace("\n", " ")
     assert "Traceback" not in said
     Checkpoints(out / "checkpoints").load_newest(on_damaged=pytest.fail)
@@ -202,6 +194,21 @@ def test_changed_data_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tiny_workload.Samples, "__len__", lambda self: self.count - 1)
     with pytest.raises(CheckpointError, match="22 training and 9 validation samples became 21 and 8"):
         resume(out, "train.epochs=2")
+
+
+RUNNER = """
+import sys
+sys.path.insert(0, {tests!r})
+from halfstep.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    tests = str(Path(__file__).resolve().parent.parent)
+    command = [sys.executable, "-c", RUNNER.format(tests=tests), "train", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
