@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,13 +50,25 @@ def tiny_case(**changes: Any) -> Any:
     return replace(CASES["resnet50_64"], title="tiny", workload="resnet18", **sizes, **changes)
 
 
-@pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def quick_compiler() -> Iterator[None]:
     """Loops without vector instructions, which compile in half the time; here, and in processes started from here."""
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
     patched: Any = inductor_config.patch({"cpp.vec_isa_ok": False})
-    with patched:
+    with pytest.MonkeyPatch.context() as monkeypatch, patched:
+        monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
         yield
+
+
+@pytest.fixture(scope="module")
+def filling(quick_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The folder of a compiler's cache that was filled for plain's tiny row, and what was said meanwhile."""
+    from speed_processes import fill_caches
+
+    folder, tiny = str(tmp_path_factory.mktemp("filled")), tiny_case(against=("plain:documented",), precision="fp32")
+    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stdout(io.StringIO()) as said:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        fill_caches({"tiny": tiny}, ("graph",), probe("cpu"), at_once=1, deadline=None)
+    return folder, said.getvalue()
 
 
 def test_the_fastest_of_each_kind_stand_in_a_row() -> None:
@@ -153,20 +167,17 @@ def test_decisions_of_auto_are_kept_apart_and_compiled_code_is_not(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compiler")
 def test_a_cache_that_was_filled_before_is_found_warm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    filling: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from readme_tables import speed_table
     from speed import measured
-    from speed_processes import fill_caches
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    tiny, hardware = tiny_case(against=("plain:documented",), precision="fp32"), probe("cpu")
-    fill_caches({"tiny": tiny}, ("graph",), hardware, at_once=1, deadline=None)
-    said = capsys.readouterr().out
+    folder, said = filling
     assert "filled the cache of tiny plain documented" in said
     assert "could not fill the cache of tiny halfstep graph: HardwareError: halfstep graph fp32 cannot run" in said
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    tiny, hardware = tiny_case(against=("plain:documented",), precision="fp32"), probe("cpu")
     found = measured(tiny, ("eager",), hardware, deadline=None)
     assert [(row["name"], row["cache"]) for row in found["rows"]] == [("halfstep", ""), ("plain", "warm")]
     assert speed_table({"tiny": found}, {}).splitlines()[-1].startswith("| tiny | ")
@@ -245,11 +256,13 @@ def test_the_device_is_left_while_code_is_compiled_and_taken_again(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compiler")
-def test_rows_compile_beside_each_other_and_are_timed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_compile_beside_each_other_and_are_timed_in_turn(
+    filling: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """halfstep's row compiles its own code; plain's, beside it, is found: to compile that as well shows no more."""
     from speed import measured_in_turn
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", filling[0])
     tiny = tiny_case(against=("plain:documented", "plain:graphs"), precision="fp32")
     [(name, found)] = measured_in_turn({"tiny": tiny}, ("auto",), probe("cpu"), None, at_once=2)
     ours, documented, graphs = found["rows"]
