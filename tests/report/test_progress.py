@@ -87,8 +87,7 @@ def test_a_step_that_compiled_is_in_the_time_but_not_in_the_rate_or_what_is_left
     clock = HandClock()
     bar = Bar("Epoch", 21, clock=clock)
     clock.now_s += 60.0
-    bar.advance()
-    bar.begin_pace()
+    bar.advance(begins_pace=True)
     assert bar.parts() == ["1/21", "", ""]
     for _ in range(10):
         clock.now_s += 1.0
@@ -127,6 +126,21 @@ def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> 
         "Epoch 1/2 [Train] 60/100 1.0 it/s loss 0.5 0:40 left",
         "Epoch 1/2 [Train] 90/100 1.0 it/s loss 0.5 0:10 left",
         "Epoch 1/2 [Train] 100/100 1.0 it/s loss 0.5 in 1:40",
+    ]
+
+
+def test_a_line_written_right_after_the_step_that_compiled_has_no_rate_and_the_next_one_has_the_others() -> None:
+    clock, lines = HandClock(), list[str]()
+    with LineBar("Epoch 1/2 [Train]", 40, write=lines.append, clock=clock) as bar:
+        clock.now_s += 45.2
+        bar.advance({"precision": "fp32"}, begins_pace=True)
+        for _ in range(39):
+            clock.now_s += 1.0
+            bar.advance()
+    assert lines[1:] == [
+        "Epoch 1/2 [Train] 1/40 fp32",
+        "Epoch 1/2 [Train] 31/40 1.0 it/s fp32 0:09 left",
+        "Epoch 1/2 [Train] 40/40 1.0 it/s fp32 in 1:24",
     ]
 
 

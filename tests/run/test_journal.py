@@ -9,6 +9,7 @@ import pytest
 from halfstep.config.load import from_dict
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
+from halfstep.report import progress
 from halfstep.report.metrics_file import read
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import RunReport
@@ -76,3 +77,17 @@ def test_the_step_that_compiles_is_announced_and_left_out_of_the_rate(
         told.stepped(2, 0, 1.0, Waiting())
         assert bar_of(told)._begin[1] == 1
     assert capsys.readouterr().out.splitlines()[1] == COMPILING
+
+
+def test_the_line_written_after_a_long_compilation_tells_neither_its_rate_nor_a_time_left(
+    tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    told = Journal(RunReport(tmp_path), plan, epochs=1, report_every=10, metric="accuracy")
+    with told.training(0, 4):
+        told.compiling()
+        told.stepped(1, 0, 1.0, Waiting())
+        told.stepped(2, 0, 1.0, Waiting())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "Epoch 1/1 [Train] 1/4 fp32"
+    assert "it/s fp32" in lines[3] and lines[3].endswith("left")

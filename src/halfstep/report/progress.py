@@ -40,11 +40,16 @@ class Bar:
         self._shown: Mapping[str, str] = {}
         self._clock = clock
         self._start_s = clock()
-        self.begin_pace()
+        self._begin_pace()
 
-    def advance(self, shown: Mapping[str, str] | None = None) -> None:
-        """One step further; `shown` replaces the fields, most important first."""
+    def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
+        """One step further; `shown` replaces the fields, most important first.
+
+        `begins_pace` leaves the steps so far out of the rate: they were not like those to come.
+        """
         self.done += 1
+        if begins_pace:
+            self._begin_pace()
         if shown is not None:
             self.show(shown)
 
@@ -52,8 +57,7 @@ class Bar:
         """Replace the fields, most important first."""
         self._shown = shown
 
-    def begin_pace(self) -> None:
-        """Leave the steps so far out of the rate: they were not like those to come."""
+    def _begin_pace(self) -> None:
         self._begin = self._clock(), self.done
         self._marks = deque([self._begin])
 
@@ -118,8 +122,8 @@ class LineBar(Bar):
         self.is_over = True
         self._write_parts()
 
-    def advance(self, shown: Mapping[str, str] | None = None) -> None:
-        super().advance(shown)
+    def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
+        super().advance(shown, begins_pace=begins_pace)
         now_s = self._clock()
         # The last step's line is the one that __exit__ writes.
         if now_s - self._line_s >= LINE_EVERY_S and self.done < self.total:

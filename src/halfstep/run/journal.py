@@ -103,11 +103,9 @@ class Journal:
         # What stands on a finished bar is not that of a step long ago.
         is_wanted = is_due or not self._has_shown or bar.done + 1 == bar.total
         fields = self._fields(waiting) if is_wanted and self.latest is not None else None
-        bar.advance(fields)
+        bar.advance(fields, begins_pace=self._is_compiling)
         self._has_shown |= fields is not None
-        if self._is_compiling:
-            bar.begin_pace()
-            self._is_compiling = False
+        self._is_compiling = False
 
     def _fields(self, waiting: Waiting) -> dict[str, str]:
         r = self.latest
