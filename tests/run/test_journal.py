@@ -90,4 +90,5 @@ def test_the_line_written_after_a_long_compilation_tells_neither_its_rate_nor_a_
         told.stepped(2, 0, 1.0, Waiting())
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "Epoch 1/1 [Train] 1/4 fp32"
-    assert "it/s fp32" in lines[3] and lines[3].endswith("left")
+    assert "it/s fp32" in lines[3]
+    assert lines[3].endswith("left")
