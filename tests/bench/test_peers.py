@@ -211,7 +211,7 @@ def test_only_the_tuned_variant_changes_layout_and_optimizer(name: str, monkeypa
         ("cpu", "fp32", True),
     ],
 )
-def test_tuned_means_channels_last_but_for_strict_fp32_on_cuda_which_it_would_slow(
+def test_tuned_means_channels_last_but_for_strict_fp32_on_cuda_where_no_gain_is_known(
     device: str, precision: str, is_last: bool
 ) -> None:
     problem = dataclasses.replace(Watched().problem, device=torch.device(device))

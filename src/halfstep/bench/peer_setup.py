@@ -1,9 +1,9 @@
 """What every peer is given: the same model, the same batches, AdamW, and how far its user went for speed.
 
 `documented` is what a project's own pages show for the precision, with the compiler on. `tuned` adds what somebody who
-reads the performance guides does by hand: channels_last where it helps, fused AdamW, the loss inside the compiled
-region, TF32 for what stays fp32, cudnn.benchmark. `graphs` is `tuned` with the compiler's own CUDA graphs (mode
-`reduce-overhead`).
+reads the performance guides does by hand: channels_last where it is known to help, fused AdamW, the loss inside the
+compiled region, TF32 for what stays fp32, cudnn.benchmark. `graphs` is `tuned` with the compiler's own CUDA graphs
+(mode `reduce-overhead`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class PeerSetup:
 
     @property
     def channels_last(self) -> bool:
-        """Not in strict fp32 on CUDA, where it is slower (see `halfstep.run.layout`): tuning is to help."""
+        """Not in strict fp32 on CUDA: the fastest known there is contiguous with cuDNN's trials, as tuned ones run.
+
+        In channels_last it was timed without trials alone, and gained nothing (docs/log.md).
+        """
         return self.by_hand and (self.precision, self.problem.device.type) != ("fp32", "cuda")
 
     @property
