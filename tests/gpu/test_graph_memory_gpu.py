@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from halfstep.measure.memory import peak_memory_bytes
+from halfstep.run.engine import UNCAPTURED
+from halfstep.train.graph import GraphedStep
 from halfstep.train.graph_memory import SAID, SETTING, growing_segments
+from halfstep.train.step import Step
+from tiny_training import batch, loss_of, make_step
 
 pytestmark = pytest.mark.gpu
 
@@ -54,26 +61,58 @@ def test_a_graph_holds_little_more_than_its_tensors_ever_took() -> None:
     assert grown < 0.5 * in_pieces
 
 
-def test_the_allocator_is_as_it_was_and_keeps_what_a_user_told_it() -> None:
-    told = settings()[SAID]
+@contextlib.contextmanager
+def told(words: str) -> Iterator[None]:
+    before = settings()[SAID]
+    torch._C._accelerator_setAllocatorSettings(words)
     try:
-        torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.95,expandable_segments:False")
-        for _ in range(2):
+        yield
+    finally:
+        default = "garbage_collection_threshold:0.0,expandable_segments:False"
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [default, before])))
+
+
+def test_the_allocator_is_as_it_was_and_keeps_what_a_user_told_it() -> None:
+    with told("garbage_collection_threshold:0.95"):
+        for _ in range(3):
             with growing_segments():
                 assert settings()[SETTING]
                 assert settings()["garbage_collection_threshold"] == pytest.approx(0.95)
             assert not settings()[SETTING]
             assert settings()["garbage_collection_threshold"] == pytest.approx(0.95)
-        assert settings()[SAID].count(SETTING) == 1
-    finally:
-        torch._C._accelerator_setAllocatorSettings(told or "garbage_collection_threshold:0.0,expandable_segments:False")
+            assert settings()[SAID].count(SETTING) == 1
 
 
-def test_who_has_such_segments_anyway_keeps_them() -> None:
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    try:
+@pytest.mark.parametrize("word", ["True", "False"])
+def test_who_says_whether_segments_may_grow_is_not_overruled(word: str) -> None:
+    with told(f"max_split_size_mb:100000,expandable_segments:{word}"):
         with growing_segments():
-            assert settings()[SETTING]
-        assert settings()[SETTING]
-    finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+            assert settings()[SETTING] is (word == "True")
+        assert settings()[SETTING] is (word == "True")
+
+
+def test_a_graph_that_is_dropped_while_it_runs_ends_before_its_memory_is_gone() -> None:
+    """Unmapped memory would be an illegal access."""
+    step = make_step("sgd", "fp32", device="cuda")
+    for k in range(UNCAPTURED):
+        step(loss_of(step.model), [batch(k, device="cuda")])
+    graph = GraphedStep(step, slow_loss_of(step), [batch(0, device="cuda")], torch.cuda.graph_pool_handle())
+    for k in range(20):
+        graph([batch(k, device="cuda")])
+    del graph
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    assert all(bool(parameter.isfinite().all()) for parameter in step.model.parameters())
+
+
+def slow_loss_of(step: Step) -> Callable[[dict[str, Tensor]], Tensor]:
+    """With some milliseconds of work in memory of its own."""
+    loss = loss_of(step.model)
+
+    def slow(b: dict[str, Tensor]) -> Tensor:
+        large = torch.ones(4096, 4096, device="cuda")
+        for _ in range(20):
+            large = (large @ large).clamp(max=1.0)
+        return loss(b) + 0 * large[0, 0]
+
+    return slow

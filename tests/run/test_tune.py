@@ -15,10 +15,11 @@ from way_trials import made
 from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
 from halfstep.data.demo_segmentation import write_demo
+from halfstep.kernels.fast_forms import decided
 from halfstep.precision.plan import Plan
 from halfstep.run import tune
 from halfstep.run.assemble import assemble
-from halfstep.run.engine import Engine
+from halfstep.run.engine import UNCAPTURED, Engine
 from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep.run.randomness import generator_states
 from halfstep.run.train import train
@@ -232,17 +233,43 @@ class Costing:
     def __init__(self, plan: Plan, fails: str) -> None:
         self.plan, self.fails = plan, fails
 
-    def cost(self, way: str) -> Cost:
+    def cost(self, way: str, time: object) -> Cost:
         if self.plan.granted == self.fails:
             raise CannotRun("out of memory")
         return Cost(1.0, 1)
+
+
+def test_a_trial_ends_where_its_capture_fails_and_compiles_nothing_else(demo: Path) -> None:
+    config, workload, plan = made(demo)
+    with trial_run(config, workload, plan) as trial:
+        eager, allowed = trial.parts.eager, list[bool]()
+
+        def region(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | float, object]:
+            allowed.append(decided("chain", otherwise=True))
+            return eager(batch)
+
+        trial.parts.region = region
+        with pytest.raises(NotCaptured, match="a CUDA graph needs a CUDA device, not cpu"):
+            trial.cost("graph")
+    assert allowed == [True] * UNCAPTURED
+
+
+def test_who_commits_by_the_host_is_not_compiled_for_a_graph_first(demo: Path) -> None:
+    config, workload, plan = made(demo, optimizer__name="adagrad")
+    parts = assemble(config, workload, plan)
+    for committer in parts.step.committers:
+        committer.way = "host"  # as on CUDA
+    said: list[str] = []
+    assert Engine(parts, "graph", lambda text, level: said.append(text)).way == "compile"
+    assert len(said) == 1
+    assert "commits by the host's decision" in said[0]
 
 
 def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(
     demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Uncaptured:
-        def cost(self, way: str) -> Cost:
+        def cost(self, way: str, time: object) -> Cost:
             if way == "graph":
                 raise NotCaptured("it waits for the device")
             return Cost({"compile": 2.0, "eager": 3.0}[way], 1)

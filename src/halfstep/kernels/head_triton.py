@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
 LOGITS = Blocks(4096, warps=8, programs=8 * 132)
 GRADIENT = Blocks(1024, warps=2, programs=24 * 132)
 SUMS = Blocks(2048, warps=8, programs=2 * 132)
-"""Eight values, 16 bytes, a thread; fewer programs than for maps, since each leaves a part of the sums."""
+"""Eight or sixteen values a thread, in loads of 16 bytes; few programs for sums, since each leaves a part of them."""
 SUM_LOADS = 8
 """How many loads of the logits' gradient the parts of a tile have together."""
 

@@ -71,6 +71,8 @@ class Engine:
         self._in_a_row = 0
         self._num_drops = 0
         self._pool: Pool = None
+        if way == "graph" and (reason := parts.step.why_never_captured()):
+            self._stay_uncaptured(reason)
 
     def __call__(self, window: list[Batch]) -> Facts:
         """Prepare, compute and commit one window as it was loaded."""
@@ -178,6 +180,7 @@ class Engine:
         self.way = "compile"
         self.forget_graphs()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
+        self._is_compiled = False  # without chains the code is another
 
     # --- what went wrong ---
 

@@ -123,7 +123,11 @@ def choose_memory(
     """Measure the normal step, each lever from its gentlest position on, and the best of each lever together."""
     trials = [_tried(measure, NORMAL)]
     for lever in levers:
-        trials += _along(measure, lever, trials, may_go_on)
+        tried = list(_along(measure, lever, trials, may_go_on))
+        left = lever[len(tried) :]
+        if left and may_go_on():
+            notes = (*notes, f"{', '.join(map(str, left))}: {tried[-1].setting} is too slow already")
+        trials += tried
     together = _combined(trials)
     if together is not None and may_go_on():
         trials.append(_tried(measure, together))

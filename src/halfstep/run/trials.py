@@ -32,14 +32,14 @@ ROUNDS = 3
 """The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
 
 
-def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
+def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan, time: TrialTime | None = None) -> Cost:
     """What a step takes in this way, or compiled where it cannot be captured: as the run itself would go on."""
     try:
         with trial_run(config, workload, plan) as trial:
-            return trial.cost(way)
+            return trial.cost(way, time)
     except NotCaptured:
         with trial_run(config, workload, plan) as trial:
-            return trial.cost("compile")
+            return trial.cost("compile", time)
 
 
 @contextmanager
@@ -89,22 +89,27 @@ class Trial:
         return in_own_thread(lambda: self._cost(way, time or TrialTime()), self.parts.device)
 
     def _cost(self, way: Way, time: TrialTime) -> Cost:
-        problems: list[str] = []
-        engine = Engine(self.parts, way, lambda text, level: problems.append(text))
+        if way == "graph" and (reason := self.parts.step.why_never_captured()):
+            raise NotCaptured(reason)
+
+        def ended(text: str, level: str) -> None:
+            if engine.way != way:  # before it goes on, and compiles, in another
+                raise (NotCaptured if engine.way == "compile" else CannotRun)(text)
+
+        engine = Engine(self.parts, way, ended)
         try:
             peak = self._warmed_up(engine, time)
             found = Cost(self._timed(engine, time) * 1e3, peak)
         except torch.OutOfMemoryError as error:
             raise DoesNotFit("out of memory") from error
+        except CannotRun:
+            raise
         except Exception as error:
             if way == "eager":
                 raise  # the run itself would fail with it
             raise CannotRun(f"{type(error).__name__}: {first_line(error)}") from error
         finally:
             engine.forget_graphs()
-        if engine.way != way:
-            kind = NotCaptured if engine.way == "compile" else CannotRun
-            raise kind(problems[-1] if problems else f"it runs {engine.way}")
         return found
 
     def _warmed_up(self, engine: Engine, time: TrialTime) -> int:

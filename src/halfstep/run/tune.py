@@ -132,15 +132,16 @@ def _with_fp8_that_pays(config: RunConfig, workload: Workload, plan: Plan, say: 
     if plan.granted != "fp8" or plan.simulated or wish.force:
         return plan
     say("measuring whole steps in fp8 and in bf16 ...")
-    way = plan.way or "eager"
+    way, time = plan.way or "eager", TrialTime(expected_steps(config, workload), most_s=MOST_S)
     try:
-        fp8 = cost_in(way, config, workload, plan)
+        fp8 = cost_in(way, config, workload, plan, time)
     except CannotRun as error:
         return without_fp8(plan, f"its step cannot run {way}: {error}", strict=wish.strict)
     try:
-        bf16 = cost_in(way, config, workload, without_fp8(plan, "to compare"))
-    except CannotRun:
-        return plan  # only fp8 fits
+        bf16 = cost_in(way, config, workload, without_fp8(plan, "to compare"), time)
+    except CannotRun as error:
+        say(f"fp8 is not compared with bf16, whose step cannot run {way}: {error}")
+        return plan
     return settled(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, force=wish.force, strict=wish.strict)
 
 

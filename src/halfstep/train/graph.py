@@ -59,6 +59,13 @@ class GraphedStep:
         for single_pass in self.passes:
             single_pass.fill()
 
+    def __del__(self) -> None:
+        """Replays that were asked for end before their memory is given back.
+
+        The allocator waits for the stream of the capture only, and replays run on another."""
+        with contextlib.suppress(Exception):  # at the end of the process
+            torch.cuda.synchronize(self.step.device)
+
     @property
     def is_valid(self) -> bool:
         """Whether the tensors it was captured with are still the step's."""

@@ -17,20 +17,30 @@ SETTING = "expandable_segments"
 SAID = "PYTORCH_CUDA_ALLOC_CONF"
 """Under which a snapshot of the allocator has the settings it was last given, whichever variable or call gave them."""
 
+_said_before: dict[str, str] = {}
+"""The user's settings, by what we said when we put them back: the allocator has no word for "as if unsaid"."""
+
 
 @contextlib.contextmanager
 def growing_segments() -> Iterator[None]:
-    """What is taken within lies in segments that grow; the allocator's settings are put back afterwards."""
+    """What is taken within lies in segments that grow; the allocator's settings are put back afterwards.
+
+    Who has told the allocator whether it may, by PYTORCH_ALLOC_CONF or in the program, is not overruled.
+    """
     settings = _settings()
     if settings is None or settings.get(SETTING):
         yield
         return
-    said = str(settings.get(SAID, ""))
+    found = str(settings.get(SAID, ""))
+    said = _said_before.get(found, found)
+    if SETTING in said:
+        yield
+        return
     _tell(said, is_on=True)
     try:
         yield
     finally:
-        _tell(said, is_on=False)
+        _said_before[_tell(said, is_on=False)] = said
 
 
 def _settings() -> dict[str, object] | None:
@@ -41,7 +51,8 @@ def _settings() -> dict[str, object] | None:
     return found
 
 
-def _tell(said: str, *, is_on: bool) -> None:
+def _tell(said: str, *, is_on: bool) -> str:
     """All that was said before too: a setting that is not mentioned may fall back to its default."""
-    others = [word for word in said.split(",") if word and not word.strip().startswith(SETTING)]
-    torch._C._accelerator_setAllocatorSettings(",".join([*others, f"{SETTING}:{is_on}"]))
+    words = ",".join(filter(None, [said, f"{SETTING}:{is_on}"]))
+    torch._C._accelerator_setAllocatorSettings(words)
+    return words

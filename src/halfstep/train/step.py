@@ -165,15 +165,19 @@ class Step:
         self.scaler.update(bad, unjudged=facts.empty | facts.spike & bad)
         facts.pack(self.committed, lr)
 
+    def why_never_captured(self) -> str:
+        """What is known of that before the first step."""
+        by_host = [c.name for c in self.committers if c.way == "host"]
+        return f"{', '.join(by_host)} commits by the host's decision" if by_host else ""
+
     def why_not_captured(self) -> str:
         """What keeps this step from being replayed as a CUDA graph; empty where nothing does."""
         if self.device.type != "cuda":
             return f"a CUDA graph needs a CUDA device, not {self.device}"
         if self._buffers.are_replaced:
             return "the model replaces a buffer in its forward pass instead of writing into it"
-        by_host = [c.name for c in self.committers if c.way == "host"]
-        if by_host:
-            return f"{', '.join(by_host)} commits by the host's decision"
+        if by_host := self.why_never_captured():
+            return by_host
         return "" if all(c.settled for c in self.committers) else "an optimizer has not made its first step"
 
     def forget_capture(self) -> None:
