@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from halfstep.bench.baseline import earlier_rows, regressions
-from halfstep.bench.bench import clock_warning, drift_warning, loss_reference, loss_warnings, with_speedups
-from halfstep.bench.record import read, refuse_to_overwrite, rows_of, save
+from halfstep.bench.bench import clock_warning, concluded, drift_warning, loss_reference, loss_warnings, with_speedups
+from halfstep.bench.record import read, refuse_to_overwrite, results, rows_of, save
 from halfstep.bench.row import Row
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.hardware.gpus import known_gpu
 
 
 def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **others: Any) -> Row:
@@ -47,6 +48,14 @@ def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
     assert (fast.speedup_fp32, fast.speedup_tf32) == (10.0, 6.0)
     assert found["halfstep compile fp32"].speedup_fp32 == 2.0
     assert found["halfstep eager fp8"].speedup_fp32 is None
+
+
+def test_the_rows_that_speedups_refer_to_are_named_whichever_they_are() -> None:
+    rows = [row("auto", "fp32", 50.0), row("graph", "bf16", 10.0), row("tuned", "tf32", 20.0, name="plain")]
+    found = concluded(rows, flops=1, hardware=known_gpu("h200"))
+    assert found.bases == {"fp32": "halfstep auto fp32", "tf32": "plain tuned tf32"}
+    assert results(found)["speedup_bases"] == found.bases
+    assert concluded(rows[1:2], flops=1, hardware=known_gpu("h200")).bases == {}
 
 
 def test_without_a_baseline_there_is_no_speedup() -> None:

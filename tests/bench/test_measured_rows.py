@@ -62,7 +62,16 @@ def test_a_row_has_time_spread_and_loss(problem: Problem) -> None:
     assert 4 <= row.ms < 12
     assert min(row.window_ms) <= row.ms <= max(row.window_ms)
     assert row.loss == 1.5
-    assert row.samples_per_s == pytest.approx(2 / (sum(row.window_ms) / len(row.window_ms) / 1e3))
+    assert row.samples_per_s == pytest.approx(2 / (row.ms / 1e3))
+
+
+def test_a_window_in_which_the_machine_was_busy_changes_neither_the_time_nor_the_samples_a_second(
+    problem: Problem,
+) -> None:
+    waits = iter((0.0, 0.01, 0.01, 0.2, 0.01, 0.01))
+    row = measured_row(Somebody(each_step=lambda: time.sleep(next(waits))), problem, SHORT, cold_start=False)
+    assert row.samples_per_s == pytest.approx(2e3 / row.ms)
+    assert row.ms < 100 < max(row.window_ms)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ RECORD: dict[str, Any] = {
     "memory": "peak of torch's tensors",
     "loss_reference": "halfstep eager fp32",
     "loss_bound": 0.1,
+    "speedup_bases": {"fp32": "halfstep eager fp32", "tf32": "plain tuned tf32"},
     "warnings": ["the GPU is in use by others"],
     "rows": [
         measured("eager", "fp32", 246.6),
@@ -101,6 +102,12 @@ def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
     assert "halfstep eager fp8: simulated: no speed" in said
     assert "warning: the GPU is in use by others" in said
     assert "held against halfstep eager fp32 within 10%" in said
+
+
+def test_the_rows_that_speedups_refer_to_are_named_below_the_table() -> None:
+    said = shown(RECORD)
+    assert "x fp32: times as fast as halfstep eager fp32; x tf32: times as fast as plain tuned tf32" in said
+    assert "times as fast as" not in shown({**RECORD, "speedup_bases": {}})
 
 
 def test_a_column_that_nobody_fills_is_left_out() -> None:

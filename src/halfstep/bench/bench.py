@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from halfstep.bench.conditions import shared_with
 from halfstep.bench.floor import floor_s
@@ -25,6 +25,9 @@ LOSS_BOUND = 0.1
 enough that bf16 and fp32 part by a few percent."""
 DRIFT_BOUND = 0.02
 """Relative change of the repeated row beyond its own spread."""
+
+BASES = ("fp32", "tf32")
+"""What speedups refer to."""
 
 Tell = Callable[[str], None]
 
@@ -57,6 +60,8 @@ class Benched:
     warnings: tuple[str, ...]
     reference: str
     """The row whose loss the others were held against."""
+    bases: Mapping[str, str] = field(default_factory=dict)
+    """The row that speedups over fp32 and over TF32 refer to, where there is one."""
     repeated: Row | None = None
     """The first measured row once more, at the end."""
 
@@ -93,6 +98,7 @@ def concluded(
         rows=tuple(rows),
         warnings=tuple(filter(None, warnings)),
         reference=reference.label if reference else "",
+        bases={name: base.label for name in BASES if (base := baseline(rows, name))},
         repeated=repeated,
     )
 
@@ -136,7 +142,7 @@ def _with_floor(row: Row, flops: int, hardware: Hardware) -> Row:
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:
     """Each row's speed over strict fp32 and over TF32, as halfstep runs them eagerly, or else as they were run."""
-    bases = {name: baseline(rows, name) for name in ("fp32", "tf32")}
+    bases = {name: baseline(rows, name) for name in BASES}
 
     def over(name: str, row: Row) -> float | None:
         base = bases[name]

@@ -7,6 +7,7 @@ of an earlier row it would train with what that one had found (see `own_thread`)
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 
 import torch
@@ -72,7 +73,7 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
         start_s=found.start_s,
         cold_start_s=cold_start_s,
         cache=cache,
-        samples_per_s=problem.samples * len(ms) / sum(ms) * 1e3,
+        samples_per_s=problem.samples / statistics.median(ms) * 1e3,
         remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes)),
         clock_limits=found.clock_limits,
     )

@@ -49,6 +49,7 @@ def results(benched: Benched) -> Record:
     return {
         "loss_reference": benched.reference,
         "loss_bound": LOSS_BOUND,
+        "speedup_bases": dict(benched.bases),
         "rows": [row.to_dict() for row in benched.rows],
         "repeated": benched.repeated.to_dict() if benched.repeated else None,
         "warnings": list(benched.warnings),

@@ -125,11 +125,18 @@ def _meanings(record: Record, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     return [
         f"ms/step: median of {len(rows[0]['window_ms'])} windows of {record['window_steps']} steps, copy of the batch "
-        "to the device included; windows: fastest to slowest",
+        "to the device included; windows: fastest to slowest; samples/s: at that median",
+        *_bases(record["speedup_bases"]),
         f"memory: {record['memory']}",
         f"loss: after {record['steps']} steps on one random batch, held against {record['loss_reference']} "
         f"within {record['loss_bound']:.0%}; of floor: counted arithmetic at the measured matmul rate",
     ]
+
+
+def _bases(bases: Mapping[str, str]) -> list[str]:
+    """Which rows the speedups refer to: not always the eager one."""
+    said = "; ".join(f"x {precision}: times as fast as {label}" for precision, label in bases.items())
+    return [said] if said else []
 
 
 def _label(row: Mapping[str, Any]) -> str:
