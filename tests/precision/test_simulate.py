@@ -102,7 +102,7 @@ def test_overlapping_transposed_convolution_is_the_fp64_sum_rounded_once_where_n
 def test_native_rounds_every_patch_to_half_and_adds_overlapping_ones_in_half(
     format: str, kernel: int, stride: int, padding: int
 ) -> None:
-    """Why the op above is not pinned to native: 27 to 61 % of its elements are not the rounded sum."""
+    """Why the op above is not pinned to native: 28 to 59 % of its elements are not the rounded sum."""
     x, w = overlapping_case(format, kernel)
     exact = F.conv_transpose2d(x.double(), w.double(), stride=stride, padding=padding).to(HALF[format])
     with without_onednn():

@@ -157,7 +157,7 @@ class TrainConfig(Section):
         default="auto", description="NHWC memory layout of images and convolutions; auto: where it is faster"
     )
     activation_checkpointing: bool = Field(
-        default=False, description="Recompute activations in backward: less memory, about 30 % slower"
+        default=False, description="Recompute activations in backward: less memory, one more forward pass a step"
     )
     auto_batch: bool = Field(
         default=False, description="Out of memory: halve the micro-batch, double accumulate, and go on"

@@ -4,7 +4,7 @@
     pointwise   outputs of what is bound by arithmetic are kept: attention, matmuls and most convolutions. What is bound
                 by memory is computed again: normalisation, activation, concatenation, pooling, a convolution of RGB.
                 Less than half the memory of a convolutional model, for a few passes over what was kept
-    blocks      only the inputs of blocks are kept, their convolutions run twice: least memory, about 30 % slower
+    blocks      only the inputs of blocks are kept, their forward pass runs twice: least memory
 
 No layer draws random numbers, so the RNG state need not be kept.
 

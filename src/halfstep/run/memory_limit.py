@@ -51,7 +51,7 @@ def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: tor
     ways.append("--precision bf16 (activations take half the memory)")
     if config.train.memory != "low":
         ways.append("train.memory=low (measures what saves memory here for at most 10 % more time)")
-    ways.append("train.activation_checkpointing=true (about 30 % slower)")
+    ways.append("train.activation_checkpointing=true (one more forward pass in each step)")
     return MemoryLimitError(
         f"out of memory on {device} with batch size {size} at {config.data.image_size} pixels",
         why="\n       ".join([first_line(error), *memory_picture(device).splitlines()]),
