@@ -156,7 +156,7 @@ VIT_PRESETS: dict[str, Preset] = {
     "quick": QUICK,
 }
 
-# 1000 images of 64 pixels. The ResNet-18 this makes takes 65 s of one CPU core (Neoverse-N1) and reaches 95 %.
+# 1000 images of 64 pixels. Measured once: its ResNet-18 takes 65 s of one CPU core (Neoverse-N1), reaches 95 %.
 DEMO: Preset = {
     "data.image_size": 48,
     "data.num_workers": 0,
