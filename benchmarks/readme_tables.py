@@ -107,8 +107,7 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
     num_windows = max(len(row["window_ms"]) for row in first["rows"])
     lines = [
         f"One training step in bf16, AdamW, clip 1.0, copy of the batch included, one {first['device']}, torch "
-        f"{first['versions']['torch']}; median of {num_windows} windows "
-        "(`python benchmarks/speed.py`):",
+        f"{first['versions']['torch']}; median of {num_windows} windows:",
         "",
         "| model, batch | halfstep | fastest peer as documented + compile | fastest peer tuned by hand | "
         "tuned + reduce-overhead | halfstep is faster by | peak memory, halfstep / peers | "
@@ -122,6 +121,23 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
         cells += [", ".join(times(own, peer) for peer in peers), memory(own, *peers), start_times(starts.get(name))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def conditions(problems: dict[str, Any]) -> str:
+    """By which command each case was measured, and where clocks were held down."""
+    by_command: dict[str, list[dict[str, Any]]] = {}
+    for found in problems.values():
+        by_command.setdefault(found["command"], []).append(found)
+    lines = [f"- `{command}`: {'; '.join(map(held_down, cases))}" for command, cases in by_command.items()]
+    return "\n".join(["Commands, and where the device held its clocks down:", "", *lines])
+
+
+def held_down(case: dict[str, Any]) -> str:
+    rows = [row for row in case["rows"] if row["window_ms"]]
+    limits = sorted({limit for row in rows for limit in row["clock_limits"]})
+    free = [f"{row['name']} {row['variant']}" for row in rows if not row["clock_limits"]]
+    said = f"{', '.join(limits)} in all rows{' but ' if free else ''}{', '.join(free)}" if limits else "full clocks"
+    return f"{case['title']}: {said}"
 
 
 def fastest(rows: list[dict[str, Any]], belongs: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
@@ -152,7 +168,7 @@ def tables() -> str:
     parts = [unet_table(), other_table()]
     if (HERE / "results" / "speed.json").exists():
         speed = result("speed")
-        parts.insert(0, speed_table(speed["problems"], speed["starts"]))
+        parts[:0] = [speed_table(speed["problems"], speed["starts"]), conditions(speed["problems"])]
     return "\n\n".join(parts).join((f"{START}\n", f"\n{END}"))
 
 
