@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from halfstep.bench.bench import LOSS_BOUND, Request, bench
+from halfstep.bench.compile_cache import _our_kernels
 from halfstep.bench.conditions import clock_limits, shared_with
 from halfstep.bench.floor import step_flops
 from halfstep.bench.laps import Laps, Schedule
@@ -123,6 +124,21 @@ def test_a_cold_start_takes_longer_than_a_warm_one() -> None:
     assert row.start_s is not None
     assert row.cache == "warm"
     assert row.cold_start_s > row.start_s
+
+
+def test_every_cold_start_compiles_our_own_kernels_again() -> None:
+    problem = unet(2)
+
+    def compiled_in_a_row() -> int:
+        before = _our_kernels["miss"]
+        row = measured_row(
+            Ours(problem, "bf16", "graph", probe("cuda"), simulate=False), problem, SHORT, cold_start=True
+        )
+        assert (row.reason, row.cache) == ("", "warm")
+        return _our_kernels["miss"] - before
+
+    first, second = compiled_in_a_row(), compiled_in_a_row()
+    assert first == second > 0
 
 
 def test_conditions_can_be_asked_for() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from halfstep.bench.compile_cache import forget_our_kernels
 from halfstep.precision.backend import read_flags, write_flags
 
 
@@ -31,6 +32,7 @@ def clean(device: torch.device) -> None:
     # Compiled code keeps weights alive, and dynamo gives up on a function it has compiled eight times.
     torch.compiler.reset()
     gc.collect()
+    forget_our_kernels()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "xpu":

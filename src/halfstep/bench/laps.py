@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from halfstep.bench.compile_cache import CacheWatch, Found
 from halfstep.bench.conditions import clock_limits
 from halfstep.errors import ConfigError
 from halfstep.measure.energy import EnergyMeter
@@ -64,6 +65,8 @@ class Lapped:
 
     start_s: float
     """From nothing to the end of the first step."""
+    cache: Found
+    """What the compilers found until then: a capture, steps later, has kernels of its own."""
     window_s: tuple[float, ...]
     """Seconds a step, of each window."""
     peak_bytes: int | None
@@ -83,9 +86,11 @@ class Laps:
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
         """`pause` is called once, early in the warm-up: what is timed may wait there for its turn."""
         self.schedule, self.device, self.pause = schedule, device, pause
+        self._compilers = CacheWatch()
         self.began = time.perf_counter()
         self.count = 0
         self.start_s = 0.0
+        self.cache: Found = ""
         self.start_peak_bytes: int | None = None
         self.marks: list[Mark] = []
         self._energy: EnergyMeter | None = None
@@ -97,6 +102,7 @@ class Laps:
         if self.count == 1:
             wait_for(self.device)
             self.start_s = time.perf_counter() - self.began
+            self.cache = self._compilers.found()
         if self.count == PAUSE_AFTER and self.pause is not None:
             self.pause()
         if self.count == self.schedule.warm_up:
@@ -137,6 +143,7 @@ class Laps:
         window_s = [_between(a, b) / self.schedule.window for a, b in zip(self.marks, self.marks[1:], strict=False)]
         self._lapped = Lapped(
             start_s=self.start_s,
+            cache=self.cache,
             window_s=tuple(window_s),
             peak_bytes=self._peak_bytes(),
             start_peak_bytes=self.start_peak_bytes,

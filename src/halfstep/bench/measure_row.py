@@ -56,9 +56,9 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
     device = problem.device
     with empty_cache() if cold_start else contextlib.nullcontext():
         cold_start_s = _cold_start_s(runner, device) if cold_start else None
-        watch, laps = CacheWatch(), Laps(schedule, device, pause)
+        laps = Laps(schedule, device, pause)
         loss = in_own_thread(lambda: runner.train(schedule.steps, laps), device)
-        found, cache = laps.found(), watch.found()
+        found = laps.found()
     ms = tuple(1e3 * seconds for seconds in found.window_s)
     return Row(
         name=runner.name,
@@ -72,7 +72,7 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
         loss=loss,
         start_s=found.start_s,
         cold_start_s=cold_start_s,
-        cache=cache,
+        cache=found.cache,
         samples_per_s=problem.samples / statistics.median(ms) * 1e3,
         remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes)),
         clock_limits=found.clock_limits,
