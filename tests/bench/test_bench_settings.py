@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.bench.settings import bench_config, default_precisions, in_precision, run_by
+from halfstep.bench.settings import bench_config, default_precisions, in_precision, run_by, stated_rows
 from halfstep.config.classification import ResNetConfig
 from halfstep.config.unet import UNetConfig
 from halfstep.errors import ConfigError
@@ -44,6 +44,43 @@ def test_accumulation_and_other_optimizers_beside_peers_are_refused() -> None:
         bench_config("unet", ["train.accumulate=2"], {}, small=True)
     with pytest.raises(ConfigError, match="optimizer.name=sgd"):
         bench_config("unet", ["optimizer.name=sgd"], {}, small=True, against=["plain"])
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("schedule.name=cosine", "schedule.name=cosine, and peers train with constant"),
+        ("schedule.warmup_steps=5", "schedule.warmup_steps=5, and peers train with 0"),
+        ("schedule.warmup_epochs=1", "schedule.warmup_epochs=1.0, and peers train with 0"),
+        ("train.clip_type=value", "train.clip_type=value, and peers train with l2"),
+        ("train.deterministic=true", "train.deterministic=true, and peers train with false"),
+        ("ema.enabled=true", "ema.enabled=true, and peers train with false"),
+        ("guard.skip_spikes=true", "guard.skip_spikes=true, and peers train with false"),
+        ("scaler.init_scale=4", "scaler.init_scale=4.0, and peers train with 65536.0"),
+        ("precision.modules.head=fp32", "precision.modules={'head': 'fp32'}, and peers train with {}"),
+    ],
+)
+def test_what_peers_are_not_given_is_refused_beside_them_and_only_there(word: str, said: str) -> None:
+    bench_config("unet", [word], {}, small=True)
+    with pytest.raises(ConfigError) as refused:
+        bench_config("unet", [word], {}, small=True, against=["plain"])
+    assert refused.value.what == said
+
+
+def test_what_halfstep_and_peers_both_have_may_be_stated_beside_them() -> None:
+    words = ["optimizer.betas=[0.5, 0.9]", "optimizer.eps=1e-6", "train.clip_norm=0", "train.channels_last=false"]
+    assert bench_config("resnet50", words, {}, small=True, against=["plain"]).optimizer.betas == (0.5, 0.9)
+
+
+def test_precision_and_way_of_a_file_or_a_preset_are_rows_and_those_nobody_states_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("workload: unet\nprecision: bfloat16\ntrain:\n  fast: off\n")
+    found = stated_rows(str(file), [], {})
+    assert {option: row.value for option, row in found.items()} == {"--precisions": "bf16", "--ways": "eager"}
+    assert [row.where.rpartition("/")[2] for row in found.values()] == ["mine.yaml:2", "mine.yaml:4"]
+    [(option, row)] = stated_rows("unet", ["preset=fast"], {}).items()
+    assert (option, row.value, row.where) == ("--precisions", "bf16", "preset fast")
+    assert stated_rows("unet", ["train.memory=low"], {"batch_size": 2}) == {}
 
 
 def test_a_row_runs_its_precision_or_not_at_all() -> None:

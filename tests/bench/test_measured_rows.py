@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings
+from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings, runners
 from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
 from halfstep.bench.laps import Schedule
 from halfstep.bench.measure_row import measured_row, why_not
@@ -176,6 +176,17 @@ def test_a_bench_has_a_row_for_each_precision_and_way_and_says_why_one_is_missin
     assert simulated.loss == pytest.approx(rows["halfstep eager fp32"].loss, rel=0.1)
     assert found.repeated is not None
     assert told == ["halfstep eager fp32", "halfstep eager fp8", "halfstep eager fp32 again"]
+
+
+def test_what_was_asked_to_be_simulated_is_although_the_device_has_the_format() -> None:
+    words = (*TINY, "precision.simulate=true")
+    config = bench_config("unet", words, {"batch_size": 2}, small=True)
+    hardware = dataclasses.replace(probe("cpu"), support={"bf16": "native"})
+    request = Request(precisions=("fp32", "bf16"), ways=("eager",), schedule=SHORT)
+    found = {runner.precision: runner for runner in runners(problem_for(config, CPU), request, hardware)}
+    assert isinstance(found["fp32"], Ours)
+    assert isinstance(found["bf16"], Ours)
+    assert (found["fp32"].simulated, found["bf16"].simulated) == (False, True)
 
 
 def test_a_simulated_precision_is_not_compiled_and_says_so(problem: Problem) -> None:

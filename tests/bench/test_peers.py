@@ -87,6 +87,11 @@ class Watched:
         return segmentation_loss(self.forward(model, batch["image"]), batch["mask"])
 
 
+def stated(problem: Problem, *words: str) -> Problem:
+    """The same, of a user who set more."""
+    return dataclasses.replace(problem, config=load("unet", overrides=words).config)
+
+
 def runners(name: str, problem: Problem, precision: str = "fp32") -> list[Runner]:
     return peers([name], problem, precision, _compiler="eager")
 
@@ -94,7 +99,8 @@ def runners(name: str, problem: Problem, precision: str = "fp32") -> list[Runner
 def reference_losses(problem: Problem) -> list[float]:
     """The same training without a compiler, a framework or a scaler."""
     model = problem.make_model().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=problem.weight_decay)
+    options = problem.config.optimizer.options()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=problem.weight_decay, **options)
     found = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -114,6 +120,16 @@ def test_a_peer_documented_and_tuned_trains_as_a_loop_written_by_hand(name: str)
     for runner in runners(name, problem):
         # fp32 sums in another order: a few units in the last place of 1.2, grown over four steps of AdamW.
         assert runner.train(STEPS, lambda: None) == pytest.approx(expected[-1], rel=1e-5), runner.variant
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_peers_optimizer_has_the_options_that_were_stated(name: str) -> None:
+    problem = Watched().problem
+    other = stated(problem, "optimizer.betas=[0.3, 0.5]", "optimizer.eps=1e-2")
+    expected = reference_losses(other)[-1]
+    assert expected != pytest.approx(reference_losses(problem)[-1], rel=1e-3)
+    for runner in runners(name, other):
+        assert runner.train(STEPS, lambda: None) == pytest.approx(expected, rel=1e-5), runner.variant
 
 
 @pytest.mark.parametrize("name", INSTALLED)

@@ -13,6 +13,7 @@ from halfstep.cli.main import main
 from halfstep.hardware.cache import measured_once
 from halfstep.hardware.measure import Sizes, measure
 from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
 
 TINY = ("unet", "data.image_size=16", "model.base_channels=2", "model.depth=1", "--batch-size", "2", "--steps", "10")
 FP32 = (*TINY, "--precisions", "fp32", "--ways", "eager", "--device", "cpu")
@@ -49,6 +50,34 @@ def test_without_a_workload_it_is_unet_and_says_so(capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert json.loads(said.out)["problem"]["workload"] == "unet"
     assert "no workload named: this is unet" in said.err
+
+
+def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    taken = decide("auto", probe("cpu"))
+    words = (*TINY, "--precisions", f"auto,{taken.granted}", "--ways", "eager", "--device", "cpu", "--json")
+    assert exit_code(*words) == 0
+    said = capsys.readouterr()
+    assert [row["precision"] for row in json.loads(said.out)["rows"]] == [taken.granted]
+    assert f"auto is {taken.granted} here: {taken.reason}" in said.err
+
+
+def test_precision_and_way_of_a_config_file_are_the_rows_unless_options_say_otherwise(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("workload: unet\nprecision: tf32\ntrain:\n  fast: off\n")
+    words = (str(file), *TINY[1:], "--device", "cpu", "--json")
+    assert exit_code(*words) == 0
+    said = capsys.readouterr()
+    assert [(row["variant"], row["precision"]) for row in json.loads(said.out)["rows"]] == [("eager", "tf32")]
+    assert "mine.yaml:2 says; --precisions takes others" in said.err
+    assert "mine.yaml:4 says; --ways takes others" in said.err
+    assert exit_code(*words, "--precisions", "fp32", "--ways", "auto") == 0
+    said = capsys.readouterr()
+    assert [(row["variant"], row["precision"]) for row in json.loads(said.out)["rows"]] == [("auto", "fp32")]
+    assert "says" not in said.err
 
 
 def test_json_alone_is_on_standard_output_and_files_are_written(
@@ -138,6 +167,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--picture", "speed"), "fix: speed.png"),
         (("unet", "train.fast=off"), "fix: --ways eager"),
         (("unet", "precision=bf16"), "fix: --precisions bf16"),
+        (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, and peers train with false"),
         (("unet", "--explain", "--baseline", "x.json"), "--explain"),
     ],
 )

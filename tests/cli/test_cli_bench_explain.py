@@ -12,6 +12,8 @@ import pytest
 
 from halfstep.bench.explain_kernels import Kind
 from halfstep.cli.main import main
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
 
 TINY = ["bench", "unet", "model.base_channels=4", "model.depth=1", "--batch-size", "2", "--image-size", "16"]
 EXPLAIN = [*TINY, "--device", "cpu", "--ways", "eager", "--explain"]
@@ -36,6 +38,17 @@ def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
     assert row["title"] == "halfstep eager fp32"
     assert Kind.CONV_BACKWARD in {kind["kind"] for kind in row["kinds"]}
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_and_no_precision_at_all_are_the_one_that_a_run_takes_here(capsys: pytest.CaptureFixture[str]) -> None:
+    taken = decide("auto", probe("cpu"))
+    for words in (["--precisions", "auto"], []):
+        with pytest.raises(SystemExit) as ended:
+            main([*EXPLAIN, *words, "--json"])
+        assert ended.value.code == 0
+        said = capsys.readouterr()
+        assert [row["title"] for row in json.loads(said.out)["explained"]] == [f"halfstep eager {taken.granted}"]
+        assert f"auto is {taken.granted} here" in said.err
 
 
 def test_the_profilers_own_log_is_not_on_the_terminal() -> None:

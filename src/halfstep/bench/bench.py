@@ -108,11 +108,12 @@ def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[
     on_cpu = problem.device.type == "cpu"
     for precision in request.precisions:
         missing = lacks(precision, dataclasses.replace(hardware, measurements=()))
+        simulate = bool(missing) and on_cpu or problem.config.precision.simulate and precision != "fp32"
         for way in request.ways:
             if way == "graph" and problem.device.type != "cuda":
                 yield not_measured("halfstep", way, precision, "needs CUDA")
             else:
-                yield Ours(problem, precision, way, hardware, simulate=bool(missing) and on_cpu)
+                yield Ours(problem, precision, way, hardware, simulate=simulate)
         for word in request.against:
             yield from _peers(word, problem, precision, missing)
 

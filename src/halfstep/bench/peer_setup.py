@@ -63,8 +63,9 @@ class PeerSetup:
     def optimizer(self, model: nn.Module, *, may_fuse: bool = True) -> torch.optim.AdamW:
         """Over all parameters alike, as every guide writes it."""
         fused = True if self.by_hand and may_fuse else None
-        problem = self.problem
-        return torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=problem.weight_decay, fused=fused)
+        problem, options = self.problem, self.problem.config.optimizer.options()
+        decay = problem.weight_decay
+        return torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=decay, fused=fused, **options)
 
     def loader(self, steps: int) -> DataLoader[Batch]:
         """The same batch again and again, for no peer shall wait for data."""

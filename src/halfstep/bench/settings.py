@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from halfstep.config.load import Loaded, load
+from halfstep.config.safety import ScalerConfig
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
@@ -26,7 +29,22 @@ COMPARABLE = {
     "schedule.warmup_epochs": "0",
 }
 """One optimizer at one rate for every model and every tool; what the user states wins."""
+OF_PEERS: dict[str, tuple[object, ...]] = {
+    "optimizer.name": ("adamw",),
+    "schedule.name": ("constant",),
+    "schedule.warmup_epochs": (0,),
+    "schedule.warmup_steps": (0, None),
+    "train.clip_type": ("l2",),
+    "train.deterministic": (False,),
+    "ema.enabled": (False,),
+    "guard.skip_spikes": (False,),
+    "precision.modules": ({},),
+    **{f"scaler.{name}": (field.default,) for name, field in ScalerConfig.model_fields.items()},
+}
+"""What peers train with. Settings of halfstep that none of them is given; the scaler's defaults are torch's."""
 UNSTATED = ("default", "demo")
+STATED_BELOW = ("preset", "file")
+"""Layers that may speak of precision and way; options of the command line have the last word."""
 NO_FOLDER = "random"
 """Any name: with a folder a workload takes its full size, without one the small size of its demo."""
 
@@ -59,20 +77,57 @@ def bench_config(
             f"train.accumulate={config.train.accumulate}: one step of one batch is timed",
             fix="leave it at 1; a window of accumulated batches takes that many times as long, less one update",
         )
-    if against and config.optimizer.name != "adamw":
-        raise ConfigError(
-            f"optimizer.name={config.optimizer.name}, and peers are timed with adamw", fix="leave it, or --against"
-        )
+    if against:
+        _refuse_what_peers_lack(config)
     return config.model_copy(update={"data": config.data.model_copy(update={"dir": None})})
 
 
 def _refuse_rows_as_settings(said: Loaded) -> None:
     """A bench varies precision and way itself, so such a word would be ignored."""
-    way = next((way for way, fast in FAST.items() if fast == said.config.train.fast), "eager")
-    options = {"precision.default": f"--precisions {said.config.precision.default}", "train.fast": f"--ways {way}"}
-    for path, option in options.items():
+    for option, (path, value) in _rows_said(said).items():
         if said.sources[path].layer == "override":
-            raise ConfigError(f"{said.sources[path].where}: a bench has rows of several", fix=option)
+            raise ConfigError(f"{said.sources[path].where}: a bench has rows of several", fix=f"{option} {value}")
+
+
+def _refuse_what_peers_lack(config: RunConfig) -> None:
+    """Rows of one table must do the same work."""
+    for path, possible in OF_PEERS.items():
+        value = operator.attrgetter(path)(config)
+        if value not in possible:
+            raise ConfigError(
+                f"{path}={_written(value)}, and peers train with {_written(possible[0])}",
+                why="a row that does other work than its neighbours says nothing of their speed",
+                fix=f"leave {path} at {_written(possible[0])}, or --against out",
+            )
+
+
+def _written(value: object) -> str:
+    """As in a config file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatedRow:
+    """What a config file or a preset says of precision or way, and where."""
+
+    value: str
+    where: str
+
+
+def stated_rows(target: str, overrides: Sequence[str], flags: Mapping[str, object]) -> dict[str, StatedRow]:
+    """By the option that would say otherwise, `--precisions` or `--ways`; nothing where the config is silent."""
+    said = load(target, flags=flags, overrides=overrides)
+    return {
+        option: StatedRow(value=value, where=said.sources[path].where)
+        for option, (path, value) in _rows_said(said).items()
+        if said.sources[path].layer in STATED_BELOW
+    }
+
+
+def _rows_said(said: Loaded) -> dict[str, tuple[str, str]]:
+    """Path and value of the settings that are rows of a bench, by the option that chooses them."""
+    way = next(way for way, fast in FAST.items() if fast == said.config.train.fast)
+    return {"--precisions": ("precision.default", said.config.precision.default), "--ways": ("train.fast", way)}
 
 
 def in_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:

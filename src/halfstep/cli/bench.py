@@ -14,6 +14,7 @@ from halfstep.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from halfstep.bench.bench import Request
     from halfstep.bench.runner import Problem
+    from halfstep.bench.settings import StatedRow
     from halfstep.hardware.facts import Hardware
 
 WAYS = ("eager", "compile", "graph", "auto")
@@ -98,11 +99,13 @@ def command(
     flags = {"batch_size": batch_size, "image_size": image_size, "device": device}
     timed = None if explain else steps
     named = with_workload(words or [])
-    hardware, problem, request = prepared(named, flags, split(precisions), ways, against, timed, cold_start=cold_start)
+    hardware, problem, request = prepared(
+        named, flags, split(precisions), ways, against, timed, cold_start=cold_start, explain=explain
+    )
     if explain:
         from halfstep.cli.bench_explain import explain_request, show_explanations
 
-        rows = explain_request(hardware, problem, request, steps=steps, any_precision=not precisions)
+        rows = explain_request(hardware, problem, request, steps=steps, any_precision=False)
         return show_explanations(rows, as_json=as_json, picture=picture, save=save)
     return deliver(measured(hardware, problem, request, baseline), as_json=as_json, picture=picture, save=save)
 
@@ -151,6 +154,7 @@ def prepared(
     steps: int | None,
     *,
     cold_start: bool,
+    explain: bool,
 ) -> tuple[Hardware, Problem, Request]:
     """Everything that can be wrong is found here, before anything is measured."""
     variants = (f"{peer}:{kind}" for peer in PEERS for kind in VARIANTS)
@@ -164,7 +168,7 @@ def prepared(
     from halfstep.bench.laps import schedule_for
     from halfstep.bench.peers import require_peers
     from halfstep.bench.problem import problem_for
-    from halfstep.bench.settings import bench_config, default_precisions, default_ways
+    from halfstep.bench.settings import bench_config, default_precisions, default_ways, stated_rows
     from halfstep.hardware.probe import probe
 
     require_peers(named[1])
@@ -172,14 +176,39 @@ def prepared(
     place = torch.device(hardware.device)
     schedule = schedule_for(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
     config = bench_config(words[0], words[1:], flags, small=hardware.kind == "cpu", against=named[1])
+    stated = stated_rows(words[0], words[1:], flags)
+    if explain and "--ways" in stated and stated["--ways"].value == "auto":
+        del stated["--ways"]  # trials are no way of a step that could be taken apart
+    unasked = ("auto",) if explain else default_precisions(hardware)
     request = Request(
-        precisions=asked or default_precisions(hardware),
-        ways=named[0] or default_ways(place),  # type: ignore[arg-type]
+        precisions=without_auto(chosen("--precisions", asked, stated, unasked), hardware),
+        ways=chosen("--ways", named[0], stated, default_ways(place)),  # type: ignore[arg-type]
         against=named[1],
         schedule=schedule,
         cold_start=cold_start,
     )
     return hardware, problem_for(config, place), request
+
+
+def chosen(
+    option: str, asked: tuple[str, ...], stated: Mapping[str, StatedRow], unasked: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What the option asks for, else what the config states, which is said, else all that is usual here."""
+    if asked or option not in stated:
+        return asked or unasked
+    row = stated[option]
+    typer.secho(f"{option} {row.value}, as {row.where} says; {option} takes others", fg="yellow", err=True)
+    return (row.value,)
+
+
+def without_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
+    """`auto` as the precision that `halfstep train` takes on this device, and why it does."""
+    from halfstep.precision.decide import decide
+
+    plan = decide("auto", hardware)
+    if "auto" in precisions:
+        typer.secho(f"auto is {plan.granted} here: {plan.reason}", fg="yellow", err=True)
+    return tuple(dict.fromkeys(plan.granted if name == "auto" else name for name in precisions))
 
 
 def measured(hardware: Hardware, problem: Problem, request: Request, baseline: Path | None) -> dict[str, Any]:
