@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +42,7 @@ class Reading:
         return "a buffer (BatchNorm statistics) is not finite" if self.is_ruined else "loss spike"
 
 
-FIELDS = ("loss", "grad_norm", "bad", "spike", "empty", "ruined", "scale", "committed", "lr")
+FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "committed")
 
 
 class Facts:
@@ -69,10 +68,9 @@ class Facts:
 
     def pack(self, committed: Tensor, lr: Tensor) -> None:
         """Gather the fields on the device; float64 holds every one exactly."""
-        values: Sequence[Tensor] = (
-            self.loss, self.grad_norm, self.bad, self.spike, self.empty, self.ruined, self.scale, committed, lr,
-        )  # fmt: skip
-        self.packed = torch.stack([value.detach().double() for value in values])
+        numbers = torch.stack([self.loss, self.grad_norm, self.scale, lr]).detach().double()
+        flags = torch.stack([self.bad, self.spike, self.empty, self.ruined]).double()
+        self.packed = torch.cat([numbers, flags, committed.double().view(1)])
 
     def replayed(self, attempted: int) -> Facts:
         """The facts of a later step that a graph wrote into the same device tensors; to be sent before the next."""

@@ -94,5 +94,5 @@ class Snapshot:
 
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:
     """Whether any number that was finite is not any more. A mask that holds -inf on purpose does not count."""
-    lost = ~torch.isfinite(now)
-    return (lost & torch.isfinite(before) if before.shape == now.shape else lost).any()
+    lost = now - now != 0  # as torch.isfinite finds it, in half as many kernels
+    return (lost & (before - before == 0) if before.shape == now.shape else lost).any()

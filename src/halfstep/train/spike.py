@@ -31,8 +31,8 @@ class SpikeMeter:
     @torch.no_grad()
     def remember(self, loss: Tensor, bad: Tensor) -> None:
         slot = torch.remainder(self.count, self.size).view(1)
-        updated = self.ring.index_copy(0, slot, loss.detach().float().view(1))
-        self.ring.copy_(torch.where(bad, self.ring, updated))
+        kept = self.ring.index_select(0, slot)
+        self.ring.index_copy_(0, slot, torch.where(bad, kept, loss.detach().float()))
         self.count.add_(~bad)
 
     def state_dict(self) -> dict[str, Tensor]:

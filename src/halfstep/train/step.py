@@ -162,7 +162,8 @@ class Step:
         if self.ema is not None:
             self.ema.update(self.committed, bad)
         self.spikes.remember(facts.loss, bad)
-        self.scaler.update(bad, unjudged=facts.empty | facts.spike & bad)
+        if self.scaler.enabled:
+            self.scaler.update(bad, unjudged=facts.empty | facts.spike & bad)
         facts.pack(self.committed, lr)
 
     def why_never_captured(self) -> str:
@@ -187,11 +188,11 @@ class Step:
         for committer in self.committers:
             committer.close_capture()
 
-    def _accumulate(self, loss_fn: LossFn, window: Window) -> tuple[Tensor, Tensor]:
+    def _accumulate(self, loss_fn: LossFn, window: Window) -> tuple[Tensor, Weight]:
         """Backward over the window. Micro-batches count by weight, relative to the first one's, so that a window of
         one is plain training to the last bit and fp16 sees no larger gradients than without accumulation."""
-        total_loss = torch.zeros((), device=self.device)
-        total_weight = torch.zeros((), device=self.device)
+        total_loss: Tensor | None = None
+        total_weight: Weight = 0.0
         unit: Weight | None = None
         for batch in window:
             with self.plan.forward():
@@ -201,25 +202,32 @@ class Step:
                 continue
             unit = _positive(weight) if unit is None else unit
             share = weight / unit
-            loss = _single(loss).float() * share
+            loss = _single(loss).float()
+            loss = loss if _is_one(share) else loss * share
             with self.plan.backend():
                 self.scaler.scale(loss).backward()
-            total_loss = total_loss + loss.detach()
+            total_loss = loss.detach() if total_loss is None else total_loss + loss.detach()
             total_weight = total_weight + share
-        return total_loss / total_weight, total_weight
+        if total_loss is None:
+            return torch.full((), float("nan"), device=self.device), 0.0
+        return total_loss if _is_one(total_weight) else total_loss / total_weight, total_weight
 
     @torch.no_grad()
-    def _judge(self, parameters: list[Tensor], loss: Tensor, weight: Tensor, *, is_weighted: bool) -> Facts:
+    def _judge(self, parameters: list[Tensor], loss: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
         gradients = [p.grad for p in parameters if p.grad is not None]
         _refuse_sparse(gradients)
-        scale = self.scaler.value.clone()
+        scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
         norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
-        facts.empty = weight == 0
+        if isinstance(weight, Tensor):
+            facts.empty = weight == 0
+        elif weight == 0:
+            facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
         facts.ruined = self._buffers.became_non_finite(self.device)
-        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | facts.empty | facts.ruined
+        # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
+        bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
         facts.bad = self.agree(bad | facts.spike if self.spikes.skips else bad)
         facts.spike = facts.spike & ~bad
         if self._optimizers_multiply(parameters):
@@ -254,7 +262,7 @@ class Step:
 
     def _first_rate(self) -> Tensor:
         if self.rates is not None:
-            return self.rates.now[0].clone()
+            return self.rates.now[0]
         lr = self.optimizers[0].param_groups[0]["lr"]
         return lr.detach() if isinstance(lr, Tensor) else torch.full((), float(lr), device=self.device)
 
@@ -324,6 +332,11 @@ def sample_ids(window: Window) -> tuple[Tensor, ...]:
     """The `index` entries of the window's batches, where the loader gives them."""
     found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
     return tuple(ids for ids in found if isinstance(ids, Tensor))
+
+
+def _is_one(factor: Weight) -> bool:
+    """Whether the host knows it is 1, so that multiplying is not worth a kernel."""
+    return not isinstance(factor, Tensor) and factor == 1
 
 
 def _positive(weight: Weight) -> Weight:
