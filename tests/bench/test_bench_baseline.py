@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from halfstep.bench.baseline import earlier_rows, regressions
+from halfstep.bench.baseline import earlier_rows, refuse_without_common_rows, regressions
 from halfstep.bench.bench import clock_warning, concluded, drift_warning, loss_reference, loss_warnings, with_speedups
-from halfstep.bench.record import read, refuse_to_overwrite, results, rows_of, save
+from halfstep.bench.problem import problem_for
+from halfstep.bench.record import identity, read, refuse_to_overwrite, results, rows_of, save
 from halfstep.bench.row import Row
+from halfstep.bench.settings import bench_config
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.hardware.gpus import known_gpu
 
@@ -37,7 +40,7 @@ def record_of(*rows: Row) -> dict[str, Any]:
 def worse(tmp_path: Path, before: Row, now: Row) -> list[str]:
     path = tmp_path / "before.json"
     save(record_of(before), path)
-    return regressions(earlier_rows(path, record_of(now)), [now])
+    return regressions(earlier_rows(path, record_of(now)).rows, [now])
 
 
 def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
@@ -149,18 +152,74 @@ def test_another_version_of_halfstep_is_what_a_baseline_is_for(tmp_path: Path) -
     earlier = copy.deepcopy(now)
     earlier["versions"]["halfstep"] = "0.0.9"
     save(earlier, tmp_path / "before.json")
-    assert list(earlier_rows(tmp_path / "before.json", now)) == ["halfstep graph bf16"]
+    assert list(earlier_rows(tmp_path / "before.json", now).rows) == ["halfstep graph bf16"]
 
 
-def test_a_baseline_without_any_of_the_rows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none of these rows: halfstep eager fp32"):
-        worse(tmp_path, row("graph", "bf16", 20.0), row("eager", "fp32", 100.0))
+def test_a_baseline_without_any_of_the_rows_is_refused_and_one_with_one_of_them_is_not() -> None:
+    before = {r.label: r for r in (row("graph", "bf16", 20.0), row("eager", "bf16", 40.0))}
+    asked = [row("eager", "fp32", 100.0), row("compile", "fp32", 50.0)]
+    with pytest.raises(ConfigError, match="none of these rows: halfstep eager fp32, halfstep compile fp32") as refused:
+        refuse_without_common_rows(before, asked)
+    assert refused.value.fix == "it has halfstep graph bf16, halfstep eager bf16"
+    refuse_without_common_rows(before, [*asked, row("graph", "bf16", 20.0)])
+
+
+def problem_with(*words: str) -> dict[str, Any]:
+    tiny = ("data.image_size=16", "model.base_channels=2", "model.depth=1", *words)
+    return identity(problem_for(bench_config("unet", tiny, {"batch_size": 2}, small=True), torch.device("cpu")), 7)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train.channels_last=false", "train.channels_last was auto, is False"),
+        ("train.tune_kernels=true", "train.tune_kernels was auto, is True"),
+        ("train.deterministic=true", "train.deterministic was False, is True"),
+        ("train.clip_type=value", "train.clip_type was l2, is value"),
+        ("optimizer.lr=1e-1", "optimizer.lr was 0.0001, is 0.1"),
+        ("optimizer.betas=[0.5, 0.9]", "optimizer.betas was None, is [0.5, 0.9]"),
+        ("schedule.name=cosine", "schedule.name was constant, is cosine"),
+        ("precision.modules.head=fp32", "precision.modules was {}, is {'head': 'fp32'}"),
+        ("model.dice_weight=0", "model.dice_weight was 1.0, is 0.0"),
+        ("ema.decay=0.5", "ema.decay was 0.9999, is 0.5"),
+        ("guard.skip_spikes=true", "guard.skip_spikes was False, is True"),
+        ("train.clip_norm=0", "clip_norm was 1.0, is 0.0"),
+    ],
+)
+def test_every_setting_that_a_step_depends_on_makes_another_problem(tmp_path: Path, word: str, said: str) -> None:
+    earlier = record_of(row("eager", "fp32", 20.0)) | {"problem": problem_with()}
+    save(earlier, tmp_path / "before.json")
+    with pytest.raises(ConfigError, match="cannot be compared") as refused:
+        earlier_rows(tmp_path / "before.json", earlier | {"problem": problem_with(word)})
+    assert refused.value.why == said
+
+
+@pytest.mark.parametrize("word", ["log.quiet=true", "data.num_workers=3", "train.report_every=7", "device=cpu"])
+def test_settings_that_no_step_depends_on_do_not(tmp_path: Path, word: str) -> None:
+    earlier = record_of(row("eager", "fp32", 20.0)) | {"problem": problem_with()}
+    save(earlier, tmp_path / "before.json")
+    found = earlier_rows(tmp_path / "before.json", earlier | {"problem": problem_with(word)})
+    assert list(found.rows) == ["halfstep eager fp32"]
+    assert found.warning == ""
+
+
+def test_an_older_file_that_does_not_tell_its_settings_is_compared_with_a_warning(tmp_path: Path) -> None:
+    path, problem = tmp_path / "before.json", problem_with()
+    now = record_of(row("eager", "fp32", 20.0)) | {"problem": problem}
+    older = {name: value for name, value in problem.items() if name != "settings"}
+    save(now | {"problem": older}, path)
+    found = earlier_rows(path, now)
+    assert list(found.rows) == ["halfstep eager fp32"]
+    assert found.warning.startswith(f"{path} does not tell its settings")
+    fewer = {name: value for name, value in problem["settings"].items() if name != "train.seed"}
+    save(now | {"problem": problem | {"settings": fewer}}, path)
+    assert earlier_rows(path, now).warning == f"{path} and this bench do not both tell train.seed: not compared"
 
 
 def test_simulated_rows_are_not_compared_however_slow_they_got(tmp_path: Path) -> None:
     path, real = tmp_path / "before.json", row("eager", "fp32", 100.0)
     save(record_of(real, row("eager", "bf16", 20.0, simulated=True)), path)
-    before = earlier_rows(path, record_of(real))
+    before = earlier_rows(path, record_of(real)).rows
     assert list(before) == ["halfstep eager fp32"]
     assert regressions(before, [real, row("eager", "fp32", 900.0, simulated=True)]) == []
 

@@ -139,6 +139,42 @@ def test_another_problems_baseline_is_refused_before_anything_is_measured(
     assert "parameters was" in capsys.readouterr().err
 
 
+def test_a_baseline_without_any_of_the_rows_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    assert exit_code(*FP32, "--save", str(before)) == 0
+    monkeypatch.setattr("halfstep.bench.bench.bench", None)  # whoever calls it fails otherwise than asked for
+    words = (*TINY, "--precisions", "fp32,tf32", "--ways", "auto", "--device", "cpu", "--baseline", str(before))
+    assert exit_code(*words, "--save", str(after)) == 2
+    assert "the baseline has none of these rows: halfstep auto fp32\n" in capsys.readouterr().err
+    assert not after.exists()
+
+
+def test_a_bench_is_saved_whatever_becomes_of_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "bench.json"
+    monkeypatch.setattr("halfstep.report.bench_table.show_bench", None)
+    with pytest.raises(TypeError):
+        main(["bench", *FP32, "--save", str(saved)])
+    assert json.loads(saved.read_text())["rows"]
+
+
+def test_a_baseline_of_other_settings_is_refused_and_one_that_does_not_tell_them_is_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "before.json"
+    assert exit_code(*FP32, "--save", str(saved)) == 0
+    assert exit_code(*FP32, "optimizer.lr=1e-1", "train.channels_last=false", "--baseline", str(saved)) == 2
+    said = capsys.readouterr().err
+    assert "why: optimizer.lr was 0.0001, is 0.1; train.channels_last was auto, is False" in said
+    before = json.loads(saved.read_text())
+    del before["problem"]["settings"]
+    before["rows"][0]["window_ms"] = [1e3 * ms for ms in before["rows"][0]["window_ms"]]
+    saved.write_text(json.dumps(before))
+    assert exit_code(*FP32, "--baseline", str(saved)) == 0
+    assert f"warning: {saved} does not tell its settings" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["lightning", "accelerate"])
 def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_is_timed(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
+import operator
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,9 @@ from halfstep.bench.bench import LOSS_BOUND, Benched, Request
 from halfstep.bench.peers import peer_name
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem
+from halfstep.config.dump import plain
+from halfstep.config.keys import fields_of
+from halfstep.config.schema import RunConfig
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.run.whole_file import write_whole
@@ -25,6 +30,23 @@ VERSION = 1
 """Of the file's layout."""
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
 """Names under which a peer may be installed."""
+SHORT_NAMES = {
+    "workload": "workload",
+    "batch_size": "train.batch_size",
+    "image_size": "data.image_size",
+    "optimizer": "optimizer.name",
+    "clip_norm": "train.clip_norm",
+    "memory": "train.memory",
+    "activation_checkpointing": "train.activation_checkpointing",
+    "ema": "ema.enabled",
+}
+"""Settings that stand at the top of a problem; all others that a step depends on are in its `settings`."""
+NOT_OF_THE_STEP = (
+    *("preset", "device", "globals", "log.", "data."),
+    *("precision.default", "precision.strict", "precision.simulate", "train.fast"),
+    *("train.early_stopping_patience", "train.validate_every", "train.checkpoint", "train.report_every"),
+)
+"""What a bench does not read, and what its rows and its device are named by. Channels of the data show in the model."""
 
 Record = dict[str, Any]
 
@@ -58,19 +80,20 @@ def results(benched: Benched) -> Record:
 
 def identity(problem: Problem, flops: int) -> dict[str, Any]:
     """What must be equal for two times to be comparable."""
-    config = problem.config
+    settings = all_settings(problem.config)
+    others = [path for path in settings if path not in SHORT_NAMES.values() and not path.startswith(NOT_OF_THE_STEP)]
     return {
-        "workload": config.workload,
-        "batch_size": config.train.batch_size,
-        "image_size": config.data.image_size,
+        **{name: settings[path] for name, path in SHORT_NAMES.items()},
         "parameters": sum(parameter.numel() for parameter in problem.make_model().parameters()),
         "flops": flops,
-        "optimizer": config.optimizer.name,
-        "clip_norm": config.train.clip_norm,
-        "memory": config.train.memory,
-        "activation_checkpointing": config.train.activation_checkpointing,
-        "ema": config.ema.enabled,
+        "settings": {path: settings[path] for path in others},
     }
+
+
+def all_settings(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its full path, in plain JSON types."""
+    tree = plain(config)
+    return {path: functools.reduce(operator.getitem, path.split("."), tree) for path in fields_of(type(config))}
 
 
 def versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None]:

@@ -111,12 +111,12 @@ def command(
 
 
 def deliver(found: dict[str, Any], *, as_json: bool, picture: Path | None, save: Path | None) -> None:
-    """Show, save and draw; exit 1 where something got worse or nothing could be measured."""
-    show(found, as_json=as_json)
+    """Save, show and draw; exit 1 where something got worse or nothing could be measured."""
     if save:
         from halfstep.bench.record import save as save_record
 
         save_record(found, save)
+    show(found, as_json=as_json)
     if picture:
         from halfstep.report.bench_picture import draw_bench
 
@@ -219,8 +219,8 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
 
     from rich.console import Console
 
-    from halfstep.bench.baseline import earlier_rows, regressions
-    from halfstep.bench.bench import bench
+    from halfstep.bench.baseline import Earlier, earlier_rows, refuse_without_common_rows, regressions
+    from halfstep.bench.bench import bench, runners
     from halfstep.bench.floor import step_flops
     from halfstep.bench.record import circumstances, results
     from halfstep.hardware.cache import cache_directory, measured_once
@@ -230,17 +230,20 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
     with contextlib.redirect_stdout(sys.stderr), progress.status("counting") as status:
         flops = step_flops(problem)
         about = circumstances(problem, request, hardware, flops, f"halfstep {shlex.join(sys.argv[1:])}")
-        before = earlier_rows(baseline, about) if baseline else {}
+        before = earlier_rows(baseline, about) if baseline else Earlier(rows={})
+        if baseline:
+            refuse_without_common_rows(before.rows, runners(problem, request, hardware))
         status.update("measuring matmuls")
         rated = measured_once(hardware, cache_directory(os.environ), measure)
         benched = bench(problem, request, rated, flops, lambda row: status.update(f"measuring {row}"))
     compared = {
-        "regressions": regressions(before, benched.rows) if baseline else [],
-        "compared_rows": [row.label for row in benched.rows if row.label in before and not row.simulated],
+        "regressions": regressions(before.rows, benched.rows),
+        "compared_rows": [row.label for row in benched.rows if row.label in before.rows and not row.simulated],
         "not_compared_rows": [row.label for row in benched.rows if row.simulated] if baseline else [],
-        "baseline_rows": len(before),
+        "baseline_rows": len(before.rows),
     }
-    return {**about, **results(benched), **compared}
+    found = results(benched)
+    return {**about, **found, **compared, "warnings": [*found["warnings"], *filter(None, [before.warning])]}
 
 
 def show(found: dict[str, Any], *, as_json: bool) -> None:
