@@ -71,6 +71,21 @@ def test_a_lever_is_not_pulled_further_once_it_is_too_slow() -> None:
     assert BUDGETS[2] not in asked
 
 
+def test_a_lever_without_a_hold_on_the_model_is_left_after_its_second_position() -> None:
+    measure, asked = fake({NORMAL: (20, 6), **{budget: (20.1, 5.99) for budget in BUDGETS}})
+    choice = choose_memory(measure, [BUDGETS])
+    assert asked == [NORMAL, *BUDGETS[:2]]
+    assert choice.notes == (
+        "activation budget 0.5, activation budget 0.3: activation budget 0.7 saves nothing already",
+    )
+
+
+def test_what_is_left_out_for_its_time_is_named() -> None:
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (23, 4)})
+    notes = choose_memory(measure, [[POINTWISE, BLOCKS]]).notes
+    assert notes == ("recompute blocks: recompute pointwise is too slow already",)
+
+
 def test_nothing_gained_is_said() -> None:
     measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 5.98), SMALL: (30, 5)})
     choice = choose_memory(measure, [[POINTWISE], [SMALL]])

@@ -126,7 +126,7 @@ def choose_memory(
         tried = list(_along(measure, lever, trials, may_go_on))
         left = lever[len(tried) :]
         if left and may_go_on():
-            notes = (*notes, f"{', '.join(map(str, left))}: {tried[-1].setting} is too slow already")
+            notes = (*notes, f"{', '.join(map(str, left))}: {_why_no_further(tried[-1], trials[0])}")
         trials += tried
     together = _combined(trials)
     if together is not None and may_go_on():
@@ -163,15 +163,31 @@ def _tried(measure: Measure, setting: MemorySetting) -> Trial:
 def _along(
     measure: Measure, lever: Sequence[MemorySetting], before: Sequence[Trial], may_go_on: Callable[[], bool]
 ) -> Iterator[Trial]:
-    """Positions of one lever in order; each saves more and takes longer, so the first too slow one is the last."""
-    normal = before[0].cost
+    """Positions of one lever in order; each saves more and takes longer, so the first too slow one is the last. So is
+    the second that saves nothing: the lever has no hold on this model."""
+    idle = 0
     for setting in lever:
         if not may_go_on():
             return
         trial = _tried(measure, setting)
         yield trial
-        if trial.cost is not None and normal is not None and trial.cost.ms > TIME_LIMIT * normal.ms:
+        idle = idle + 1 if _saves_nothing(trial, before[0]) else 0
+        if _is_too_slow(trial, before[0]) or idle == 2:
             return
+
+
+def _is_too_slow(trial: Trial, normal: Trial) -> bool:
+    return trial.cost is not None and normal.cost is not None and trial.cost.ms > TIME_LIMIT * normal.cost.ms
+
+
+def _saves_nothing(trial: Trial, normal: Trial) -> bool:
+    if trial.cost is None or normal.cost is None:
+        return False
+    return trial.cost.peak_bytes > (1 - WORTH_BYTES) * normal.cost.peak_bytes
+
+
+def _why_no_further(last: Trial, normal: Trial) -> str:
+    return f"{last.setting} {'is too slow' if _is_too_slow(last, normal) else 'saves nothing'} already"
 
 
 def _combined(trials: Sequence[Trial]) -> MemorySetting | None:
