@@ -72,7 +72,7 @@ def test_a_lever_is_not_pulled_further_once_it_is_too_slow() -> None:
 
 
 def test_a_lever_without_a_hold_on_the_model_is_left_after_its_second_position() -> None:
-    measure, asked = fake({NORMAL: (20, 6), **{budget: (20.1, 5.99) for budget in BUDGETS}})
+    measure, asked = fake({NORMAL: (20, 6), **dict.fromkeys(BUDGETS, (20.1, 5.99))})
     choice = choose_memory(measure, [BUDGETS])
     assert asked == [NORMAL, *BUDGETS[:2]]
     assert choice.notes == (
