@@ -38,7 +38,7 @@ def command(
     batch_size: Annotated[int | None, typer.Option(help="Samples of a step.", rich_help_panel=WHAT)] = None,
     image_size: Annotated[int | None, typer.Option(help="Side of the images.", rich_help_panel=WHAT)] = None,
     precisions: Annotated[
-        str, typer.Option(help="fp32,tf32,bf16,fp16,fp8; default: those this device has.", rich_help_panel=WHAT)
+        str, typer.Option(help="fp32,tf32,bf16,fp16,fp8,auto; default: those this device has.", rich_help_panel=WHAT)
     ] = "",
     ways: Annotated[
         str, typer.Option(help="eager,compile,graph,auto; default: all the device can.", rich_help_panel=WHAT)
