@@ -77,3 +77,12 @@ def test_a_thread_that_could_not_say_that_it_ended_is_not_waited_for() -> None:
     waiting.start()
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+def test_code_is_compiled_after_a_thread_that_compiled_is_gone() -> None:
+    def compiled() -> float:
+        torch.compiler.reset()
+        return float(torch.compile(lambda x: x * 2, backend="eager")(torch.ones(())))
+
+    assert [in_own_thread(compiled, torch.device("cpu")) for _ in range(2)] == [2.0, 2.0]
+    assert compiled() == 2.0

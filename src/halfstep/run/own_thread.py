@@ -23,6 +23,7 @@ LOOK_S = 0.1
 
 def in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     """What `work` returns or raises. An interrupt of the caller reaches it, and is raised once it has ended."""
+    _have_the_compilers_guard_here()
     errand = _Errand(work, device)
     errand.start()
     try:
@@ -34,6 +35,13 @@ def in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     if errand.error is not None:
         raise errand.error
     return errand.result
+
+
+def _have_the_compilers_guard_here() -> None:
+    """In a build for CUDA without a GPU the compiler puts a guard in the GPU's place, which goes with the thread that
+    asked for it first (torch 2.11): whoever compiles after that thread would crash."""
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
 
 
 class _Errand(threading.Thread, Generic[T]):
