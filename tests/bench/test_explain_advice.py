@@ -13,7 +13,6 @@ from halfstep.bench.explain_advice import POINTWISE_SAVED, Change, advise
 from halfstep.bench.explain_facts import Breakdown, KernelTime, StepFacts, breakdown
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import Event, Trace, covered_us
-from halfstep.run.waiting import num_cores
 
 RELU = "void at::native::vectorized_elementwise_kernel<4, at::native::launch_clamp_scalar>"
 CONV = "sm90_xmma_fprop_implicit_gemm_bf16"
@@ -44,14 +43,17 @@ def kernel(kind: Kind, ms: float, *, launches: float = 10, name: str = "") -> Ke
     return KernelTime(name=name or str(kind), kind=kind, ms=ms, launches=launches)
 
 
-def step(*kernels: KernelTime, idle_ms: float = 0.0, data_wait_ms: float = 0.0, exposed: float = 0.0) -> Breakdown:
-    busy_ms = sum(k.ms for k in kernels)
+def step(
+    *kernels: KernelTime, idle_ms: float = 0.0, data_wait_ms: float | None = None, exposed: float = 0.0
+) -> Breakdown:
+    busy_ms, wait_ms = sum(k.ms for k in kernels), data_wait_ms or 0.0
     return Breakdown(
         kernels=kernels,
         step_ms=busy_ms + idle_ms,
         busy_ms=busy_ms,
-        idle_ms=idle_ms,
+        launch_gap_ms=max(0.0, idle_ms - wait_ms),
         data_wait_ms=data_wait_ms,
+        exposed_wait_ms=min(idle_ms, wait_ms),
         exposed_copy_ms=exposed,
     )
 
@@ -69,19 +71,33 @@ def test_overlapping_streams_count_once_and_gaps_not_at_all() -> None:
 def test_idle_time_is_what_no_stream_fills_inside_the_span() -> None:
     events = (event(CONV, 1000, 5000), event(RELU, 4000, 6000), event(CONV, 9000, 11000))
     seen = Trace(events=events, num_steps=2, step_ms=100.0)
-    assert (seen.span_ms, seen.busy_ms, seen.idle_ms) == (5.0, 3.5, 1.5)
+    assert (seen.span_ms, seen.busy_ms, seen.launch_gap_ms) == (5.0, 3.5, 1.5)
 
 
 def test_idle_time_that_the_profiler_made_is_not_blamed_on_the_step() -> None:
     events = (event(CONV, 0, 4000), event(CONV, 8000, 10000))
-    assert Trace(events=events, num_steps=1, step_ms=7.0).idle_ms == 1.0
-    assert Trace(events=events, num_steps=1, step_ms=5.0).idle_ms == 0.0
+    assert Trace(events=events, num_steps=1, step_ms=7.0).launch_gap_ms == 1.0
+    assert Trace(events=events, num_steps=1, step_ms=5.0).launch_gap_ms == 0.0
+
+
+@pytest.mark.parametrize(("profiled_wait_us", "end_us"), [(0, 8000), (5000, 13000)])
+def test_gaps_are_the_same_whether_the_profiled_steps_met_a_burst_of_data_or_not(
+    profiled_wait_us: float, end_us: float
+) -> None:
+    events = (event(CONV, 0, 4000), event(CONV, end_us - 2000, end_us))
+    seen = Trace(events=events, num_steps=1, step_ms=11.0, data_wait_ms=3.0, profiled_wait_us=profiled_wait_us)
+    assert (seen.busy_ms, seen.launch_gap_ms, seen.exposed_wait_ms) == (6.0, 2.0, 3.0)
+
+
+def test_a_wait_is_exposed_only_as_far_as_the_device_has_nothing_left_to_do() -> None:
+    seen = Trace(events=(event(CONV, 0, 9000),), num_steps=1, step_ms=10.0, data_wait_ms=4.0)
+    assert (seen.launch_gap_ms, seen.exposed_wait_ms) == (0.0, 1.0)
 
 
 def test_a_cpu_that_recording_slowed_is_scaled_to_the_clock() -> None:
     events = (event("aten::relu", 0, 4000), event("aten::mm", 6000, 10000))
     seen = Trace(events=events, num_steps=1, step_ms=5.0, is_host=True)
-    assert (seen.span_ms, seen.busy_ms, seen.idle_ms) == (5.0, 4.0, 1.0)
+    assert (seen.span_ms, seen.busy_ms, seen.launch_gap_ms) == (5.0, 4.0, 1.0)
     parts = breakdown(seen, facts(device=torch.device("cpu")))
     assert parts.kernel_ms == 4.0
 
@@ -114,16 +130,23 @@ def test_gaps_are_what_a_graph_gains() -> None:
 
 def test_idle_time_for_want_of_data_is_not_promised_to_a_graph() -> None:
     parts = step(kernel(Kind.MATMUL, 12), idle_ms=8, data_wait_ms=6)
-    changes = advise(parts, facts(way="compile", num_workers=0, data_wait_s=6e-3))
-    assert [(c.setting, c.gain_ms) for c in changes] == [
-        (f"data.num_workers={num_cores()}", 6),
-        ("train.fast=graph", 2),
-    ]
+    changes = advise(parts, facts(way="compile", faster_data="data.num_workers=16"))
+    assert [(c.setting, c.gain_ms) for c in changes] == [("data.num_workers=16", 6), ("train.fast=graph", 2)]
 
 
-def test_with_all_cores_reading_the_way_out_is_a_pack() -> None:
-    parts = step(kernel(Kind.MATMUL, 12), idle_ms=6, data_wait_ms=6)
-    assert only(advise(parts, facts(num_workers=num_cores()))).setting == "halfstep pack DIR"
+def test_a_wait_under_which_the_gpu_works_on_is_not_promised() -> None:
+    parts = step(kernel(Kind.MATMUL, 12), idle_ms=4, data_wait_ms=6)
+    change = only(advise(parts, facts(faster_data="data.num_workers=16")))
+    assert change.gain_ms == 4
+    assert "6.00 ms a step spent waiting" in change.arithmetic
+    waiting_itself = only(advise(parts, facts(faster_data="data.num_workers=16", device=torch.device("cpu"))))
+    assert waiting_itself.gain_ms == 6
+
+
+def test_where_no_data_were_read_none_are_advised_to_be_read_faster() -> None:
+    parts = step(kernel(Kind.MATMUL, 12), idle_ms=0.1, data_wait_ms=None)
+    assert not advise(parts, facts())
+    assert explained(parts, facts(), title="", num_steps=5).data_wait_ms is None
 
 
 @pytest.mark.parametrize(("speedup", "gain_ms"), [(None, 3.0), (2.0, 7.5)])
@@ -158,8 +181,8 @@ def test_an_unmeasured_rate_predicts_nothing() -> None:
 
 def test_an_optimizer_of_many_kernels_is_told_to_fuse_but_clipping_stays() -> None:
     update, norm = kernel(Kind.OPTIMIZER, 4, name="BinaryOpList"), kernel(Kind.OPTIMIZER, 1, name="LpNormFunctor")
-    change = only(advise(step(kernel(Kind.MATMUL, 5), update, norm), facts(fused_optimizer=False)))
-    assert (change.setting, change.gain_ms) == ("optimizer(…, fused=True)", pytest.approx(4 * 13 / 20))
+    change = only(advise(step(kernel(Kind.MATMUL, 5), update, norm), facts(runner="plain", fused_optimizer=False)))
+    assert (change.setting, change.gain_ms) == ("AdamW(..., fused=True)", pytest.approx(4 * 13 / 20))
 
 
 def test_copies_that_nothing_hides_are_told_to_be_prefetched() -> None:
@@ -170,7 +193,30 @@ def test_copies_that_nothing_hides_are_told_to_be_prefetched() -> None:
 
 def test_gaps_that_a_graph_leaves_are_shared_by_a_larger_batch() -> None:
     change = only(advise(step(kernel(Kind.MATMUL, 6), idle_ms=4), facts()))
-    assert (change.setting, change.gain_ms) == ("train.batch_size=16", 2.0)
+    assert (change.setting, change.gain_of) == ("train.batch_size=16", "sample")
+    # 16 samples take 16 ms instead of 20: of 1.25 ms each keeps 1.0.
+    assert (change.gain_ms, change.gain_share) == (0.25, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("runner", "precision"),
+    [
+        ("plain", "torch.autocast(..., torch.bfloat16)"),
+        ("lightning", 'Trainer(precision="bf16-mixed")'),
+        ("accelerate", 'Accelerator(mixed_precision="bf16")'),
+    ],
+)
+def test_peers_are_advised_in_words_of_their_own_loop(runner: str, precision: str) -> None:
+    parts = step(kernel(Kind.CONV_FORWARD, 60), kernel(Kind.LAYOUT, 20), idle_ms=8)
+    rates = {"fp32": 50.0, "bf16": 400.0}
+    changes = advise(
+        parts, facts(runner=runner, precision="fp32", way="compile", channels_last=False, matmul_tflops=rates)
+    )
+    assert [change.setting for change in changes] == [
+        precision,
+        "model and images .to(memory_format=torch.channels_last)",
+        'torch.compile(..., mode="reduce-overhead")',
+    ]
 
 
 def test_where_the_host_sets_the_pace_shorter_kernels_gain_nothing_and_fewer_launches_do() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from halfstep.bench.explain_kernels import Kind
 from halfstep.cli.main import main
+from halfstep.data.demo_segmentation import write_demo
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 
@@ -57,7 +58,9 @@ def test_the_profilers_own_log_is_not_on_the_terminal() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert "ms a step" in done.stdout
+    assert "not measured: one random batch" in done.stdout
     assert "profiler_start" not in done.stderr
+    assert "registerClient" not in done.stderr
 
 
 def test_what_cannot_be_explained_exits_1_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +76,45 @@ def test_what_times_whole_steps_is_refused_beside_it(other: list[str], capsys: p
         main([*EXPLAIN, *other])
     assert ended.value.code == 2
     assert f"--explain takes a step apart, {other[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--ways", "auto"]])
+def test_what_cannot_be_explained_at_all_is_refused_before_anything_is_measured(
+    wrong: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("halfstep.cli.bench_explain.measured_once", measured)
+    with pytest.raises(SystemExit) as ended:
+        main([*TINY, "--device", "cpu", "--precisions", "fp32", "--explain", *wrong])
+    assert ended.value.code == 2
+    assert "explain" in capsys.readouterr().err
+
+
+def test_a_config_file_with_a_data_folder_is_explained_with_its_own_loader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_demo(tmp_path / "pairs", num_images=12, side=16)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"workload: unet\ndata: {{dir: {tmp_path / 'pairs'}, num_workers: 0, image_size: 16}}\n"
+        "model: {base_channels: 4, depth: 1}\ntrain: {batch_size: 2, fast: off}\nprecision: fp32\n"
+    )
+    words = ["bench", str(config), "--device", "cpu", "--explain", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--steps", "3"])
+    assert ended.value.code == 0
+    [row] = json.loads(capsys.readouterr().out)["explained"]
+    assert 0 < row["data_wait_ms"] < row["step_ms"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--against", "plain"])
+    assert ended.value.code == 2
+    assert "peers are given one random batch" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*EXPLAIN, f"data.dir={tmp_path / 'nowhere'}"])
+    assert ended.value.code == 2
+    assert "does not exist" in capsys.readouterr().err

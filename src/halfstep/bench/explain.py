@@ -8,7 +8,7 @@ from typing import Any
 from halfstep.bench.explain_advice import MOST_CHANGES, WORTH_SAYING, Change, advise, is_host_bound
 from halfstep.bench.explain_facts import Breakdown, KernelTime, StepFacts, breakdown
 from halfstep.bench.explain_kernels import Kind
-from halfstep.bench.explain_trace import trace
+from halfstep.bench.explain_trace import FeedOf, timed_steps, trace
 from halfstep.bench.runner import Runner
 
 TOP_KERNELS = 10
@@ -32,13 +32,15 @@ class Explanation:
     title: str
     device_name: str
     num_steps: int
+    """Timed by the clock."""
     step_ms: float
     """By the clock, without the profiler."""
     kernel_ms: float
     busy_ms: float
     idle_ms: float
     launch_gap_ms: float
-    data_wait_ms: float
+    data_wait_ms: float | None
+    """None where no data were read."""
     floor_ms: float | None
     launches: float
     memory_bound_share: float
@@ -59,10 +61,11 @@ class Explanation:
         return {**content, "top_kernels": kernels}
 
 
-def explain(runner: Runner, *, steps: int, facts: StepFacts) -> Explanation:
-    """Time and profile `steps` steps of a runner, and say what would make them faster."""
-    step = breakdown(trace(runner, steps=steps, device=facts.device), facts)
-    return explained(step, facts, title=f"{runner.name} {runner.variant} {runner.precision}", num_steps=steps)
+def explain(runner: Runner, *, steps: int, facts: StepFacts, feed: FeedOf | None = None) -> Explanation:
+    """Time and profile `steps` steps of a runner, and say what would make them faster; `feed` where it reads data."""
+    num_timed = timed_steps(steps, facts.num_workers) if feed else steps
+    step = breakdown(trace(runner, steps=steps, device=facts.device, feed=feed, num_workers=facts.num_workers), facts)
+    return explained(step, facts, title=f"{runner.name} {runner.variant} {runner.precision}", num_steps=num_timed)
 
 
 def explained(step: Breakdown, facts: StepFacts, *, title: str, num_steps: int) -> Explanation:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from halfstep.bench.explain_facts import Breakdown, StepFacts
 from halfstep.bench.explain_kernels import ARITHMETIC, CONVOLUTIONS, Kind
-from halfstep.run.waiting import num_cores
+from halfstep.bench.explain_words import words_for
 
 MOST_CHANGES = 3
 WORTH_SAYING = 0.01
@@ -43,8 +44,10 @@ class Change:
     title: str
     setting: str
     gain_ms: float
+    """Of a step, or of what one sample takes in it."""
+    gain_of: Literal["step", "sample"]
     gain_share: float
-    """Of the step as it was timed."""
+    """Of the step as it was timed; of a sample's part of it where samples gain."""
     arithmetic: str
     """Where the gain comes from, in measured numbers."""
 
@@ -54,7 +57,9 @@ class _Gain:
     title: str
     setting: str
     ms: float
+    """Of a step, or of as many samples as one has."""
     arithmetic: str
+    of: Literal["step", "sample"] = "step"
 
 
 Rule = Callable[[Breakdown, StepFacts], _Gain | None]
@@ -68,7 +73,8 @@ def advise(step: Breakdown, facts: StepFacts) -> tuple[Change, ...]:
         Change(
             title=gain.title,
             setting=gain.setting,
-            gain_ms=gain.ms,
+            gain_ms=gain.ms / (facts.batch_size if gain.of == "sample" else 1),
+            gain_of=gain.of,
             gain_share=gain.ms / step.step_ms,
             arithmetic=gain.arithmetic,
         )
@@ -97,7 +103,7 @@ def _compile(step: Breakdown, facts: StepFacts) -> _Gain | None:
     launches = POINTWISE_SAVED * step.launches_of(Kind.ELEMENTWISE) + step.launches_of(Kind.CAST)
     return _Gain(
         title="fuse elementwise kernels and casts",
-        setting="train.fast=compile",
+        setting=words_for(facts.runner).compile,
         ms=step_gain_ms(step, facts, saved_ms=saved_ms, saved_launches=launches),
         arithmetic=f"{POINTWISE_SAVED:.0%} of {pointwise_ms:.2f} ms elementwise + {cast_ms:.2f} ms casts"
         + _host_remark(step, facts),
@@ -109,7 +115,7 @@ def _graph(step: Breakdown, facts: StepFacts) -> _Gain | None:
         return None
     return _Gain(
         title="launch the whole step at once",
-        setting="train.fast=graph",
+        setting=words_for(facts.runner).graph,
         ms=step.launch_gap_ms,
         arithmetic=f"{step.launch_gap_ms:.2f} ms idle between {step.launches:.0f} launches",
     )
@@ -129,7 +135,7 @@ def _channels_last(step: Breakdown, facts: StepFacts) -> _Gain | None:
     launches = step.launches_of(Kind.LAYOUT)
     return _Gain(
         title="keep images as convolutions read them",
-        setting="train.channels_last=true",
+        setting=words_for(facts.runner).channels_last,
         ms=step_gain_ms(step, facts, saved_ms=saved_ms, saved_launches=launches),
         arithmetic=arithmetic + _host_remark(step, facts),
     )
@@ -144,7 +150,7 @@ def _precision(step: Breakdown, facts: StepFacts) -> _Gain | None:
     arithmetic_ms, ratio = step.ms(*ARITHMETIC), rates[best] / rates[facts.precision]
     return _Gain(
         title=f"compute in {best}",
-        setting=f"--precision {best}",
+        setting=words_for(facts.runner).precisions[best],
         ms=step_gain_ms(step, facts, saved_ms=arithmetic_ms * (1 - 1 / ratio)),
         arithmetic=f"{arithmetic_ms:.2f} ms of convolutions and matrix products at the measured {ratio:.2f}x"
         + _host_remark(step, facts),
@@ -154,13 +160,14 @@ def _precision(step: Breakdown, facts: StepFacts) -> _Gain | None:
 def _fused_optimizer(step: Breakdown, facts: StepFacts) -> _Gain | None:
     # Clipping has foreach kernels too, and they stay.
     update = [k for k in step.kernels if k.kind is Kind.OPTIMIZER and "norm" not in k.name.lower()]
-    if facts.fused_optimizer or not update:
+    setting = words_for(facts.runner).fused
+    if facts.fused_optimizer or not setting or not update:
         return None
     update_ms, launches = sum(k.ms for k in update), sum(k.launches for k in update)
     saved_launches = FOREACH_LAUNCHES_SAVED * launches
     return _Gain(
         title="update weights in one kernel",
-        setting="optimizer(…, fused=True)",
+        setting=setting,
         ms=step_gain_ms(step, facts, saved_ms=FUSED_ADAM_SAVED * update_ms, saved_launches=saved_launches),
         arithmetic=f"{FUSED_ADAM_SAVED:.0%} of {update_ms:.2f} ms in {launches:.0f} optimizer kernels"
         + _host_remark(step, facts),
@@ -174,22 +181,25 @@ def _larger_batch(step: Breakdown, facts: StepFacts) -> _Gain | None:
         return None
     return _Gain(
         title="share the gaps among more samples",
-        setting=f"train.batch_size={2 * facts.batch_size}",
+        setting=words_for(facts.runner).batch_size.format(2 * facts.batch_size),
         ms=step.launch_gap_ms / 2,
+        of="sample",
         arithmetic=f"half of {step.launch_gap_ms:.2f} ms idle, which twice the samples would share",
     )
 
 
 def _data(step: Breakdown, facts: StepFacts) -> _Gain | None:
-    if facts.num_workers is None or not step.data_wait_ms:
+    if not facts.faster_data or not step.data_wait_ms:
         return None
-    cores = num_cores()
-    more = facts.num_workers < cores
+    waited_ms = step.data_wait_ms
+    # A GPU may have work left while the host waits. A CPU waits itself, and what it reads by itself looks like work.
+    gained_ms = step.exposed_wait_ms if facts.device.type == "cuda" else waited_ms
     return _Gain(
         title="read data faster",
-        setting=f"data.num_workers={cores}" if more else "halfstep pack DIR",
-        ms=step.data_wait_ms,
-        arithmetic=f"{step.data_wait_ms:.2f} ms a step spent waiting with {facts.num_workers} of {cores} cores reading",
+        setting=facts.faster_data,
+        ms=gained_ms,
+        arithmetic=f"{waited_ms:.2f} ms a step spent waiting for the loader"
+        + (f", {gained_ms:.2f} ms of them with nothing left to run" if gained_ms < waited_ms else ""),
     )
 
 
@@ -198,7 +208,7 @@ def _prefetch(step: Breakdown, facts: StepFacts) -> _Gain | None:
         return None
     return _Gain(
         title="copy the next batch during the step",
-        setting="halfstep.prefetch(loader, device) over pinned uint8 batches",
+        setting=words_for(facts.runner).prefetch,
         ms=step.exposed_copy_ms,
         arithmetic=f"{step.exposed_copy_ms:.2f} ms of copies from the host while nothing else runs",
     )

@@ -12,6 +12,7 @@ import torch
 
 from halfstep.bench.explain_kernels import MEMORY_BOUND, Kind, kind_of_kernel, kind_of_operator
 from halfstep.bench.explain_trace import Trace, covered_us
+from halfstep.bench.explain_words import OURS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +29,12 @@ class StepFacts:
     batch_size: int
     device: torch.device
     device_name: str
-    data_wait_s: float = 0.0
-    """Seconds a step waited for its batch."""
-    num_workers: int | None = None
-    """Processes that read data; None where none is read."""
+    runner: str = OURS
+    """Its name: advice is worded for whom it is given."""
+    num_workers: int = 0
+    """Processes that read data."""
+    faster_data: str = ""
+    """The setting that gets data faster; empty where none are read."""
     flops: float | None = None
     """Counted for one step, forward and backward."""
     matmul_tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -66,8 +69,12 @@ class Breakdown:
     step_ms: float
     busy_ms: float
     """In which anything runs."""
-    idle_ms: float
-    data_wait_ms: float
+    launch_gap_ms: float
+    """Nothing runs, but not for want of data: the host is late with its launches."""
+    data_wait_ms: float | None
+    """Host time blocked in fetching; None where no data were read."""
+    exposed_wait_ms: float
+    """That part of it in which nothing runs."""
     exposed_copy_ms: float
     """Copies from the host during which nothing else runs."""
 
@@ -81,9 +88,8 @@ class Breakdown:
         return sum(kernel.launches for kernel in self.kernels)
 
     @property
-    def launch_gap_ms(self) -> float:
-        """Idle, but not for want of data: the host is late with its launches."""
-        return max(0.0, self.idle_ms - self.data_wait_ms)
+    def idle_ms(self) -> float:
+        return self.launch_gap_ms + self.exposed_wait_ms
 
     def ms(self, *kinds: Kind) -> float:
         return sum(kernel.ms for kernel in self.kernels if kernel.kind in kinds)
@@ -109,8 +115,9 @@ def breakdown(trace: Trace, facts: StepFacts) -> Breakdown:
         kernels=_by_kernel(trace, kind_of),
         step_ms=trace.step_ms,
         busy_ms=trace.busy_ms,
-        idle_ms=trace.idle_ms,
-        data_wait_ms=facts.data_wait_s * 1e3,
+        launch_gap_ms=trace.launch_gap_ms,
+        data_wait_ms=trace.data_wait_ms,
+        exposed_wait_ms=trace.exposed_wait_ms,
         exposed_copy_ms=trace.a_step_ms(exposed_us),
     )
 

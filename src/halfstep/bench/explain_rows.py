@@ -10,11 +10,11 @@ from typing import Literal
 from halfstep.bench.apart import apart
 from halfstep.bench.explain import Explanation, explain
 from halfstep.bench.explain_facts import StepFacts
+from halfstep.bench.explain_trace import FeedOf, refuse_too_few, wake_profiler
 from halfstep.bench.floor import MATMUL_FORMAT
 from halfstep.bench.measure_row import why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import PeerRunner
-from halfstep.bench.problem import random_workload
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem, Runner
 from halfstep.errors import ConfigError, HardwareError
@@ -22,6 +22,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import plan_for
 from halfstep.run.layout import wants_channels_last
 from halfstep.run.own_thread import in_own_thread
+from halfstep.run.waiting import num_cores, way_out
 from halfstep.train.optimizers import FUSED, FUSED_DEVICES
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -39,10 +40,21 @@ class NotExplained:
     reason: str
 
 
+def refuse_unexplainable(ways: Iterable[str], steps: int) -> None:
+    """Raise ConfigError for what no row could be explained with, before anything is measured."""
+    for way in ways:
+        if way not in OUR_WAYS:
+            raise ConfigError(
+                f"--ways {way} cannot be explained", why="it is one of the others", fix=f"--ways {','.join(OUR_WAYS)}"
+            )
+    refuse_too_few(steps)
+
+
 def explain_rows(
     runners: Iterable[Runner | Row], problem: Problem, hardware: Hardware, *, steps: int, flops: int
 ) -> Iterator[Explanation | NotExplained]:
     """Each runner's explanation, one after the other; a row stands for one who cannot run here."""
+    wake_profiler(problem.device)
     for runner in runners:
         if isinstance(runner, Row):
             yield NotExplained(title=runner.label, reason=runner.reason)
@@ -50,7 +62,8 @@ def explain_rows(
         with apart(problem.device):
             try:
                 facts = facts_of(runner, problem, hardware, flops)
-                yield in_own_thread(partial(explain, runner, steps=steps, facts=facts), problem.device)
+                work = partial(explain, runner, steps=steps, facts=facts, feed=_feed_of(runner))
+                yield in_own_thread(work, problem.device)
             # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
             except Exception as error:
                 error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
@@ -69,6 +82,9 @@ def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -
         batch_size=problem.samples,
         device=problem.device,
         device_name=hardware.name,
+        runner=runner.name,
+        num_workers=problem.config.data.num_workers,
+        faster_data=_faster_data(runner),
         flops=flops,
         matmul_tflops=_matmul_rates(hardware),
         channels_last_speedup=_channels_last_speedup(hardware, runner.precision),
@@ -83,19 +99,25 @@ def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Way, 
     assert isinstance(runner, Ours), f"no facts are known of {type(runner).__name__}"
     if runner.simulated:
         raise HardwareError(f"{runner.precision} is simulated here", why="a simulation's time says nothing about it")
-    if runner.variant not in OUR_WAYS:
-        raise ConfigError(
-            f"--ways {runner.variant} cannot be explained", why="it is one of the others", fix=f"{', '.join(OUR_WAYS)}"
-        )
     config, kind = runner.config, problem.device.type
-    workload = random_workload(config, problem.make_model(), problem.host_batch)
     optimizer = config.optimizer.name
     return (
         OUR_WAYS[runner.variant],
-        wants_channels_last(config, plan_for(config, workload, hardware)),
+        wants_channels_last(config, plan_for(config, runner.workload(), hardware)),
         optimizer in FUSED and kind in FUSED_DEVICES.get(optimizer, (kind,)),
         True,
     )
+
+
+def _feed_of(runner: Runner) -> FeedOf | None:
+    if not isinstance(runner, Ours) or runner.problem.own_data is None:
+        return None
+    return runner.reading
+
+
+def _faster_data(runner: Runner) -> str:
+    own = runner.problem.own_data if isinstance(runner, Ours) else None
+    return way_out(runner.config, own.train_samples, num_cores()) if isinstance(runner, Ours) and own else ""
 
 
 def _matmul_rates(hardware: Hardware) -> dict[str, float]:

@@ -1,22 +1,25 @@
-"""halfstep as one who is timed: the run room's own assembly, engine, guard and prefetch, on random data."""
+"""halfstep as one who is timed: the run room's own assembly, engine, guard and prefetch."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Iterable
 
+from halfstep.bench.feed import Feed
 from halfstep.bench.problem import random_workload
-from halfstep.bench.runner import AfterStep, Problem
+from halfstep.bench.runner import AfterStep, Batch, Problem
 from halfstep.bench.settings import Way, in_precision, run_by
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, TrainingStopped
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.assemble import Assembly, assemble, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.randomness import algorithms, seed_everything
 from halfstep.run.tune import tuned
 from halfstep.train.facts import Facts
-from halfstep.train.guard import Action, Guard
+from halfstep.train.guard import Action
 from halfstep.workloads.workload import Workload
 
 
@@ -31,12 +34,13 @@ class Ours:
         self.config = run_by(in_precision(problem.config, precision, simulate=simulate), way)
         self.remarks: list[str] = []
         """What the run said of itself while it trained."""
+        self._feed: Feed | None = None
         self._plan: Plan | None = None
         """Of the first training: its trials are part of that start, and of no other."""
 
     def train(self, steps: int, after_step: AfterStep) -> float:
         seed_everything(self.config.train.seed)
-        workload = random_workload(self.config, self.problem.make_model(), self.problem.host_batch)
+        workload = self.workload()
         self._plan = plan = self._plan or self._planned(workload)
         self.remarks = [f"{plan.way}: {plan.way_reason}"] if self.variant == "auto" else []
         self.remarks += [plan.memory_reason] if plan.memory_reason else []
@@ -45,20 +49,39 @@ class Ours:
             assert parts.way is not None, "the plan was tuned"
             metrics = workload.metrics()
             engine = Engine(parts, parts.way, lambda text, level: self.remarks.append(text), metrics.update)
-            loss = self._trained(engine, parts.guard, steps, after_step)
+            loss = self._trained(engine, self._batches(parts, steps), after_step)
         if engine.way != plan.way or self.variant not in ("auto", engine.way):
             # A row must not show another way's time.
             raise HardwareError(f"could not run as {plan.way}: {'; '.join(self.remarks) or f'ran as {engine.way}'}")
         return loss
 
+    def workload(self) -> Workload:
+        """As a run would build it, with its seeded weights."""
+        model, own = self.problem.make_model(), self.problem.own_data
+        if own is not None:
+            return dataclasses.replace(own, model=model)
+        return random_workload(self.config, model, self.problem.host_batch)
+
+    def reading(self) -> Feed:
+        """Where the training that runs has its batches from, on data of the user's own."""
+        assert self._feed is not None, "only a training on own data reads"
+        return self._feed
+
     def _planned(self, workload: Workload) -> Plan:
         return tuned(self.config, workload, plan_for(self.config, workload, self.hardware), lambda text: None)
 
-    def _trained(self, engine: Engine, guard: Guard, steps: int, after_step: AfterStep) -> float:
+    def _batches(self, parts: Assembly, steps: int) -> Iterable[Batch]:
+        device = self.problem.device
+        if self.problem.own_data is None:
+            return prefetch(itertools.repeat(self.problem.host_batch, steps), device)
+        self._feed = Feed(parts.train_loader, self.problem.samples, steps, device)
+        return self._feed
+
+    def _trained(self, engine: Engine, batches: Iterable[Batch], after_step: AfterStep) -> float:
         facts: Facts | None = None
-        for batch in prefetch(itertools.repeat(self.problem.host_batch, steps), self.problem.device):
+        for batch in batches:
             facts = engine([batch])
-            verdict = guard.watch(facts)
+            verdict = engine.parts.guard.watch(facts)
             if verdict.action is not Action.CONTINUE:
                 raise TrainingStopped(f"training stopped: {verdict.reason}", fix=verdict.fix)
             after_step()

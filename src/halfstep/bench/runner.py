@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
+from halfstep.workloads.workload import Workload
 
 Batch = dict[str, Tensor]
 AfterStep = Callable[[], None]
@@ -39,6 +40,8 @@ class Problem:
     clip_norm: float
     samples: int
     """In one step."""
+    own_data: Workload | None = None
+    """The user's own, to be read as in a run; None where one random batch comes over and over."""
 
 
 class Runner(Protocol):

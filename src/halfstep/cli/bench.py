@@ -103,9 +103,11 @@ def command(
         named, flags, split(precisions), ways, against, timed, cold_start=cold_start, explain=explain
     )
     if explain:
+        from halfstep.bench.explain_data import stated_folder
         from halfstep.cli.bench_explain import explain_request, show_explanations
 
-        rows = explain_request(hardware, problem, request, steps=steps, any_precision=False)
+        folder = stated_folder(named[0], named[1:], flags)
+        rows = explain_request(hardware, problem, request, steps=steps, folder=folder)
         return show_explanations(rows, as_json=as_json, picture=picture, save=save)
     return deliver(measured(hardware, problem, request, baseline), as_json=as_json, picture=picture, save=save)
 

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from halfstep.bench.bench import Request, runners
 from halfstep.bench.explain import Explanation
-from halfstep.bench.explain_rows import NotExplained, explain_rows
+from halfstep.bench.explain_data import on_own_data, refuse_peers
+from halfstep.bench.explain_rows import NotExplained, explain_rows, refuse_unexplainable
 from halfstep.bench.floor import step_flops
 from halfstep.hardware.cache import cache_directory, measured_once
 from halfstep.hardware.measure import measure
-from halfstep.precision.decide import decide
 from halfstep.report.explain_view import draw_explanations, explain_view
 
 if TYPE_CHECKING:
@@ -34,27 +34,44 @@ SILENT = "6"
 
 
 def explain_request(
-    hardware: Hardware, problem: Problem, request: Request, *, steps: int | None, any_precision: bool
+    hardware: Hardware,
+    problem: Problem,
+    request: Request,
+    *,
+    steps: int | None,
+    folder: str | None,
 ) -> list[Explanation | NotExplained]:
-    """Every row of the request; with no precision named, in the one that `auto` takes here."""
+    """Every row of the request, on the data of `folder` where one is named."""
+    steps = STEPS.get(problem.device.type, STEPS["cpu"]) if steps is None else steps
+    refuse_unexplainable(request.ways, steps)
+    if folder:
+        refuse_peers(folder, request.against)
+        problem = with_data(problem, folder)
     if problem.device.type == "cpu":
         # Read when the profiler first starts. Not on a GPU, where that log tells why the driver lets nobody count.
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
     progress = Console(stderr=True)
     with contextlib.redirect_stdout(sys.stderr), progress.status("measuring matmuls") as status:
         rated = measured_once(hardware, cache_directory(os.environ), measure)
-        if any_precision:
-            request = dataclasses.replace(request, precisions=(decide("auto", rated).granted,))
         status.update("profiling")
         return list(
             explain_rows(
                 runners(problem, request, rated),
                 problem,
                 rated,
-                steps=STEPS.get(problem.device.type, STEPS["cpu"]) if steps is None else steps,
+                steps=steps,
                 flops=step_flops(problem),
             )
         )
+
+
+def with_data(problem: Problem, folder: str) -> Problem:
+    """The problem on the user's own data, and what a run would say of them before it starts."""
+    with contextlib.redirect_stdout(sys.stderr):
+        own = on_own_data(problem, folder)
+    for note in own.own_data.notes if own.own_data else ():
+        typer.secho(note, fg="yellow", err=True)
+    return own
 
 
 def show_explanations(

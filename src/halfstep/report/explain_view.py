@@ -58,6 +58,8 @@ class ChangeRow(Protocol):
     @property
     def gain_ms(self) -> float: ...
     @property
+    def gain_of(self) -> str: ...
+    @property
     def gain_share(self) -> float: ...
     @property
     def arithmetic(self) -> str: ...
@@ -81,7 +83,7 @@ class Explained(Protocol):
     @property
     def launch_gap_ms(self) -> float: ...
     @property
-    def data_wait_ms(self) -> float: ...
+    def data_wait_ms(self) -> float | None: ...
     @property
     def floor_ms(self) -> float | None: ...
     @property
@@ -143,10 +145,16 @@ def _findings(explanation: Explained) -> Iterator[tuple[str, str]]:
     yield "casts", f"{explanation.cast_share:.1%}"
     yield "optimizer", f"{explanation.optimizer_share:.1%}"
     yield "launch gaps", f"{explanation.launch_gap_ms:.2f} ms"
-    yield "waiting for data", f"{explanation.data_wait_ms:.2f} ms"
+    yield "waiting for data", _waiting(explanation.data_wait_ms, explanation.step_ms)
     if explanation.floor_ms is not None:
         share = explanation.floor_ms / explanation.step_ms
         yield "floor", f"{explanation.floor_ms:.2f} ms of matrix products at the measured rate: {share:.0%} of the step"
+
+
+def _waiting(data_wait_ms: float | None, step_ms: float) -> str:
+    if data_wait_ms is None:
+        return "not measured: one random batch over and over"
+    return f"{data_wait_ms:.2f} ms, {data_wait_ms / step_ms:.0%} of the step"
 
 
 def _kernels_table(explanation: Explained) -> RenderableType:
@@ -169,7 +177,9 @@ def _short(name: str) -> str:
 
 
 def _change(number: int, change: ChangeRow) -> RenderableType:
-    gain = f"-{change.gain_ms:.2f} ms, {change.gain_share:.1%}"
+    # Of one sample among hundreds two decimals would show nothing.
+    ms = f"{change.gain_ms:.2f}" if change.gain_of == "step" else f"{change.gain_ms:.3g}"
+    gain = f"-{ms} ms a {change.gain_of}, {change.gain_share:.1%}"
     head = Text.assemble(f"{number}. ", (change.setting, "bold green"), f"  {change.title}: ", (gain, "bold"))
     return Group(head, Padding(Text(change.arithmetic, style="dim"), (0, 0, 0, 3)))
 
