@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,6 +154,43 @@ def test_workers_survive_ctrl_c_and_end_with_their_parent() -> None:
                 break
             time.sleep(0.1)
         assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers elsewhere are left to torch")
+def test_workers_that_a_server_forked_end_with_a_killed_run(tmp_path: Path) -> None:
+    script = tmp_path / "served.py"
+    script.write_text(
+        textwrap.dedent("""
+        import multiprocessing, os, time, torch
+        from halfstep.data.loader import Loader
+        class Ids:
+            def __len__(self): return 6
+            def sample(self, index, *, key): return {"pid": torch.tensor(os.getpid())}
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("forkserver")
+            batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).epoch(0)
+            print(int(next(batches)["pid"]), int(next(batches)["pid"]), flush=True)
+            time.sleep(60)
+    """)
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        assert run.stdout is not None
+        pids = [int(pid) for pid in run.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
+        run.kill()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid: int) -> bool:
+    """A process that ended may wait for somebody to ask how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_prefetching_keeps_batches_order_and_counts_the_waiting() -> None:

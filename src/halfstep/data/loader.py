@@ -7,6 +7,7 @@ a traceback of the worker.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -26,6 +27,9 @@ from halfstep.data.worker_batches import WorkerBatches
 from halfstep.errors import DataError, HalfstepError
 
 Batch: TypeAlias = dict[str, Tensor]
+
+LOOK_S = 2.0
+"""How often a worker looks whether its run is still there."""
 
 
 class Samples(Protocol):
@@ -108,7 +112,7 @@ class Loader:
                 batch_sampler=self._order,
                 num_workers=self.num_workers,
                 collate_fn=_unchanged,
-                worker_init_fn=_leave_signals_to_the_parent,
+                worker_init_fn=functools.partial(_leave_signals_to_the_run, os.getpid()),
                 persistent_workers=self.num_workers > 0,
                 generator=torch.Generator(),  # else torch draws from the global one
             )
@@ -196,18 +200,31 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
-    # Ctrl-C and a scheduler's SIGTERM reach every process of a job. The parent finishes its step and saves, for which
-    # it still needs batches: a worker ends when the parent says so, and by itself when the parent is gone.
+def _leave_signals_to_the_run(run: int, worker: int) -> None:
+    # Ctrl-C and a scheduler's SIGTERM reach every process of a job. The run finishes its step and saves, for which it
+    # still needs batches: a worker ends when the run says so, and by itself when the run is gone. Its parent need not
+    # be the run: Python 3.14 forks workers from a server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal: the parent saves then, too
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal: the run saves then, too
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_on_the_parents_word, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with, args=(run,), daemon=True).start()
 
 
-def _end_on_the_parents_word(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
+def _end_with(run: int) -> None:
+    while _is_there(run):
+        word = signal.sigtimedwait({signal.SIGTERM}, LOOK_S)
+        if word is not None and word.si_pid == run:
+            break
     os._exit(0)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
