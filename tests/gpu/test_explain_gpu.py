@@ -117,10 +117,10 @@ class SlowSamples:
 
 
 def test_a_captured_step_that_waits_for_its_own_data_says_so(tmp_path: Path) -> None:
-    write_demo(tmp_path, num_images=40, side=64)
+    write_demo(tmp_path / "pairs", num_images=40, side=64)
     size = ["model.base_channels=16", "model.depth=2", "train.batch_size=4", "data.image_size=64", "data.num_workers=2"]
     random = problem_for(bench_config("unet", size, {"device": "cuda"}, small=False), torch.device("cuda", 0))
-    problem = on_own_data(random, str(tmp_path))
+    problem = on_own_data(random, str(tmp_path / "pairs"))
     assert problem.own_data is not None
     slow = dataclasses.replace(problem.own_data, train_samples=SlowSamples(problem.own_data.train_samples))
     problem, hardware = dataclasses.replace(problem, own_data=slow), probe("cuda")
