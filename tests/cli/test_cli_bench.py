@@ -52,6 +52,11 @@ def test_without_a_workload_it_is_unet_and_says_so(capsys: pytest.CaptureFixture
     assert "no workload named: this is unet" in said.err
 
 
+def test_a_folder_that_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*FP32, f"data.dir={tmp_path}") == 0
+    assert f"data.dir={tmp_path} is not read" in capsys.readouterr().err
+
+
 def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

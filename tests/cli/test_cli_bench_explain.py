@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from halfstep.bench.explain_kernels import Kind
 from halfstep.cli.main import main
@@ -35,6 +36,9 @@ def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
     assert ended.value.code == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(saved.read_text())
+    assert printed["command"].startswith("halfstep ")
+    assert printed["problem"]["batch_size"] >= 1
+    assert printed["versions"]["torch"] == torch.__version__
     [row] = printed["explained"]
     assert row["title"] == "halfstep eager fp32"
     assert Kind.CONV_BACKWARD in {kind["kind"] for kind in row["kinds"]}

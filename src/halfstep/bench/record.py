@@ -7,6 +7,8 @@ import importlib.metadata
 import json
 import operator
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,6 +66,11 @@ def circumstances(problem: Problem, request: Request, hardware: Hardware, flops:
         "window_steps": request.schedule.window,
         "memory": memory_meaning(hardware),
     }
+
+
+def command_line() -> str:
+    """What the user called."""
+    return f"halfstep {shlex.join(sys.argv[1:])}"
 
 
 def results(benched: Benched) -> Record:

@@ -102,13 +102,17 @@ def command(
     hardware, problem, request = prepared(
         named, flags, split(precisions), ways, against, timed, cold_start=cold_start, explain=explain
     )
+    from halfstep.bench.explain_data import stated_folder
+
+    folder = stated_folder(named[0], named[1:], flags)
     if explain:
-        from halfstep.bench.explain_data import stated_folder
         from halfstep.cli.bench_explain import explain_request, show_explanations
 
-        folder = stated_folder(named[0], named[1:], flags)
-        rows = explain_request(hardware, problem, request, steps=steps, folder=folder)
-        return show_explanations(rows, as_json=as_json, picture=picture, save=save)
+        found = explain_request(hardware, problem, request, steps=steps, folder=folder)
+        return show_explanations(found, as_json=as_json, picture=picture, save=save)
+    if folder:
+        said = f"data.dir={folder} is not read: one random batch is timed over and over (--explain reads it)"
+        typer.secho(said, fg="yellow", err=True)
     return deliver(measured(hardware, problem, request, baseline), as_json=as_json, picture=picture, save=save)
 
 
@@ -217,21 +221,20 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
     """The record, with what is worse than in the baseline. Nothing that runs inside can write to standard output."""
     import contextlib
     import os
-    import shlex
 
     from rich.console import Console
 
     from halfstep.bench.baseline import Earlier, earlier_rows, refuse_without_common_rows, regressions
     from halfstep.bench.bench import bench, runners
     from halfstep.bench.floor import step_flops
-    from halfstep.bench.record import circumstances, results
+    from halfstep.bench.record import circumstances, command_line, results
     from halfstep.hardware.cache import cache_directory, measured_once
     from halfstep.hardware.measure import measure
 
     progress = Console(stderr=True)
     with contextlib.redirect_stdout(sys.stderr), progress.status("counting") as status:
         flops = step_flops(problem)
-        about = circumstances(problem, request, hardware, flops, f"halfstep {shlex.join(sys.argv[1:])}")
+        about = circumstances(problem, request, hardware, flops, command_line())
         before = earlier_rows(baseline, about) if baseline else Earlier(rows={})
         if baseline:
             refuse_without_common_rows(before.rows, runners(problem, request, hardware))

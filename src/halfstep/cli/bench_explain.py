@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from halfstep.bench.explain import Explanation
 from halfstep.bench.explain_data import on_own_data, refuse_peers
 from halfstep.bench.explain_rows import NotExplained, explain_rows, refuse_unexplainable
 from halfstep.bench.floor import step_flops
+from halfstep.bench.record import circumstances, command_line
 from halfstep.hardware.cache import cache_directory, measured_once
 from halfstep.hardware.measure import measure
 from halfstep.report.explain_view import draw_explanations, explain_view
@@ -26,11 +27,20 @@ if TYPE_CHECKING:
     from halfstep.bench.runner import Problem
     from halfstep.hardware.facts import Hardware
 
+ABOUT = ("command", "date", "device", "versions", "problem")
+"""What a stored explanation needs to be made again."""
 STEPS = {"cuda": 10, "cpu": 5}
 """Timed, and then profiled, by default: kernels vary far less than whole steps."""
 PIPE_WIDTH = 120
 SILENT = "6"
 """Above every level of the profiler's own log (Kineto), whose highest, 5, announces each start and stop."""
+
+
+class Found(NamedTuple):
+    """What was explained, and all it depends on."""
+
+    about: dict[str, Any]
+    rows: list[Explanation | NotExplained]
 
 
 def explain_request(
@@ -40,7 +50,7 @@ def explain_request(
     *,
     steps: int | None,
     folder: str | None,
-) -> list[Explanation | NotExplained]:
+) -> Found:
     """Every row of the request, on the data of `folder` where one is named."""
     steps = STEPS.get(problem.device.type, STEPS["cpu"]) if steps is None else steps
     refuse_unexplainable(request.ways, steps)
@@ -54,15 +64,10 @@ def explain_request(
     with contextlib.redirect_stdout(sys.stderr), progress.status("measuring matmuls") as status:
         rated = measured_once(hardware, cache_directory(os.environ), measure)
         status.update("profiling")
-        return list(
-            explain_rows(
-                runners(problem, request, rated),
-                problem,
-                rated,
-                steps=steps,
-                flops=step_flops(problem),
-            )
-        )
+        flops = step_flops(problem)
+        about = circumstances(problem, request, hardware, flops, command_line())
+        rows = explain_rows(runners(problem, request, rated), problem, rated, steps=steps, flops=flops)
+        return Found({name: about[name] for name in ABOUT} | {"steps": steps}, list(rows))
 
 
 def with_data(problem: Problem, folder: str) -> Problem:
@@ -74,13 +79,12 @@ def with_data(problem: Problem, folder: str) -> Problem:
     return own
 
 
-def show_explanations(
-    found: list[Explanation | NotExplained], *, as_json: bool, picture: Path | None, save: Path | None
-) -> None:
+def show_explanations(found: Found, *, as_json: bool, picture: Path | None, save: Path | None) -> None:
     """Print, draw and write; exit 1 where nothing could be explained."""
-    explained = [row for row in found if isinstance(row, Explanation)]
-    refused = [row for row in found if isinstance(row, NotExplained)]
+    explained = [row for row in found.rows if isinstance(row, Explanation)]
+    refused = [row for row in found.rows if isinstance(row, NotExplained)]
     content = {
+        **found.about,
         "explained": [row.to_json() for row in explained],
         "not_explained": [dataclasses.asdict(row) for row in refused],
     }
