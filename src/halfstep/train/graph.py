@@ -64,7 +64,8 @@ class GraphedStep:
 
         The allocator waits for the stream of the capture only, and replays run on another."""
         with contextlib.suppress(Exception):  # at the end of the process
-            torch.cuda.synchronize(self.step.device)
+            if not torch.cuda.is_current_stream_capturing():  # then it began with a wait, and another would break it
+                torch.cuda.synchronize(self.step.device)
 
     @property
     def is_valid(self) -> bool:
