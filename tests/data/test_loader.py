@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.data.loader import Loader
+from halfstep.data.loader import Loader, _is_there
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import generator_for
 from halfstep.errors import DataError
@@ -183,6 +183,18 @@ def test_workers_that_a_server_forked_end_with_a_killed_run(tmp_path: Path) -> N
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(is_running(pid) for pid in pids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers elsewhere are left to torch")
+def test_a_run_that_ended_and_was_not_asked_how_is_not_there() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        deadline = time.monotonic() + 20
+        while is_running(ended.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert os.path.exists(f"/proc/{ended.pid}")
+        assert not _is_there(ended.pid)
+    assert not _is_there(ended.pid)
+    assert _is_there(os.getpid())
 
 
 def is_running(pid: int) -> bool:

@@ -101,6 +101,17 @@ def test_a_parameter_in_two_optimizers_is_clipped_once_on_cuda() -> None:
         torch.testing.assert_close(model.weight.detach().cpu(), -k * torch.tensor([[0.6, 0.8]]))
 
 
+@pytest.mark.parametrize("weights", [(2.0, 6.0), (0.0, 4.0), (0.0, 0.0)])
+def test_weights_may_lie_on_the_host(weights: tuple[float, ...]) -> None:
+    """As of a batch that was not moved: what is told, and whether the window is empty."""
+    step = make_step("sgd", "fp32", device="cuda", accumulate=2)
+    loss_fn = loss_of(step.model)
+    window = [batch(k, device="cuda") | {"weight": torch.tensor(weight)} for k, weight in enumerate(weights)]
+    reading = step(lambda b: (loss_fn(b), b["weight"]), window).read()
+    assert reading.is_empty == (not any(weights))
+    assert reading.is_bad == (not any(weights))
+
+
 def test_the_gpu_does_not_idle_between_steps() -> None:
     """A trace of a model whose kernels outlast their launches: the gaps between kernels stay under 5 % of the time."""
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(4096, 4096), torch.nn.ReLU())]

@@ -196,3 +196,19 @@ def test_chains_of_our_kernels_run_in_captured_steps_only(engine: Engine) -> Non
     engine.way = "compile"
     engine([batch])
     assert seen == [True, False]
+
+
+def test_compiling_anew_after_a_failed_capture_is_announced_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise CaptureFailed("it waits for the device")
+
+    monkeypatch.setattr(engine_module, "GraphedStep", fails)
+    said: list[str] = []
+    engine.notice = lambda text, level: said.append(text)
+    engine._before_compiling = lambda: said.append("compiling")
+    batch = next(iter(engine.parts.train_loader.epoch(0)))
+    for _ in range(UNCAPTURED + 2):
+        engine([batch])
+    assert said == ["compiling", "not captured as a CUDA graph, running compiled: it waits for the device", "compiling"]

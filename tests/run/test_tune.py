@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from halfstep.run.engine import UNCAPTURED, Engine
 from halfstep.run.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep.run.randomness import generator_states
 from halfstep.run.train import train
-from halfstep.run.trials import cost_in, trial_run
+from halfstep.run.trials import Trial, cost_in, trial_run
 from halfstep.run.tune import expected_steps, tuned
 from halfstep.run.ways import asked_way
 from halfstep.workloads.workload import Workload
@@ -233,7 +234,7 @@ class Costing:
     def __init__(self, plan: Plan, fails: str) -> None:
         self.plan, self.fails = plan, fails
 
-    def cost(self, way: str, time: object) -> Cost:
+    def cost(self, way: str) -> Cost:
         if self.plan.granted == self.fails:
             raise CannotRun("out of memory")
         return Cost(1.0, 1)
@@ -269,7 +270,7 @@ def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(
     demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Uncaptured:
-        def cost(self, way: str, time: object) -> Cost:
+        def cost(self, way: str) -> Cost:
             if way == "graph":
                 raise NotCaptured("it waits for the device")
             return Cost({"compile": 2.0, "eager": 3.0}[way], 1)
@@ -277,6 +278,22 @@ def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(
     monkeypatch.setattr("halfstep.run.trials.trial_run", lambda *arguments: contextlib.nullcontext(Uncaptured()))
     assert cost_in("graph", *made(demo)).ms == 2.0
     assert cost_in("eager", *made(demo)).ms == 3.0
+
+
+def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[bool] = []
+
+    def cost(trial: Trial, way: str, time: object = None) -> Cost:
+        models.append(weakref.ref(trial.parts.model))
+        alive.append(models[0]() is not None)
+        if way == "graph":
+            raise NotCaptured("it waits for the device")
+        return Cost(2.0, 1)
+
+    monkeypatch.setattr(Trial, "cost", cost)
+    cost_in("graph", *made(demo))
+    assert alive == [True, False]
 
 
 def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

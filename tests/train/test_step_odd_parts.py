@@ -12,6 +12,7 @@ from torch import nn
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Row
 from halfstep.train.ema import Ema
+from halfstep.train.flat import became_non_finite
 from halfstep.train.scaler import Scaler
 from halfstep.train.schedule import ScheduleOptions, build_schedule
 from halfstep.train.step import Step
@@ -258,6 +259,26 @@ def test_a_schedule_may_end_where_the_training_ends_but_not_before() -> None:
     assert found == rates
     with pytest.raises(ConfigError, match="no learning rate for step 3"):
         step(loss_of(model), [batch(4)])
+
+
+def test_a_loss_that_the_user_writes_into_later_is_reported_as_it_was() -> None:
+    step = make_step("sgd", accumulate=2)
+    seen: list[torch.Tensor] = []
+
+    def loss_fn(b: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = 0 * loss_of(step.model)(b) + b["wanted"]
+        seen[:] = [seen[0].add_(loss.detach())] if seen else [loss.detach()]
+        return loss
+
+    window = [{**batch(k), "wanted": torch.tensor(wanted)} for k, wanted in enumerate((1.0, 5.0))]
+    assert step(loss_fn, window).read().loss == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float64], ids=str)
+def test_a_number_of_any_format_that_stops_being_finite_is_found(dtype: torch.dtype) -> None:
+    before = torch.tensor([1.0, float("inf"), 2.0]).to(dtype)
+    assert not became_non_finite(before, torch.tensor([3.0, float("nan"), 4.0]).to(dtype))
+    assert became_non_finite(before, torch.tensor([3.0, 1.0, float("inf")]).to(dtype))
 
 
 def test_a_short_onecycle_has_a_peak_too() -> None:

@@ -7,6 +7,7 @@ a traceback of the worker.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -221,6 +222,9 @@ def _end_with(run: int) -> None:
 
 
 def _is_there(process: int) -> bool:
+    """Not one that has ended and waits for somebody to ask how, as it may for ever."""
+    with contextlib.suppress(OSError):  # no /proc here
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     try:
         os.kill(process, 0)
     except ProcessLookupError:

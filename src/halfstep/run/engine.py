@@ -85,9 +85,6 @@ class Engine:
 
     def step(self, prepared: list[Batch]) -> Facts:
         """Compute and commit a window that is ready for the model."""
-        will_compile = self.way != "eager" and not self._is_compiled
-        if will_compile and any(map(self._is_full, split_window(prepared, self.pieces))):
-            self._before_compiling()
         facts, outputs, pieces = self._made(prepared)
         with torch.no_grad():
             for found, batch in zip(outputs, pieces, strict=True):
@@ -101,6 +98,8 @@ class Engine:
                 captured = self._captured(pieces)
                 if captured is not None:
                     return captured.step(pieces), captured.outputs, pieces
+                if self.way != "eager" and not self._is_compiled and any(map(self._is_full, pieces)):
+                    self._before_compiling()
                 outputs: list[Any] = []
                 with cudnn_trials(self._tries_algorithms(pieces)):
                     facts = self.parts.step.compute(self._loss_into(outputs), pieces)

@@ -32,9 +32,12 @@ def in_own_thread(work: Callable[[], T], device: torch.device) -> T:
         errand.interrupt()
         errand.wait()
         raise
-    if errand.error is not None:
-        raise errand.error
-    return errand.result
+    try:
+        if errand.error is not None:
+            raise errand.error
+        return errand.result
+    finally:
+        del errand  # or its error's frames, this one among them, would hold it, and it its error
 
 
 def _have_the_compilers_guard_here() -> None:

@@ -32,19 +32,24 @@ ROUNDS = 3
 """The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
 
 
-def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan, time: TrialTime | None = None) -> Cost:
+def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
     """What a step takes in this way, or compiled where it cannot be captured: as the run itself would go on."""
     try:
-        with trial_run(config, workload, plan) as trial:
-            return trial.cost(way, time)
+        return _cost_in(way, config, workload, plan)
     except NotCaptured:
-        with trial_run(config, workload, plan) as trial:
-            return trial.cost("compile", time)
+        pass  # not tried in here: the error's frames hold the model that it is about
+    return _cost_in("compile", config, workload, plan)
+
+
+def _cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
+    with trial_run(config, workload, plan) as trial:
+        return trial.cost(way)
 
 
 @contextmanager
 def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
     """A copy of the run that is not yet begun, ready to be stepped; nothing of it is left afterwards."""
+    _let_go(plan)  # of a trial that failed: its error held it
     generators = generator_states()
     copied = dataclasses.replace(workload, model=_copied(workload.model))
     try:
@@ -55,9 +60,13 @@ def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
         del copied
         # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
         torch.compiler.reset()
-        gc.collect()
-        if plan.on_cuda:
-            torch.cuda.empty_cache()
+        _let_go(plan)
+
+
+def _let_go(plan: Plan) -> None:
+    gc.collect()
+    if plan.on_cuda:
+        torch.cuda.empty_cache()
 
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Trial:

@@ -132,13 +132,13 @@ def _with_fp8_that_pays(config: RunConfig, workload: Workload, plan: Plan, say: 
     if plan.granted != "fp8" or plan.simulated or wish.force:
         return plan
     say("measuring whole steps in fp8 and in bf16 ...")
-    way, time = plan.way or "eager", TrialTime(expected_steps(config, workload), most_s=MOST_S)
+    way = plan.way or "eager"
     try:
-        fp8 = cost_in(way, config, workload, plan, time)
+        fp8 = cost_in(way, config, workload, plan)
     except CannotRun as error:
         return without_fp8(plan, f"its step cannot run {way}: {error}", strict=wish.strict)
     try:
-        bf16 = cost_in(way, config, workload, without_fp8(plan, "to compare"), time)
+        bf16 = cost_in(way, config, workload, without_fp8(plan, "to compare"))
     except CannotRun as error:
         say(f"fp8 is not compared with bf16, whose step cannot run {way}: {error}")
         return plan

@@ -94,5 +94,11 @@ class Snapshot:
 
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:
     """Whether any number that was finite is not any more. A mask that holds -inf on purpose does not count."""
-    lost = now - now != 0  # as torch.isfinite finds it, in half as many kernels
-    return (lost & (before - before == 0) if before.shape == now.shape else lost).any()
+    lost = ~is_finite(now)
+    return (lost & is_finite(before) if before.shape == now.shape else lost).any()
+
+
+def is_finite(values: Tensor) -> Tensor:
+    """As torch.isfinite, in half as many kernels: less itself a finite number is 0, any other NaN."""
+    values = values.float() if values.element_size() == 1 else values  # fp8 has no arithmetic
+    return values - values == 0

@@ -194,6 +194,7 @@ class Step:
         total_loss: Tensor | None = None
         total_weight: Weight = 0.0
         unit: Weight | None = None
+        is_one = len(window) == 1
         for batch in window:
             with self.plan.forward():
                 result = loss_fn(batch)
@@ -206,8 +207,12 @@ class Step:
             loss = loss if _is_one(share) else loss * share
             with self.plan.backend():
                 self.scaler.scale(loss).backward()
-            total_loss = loss.detach() if total_loss is None else total_loss + loss.detach()
-            total_weight = total_weight + share
+            if total_loss is None:
+                # A copy where more follow: the user's own loss may be written into by then.
+                total_loss = loss.detach() if is_one else loss.detach().clone()
+                total_weight = share + torch.zeros((), device=self.device) if isinstance(share, Tensor) else share
+            else:
+                total_loss, total_weight = total_loss + loss.detach(), total_weight + share
         if total_loss is None:
             return torch.full((), float("nan"), device=self.device), 0.0
         return total_loss if _is_one(total_weight) else total_loss / total_weight, total_weight
