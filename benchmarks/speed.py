@@ -130,6 +130,8 @@ def measured(case: Case, ways: tuple[Any, ...], hardware: Hardware, deadline: fl
     problem, request = problem_of(case, hardware), request_of(case, ways, deadline)
     flops = step_flops(problem)
     benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
+    if benched.is_stopped:
+        raise KeyboardInterrupt
     return {**circumstances(problem, request, hardware, flops, command()), **results(benched), "title": case.title}
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from halfstep.bench import bench as bench_module
+from halfstep.bench.row import Row
 from halfstep.cli.main import main
 from halfstep.hardware.cache import measured_once
 from halfstep.hardware.measure import Sizes, measure
@@ -50,6 +55,65 @@ def test_without_a_workload_it_is_unet_and_says_so(capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert json.loads(said.out)["problem"]["workload"] == "unet"
     assert "no workload named: this is unet" in said.err
+
+
+@pytest.mark.parametrize("option", ["--save", "--picture"])
+def test_what_is_no_ordinary_file_is_never_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    assert exit_code(*FP32, option, str(pipe), "--force") == 2
+    assert "is no ordinary file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
+def test_a_link_stays_and_the_file_it_names_is_written(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert exit_code(*FP32, "--save", str(link), "--force") == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["rows"]
+
+
+def test_a_baseline_is_not_saved_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "b.json"
+    assert exit_code(*FP32, "--save", str(file)) == 0
+    before = file.read_text()
+    assert exit_code(*FP32, "--baseline", str(file), "--save", str(file), "--force") == 2
+    assert "would overwrite the baseline" in capsys.readouterr().err
+    assert file.read_text() == before
+
+
+def test_another_number_of_threads_is_another_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, before = tmp_path / "b.json", torch.get_num_threads()
+    assert exit_code(*FP32, "--save", str(file)) == 0
+    torch.set_num_threads(before + 1)
+    try:
+        assert exit_code(*FP32, "--baseline", str(file)) == 2
+    finally:
+        torch.set_num_threads(before)
+    assert f"threads was {before}, is {before + 1}" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, turns = bench_module.measured, iter([False, True])
+
+    def interrupted(*arguments: Any) -> Row:
+        if next(turns):
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(bench_module, "measured", interrupted)
+    file = tmp_path / "b.json"
+    words = (*TINY, "--precisions", "fp32,tf32,bf16", "--ways", "eager", "--device", "cpu", "--save", str(file))
+    assert exit_code(*words) == 130
+    reasons = [row["reason"] for row in json.loads(file.read_text())["rows"]]
+    assert reasons == ["", bench_module.STOPPED, bench_module.STOPPED]
+    assert "not measured: halfstep eager bf16: stopped by Ctrl-C" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,10 @@ class Request:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
+LATE = "no time was left to start it"
+STOPPED = "stopped by Ctrl-C"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benched:
     """All rows, and what a reader must know of them."""
@@ -65,26 +69,42 @@ class Benched:
     repeated: Row | None = None
     """The first measured row once more, at the end."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the user has had enough."""
+        return any(row.reason == STOPPED for row in self.rows)
+
 
 def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, tell: Tell) -> Benched:
     """Measure what was asked for; `hardware` brings the matmul rates to hold `flops` of a step against."""
     busy = shared_with(problem.device)
     rows: list[Row] = []
     first: Runner | None = None
+    reason = ""
     for runner in runners(problem, request, hardware):
         if isinstance(runner, Row):
             rows.append(runner)
-        elif request.is_late:
-            rows.append(not_measured(runner.name, runner.variant, runner.precision, "no time was left to start it"))
-        else:
-            tell(f"{runner.name} {runner.variant} {runner.precision}")
-            rows.append(measured(runner, problem, request))
-            first = first or (runner if rows[-1].is_measured else None)
+            continue
+        reason = reason or (LATE if request.is_late else "")
+        try:
+            rows.append(_in_turn(runner, problem, request, tell, reason))
+        except KeyboardInterrupt:  # what was measured before is worth more than none
+            reason = STOPPED
+            rows.append(_in_turn(runner, problem, request, tell, reason))
+        first = first or (runner if rows[-1].is_measured else None)
     repeated = None
-    if request.repeat_first and first is not None and not request.is_late:
+    if request.repeat_first and first is not None and not reason and not request.is_late:
         tell(f"{first.name} {first.variant} {first.precision} again")
         repeated = measured(first, problem, dataclasses.replace(request, cold_start=False))
     return concluded(rows, flops, hardware, busy=busy, repeated=repeated)
+
+
+def _in_turn(runner: Runner, problem: Problem, request: Request, tell: Tell, reason: str) -> Row:
+    """The runner's row, or one that says why it has none."""
+    if reason:
+        return not_measured(runner.name, runner.variant, runner.precision, reason)
+    tell(f"{runner.name} {runner.variant} {runner.precision}")
+    return measured(runner, problem, request)
 
 
 def concluded(

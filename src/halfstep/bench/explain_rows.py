@@ -98,7 +98,11 @@ def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Way, 
         return PEER_WAYS[runner.variant], runner.setup.channels_last, runner.setup.by_hand, False
     assert isinstance(runner, Ours), f"no facts are known of {type(runner).__name__}"
     if runner.simulated:
-        raise HardwareError(f"{runner.precision} is simulated here", why="a simulation's time says nothing about it")
+        raise HardwareError(
+            f"{runner.precision} is simulated here",
+            why="a simulation's time says nothing about it",
+            fix="--precisions fp32",
+        )
     config, kind = runner.config, problem.device.type
     optimizer = config.optimizer.name
     return (

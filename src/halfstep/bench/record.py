@@ -9,6 +9,7 @@ import operator
 import platform
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ def results(benched: Benched) -> Record:
         "rows": [row.to_dict() for row in benched.rows],
         "repeated": benched.repeated.to_dict() if benched.repeated else None,
         "warnings": list(benched.warnings),
+        "stopped": benched.is_stopped,
     }
 
 
@@ -89,11 +91,12 @@ def identity(problem: Problem, flops: int) -> dict[str, Any]:
     """What must be equal for two times to be comparable."""
     settings = all_settings(problem.config)
     others = [path for path in settings if path not in SHORT_NAMES.values() and not path.startswith(NOT_OF_THE_STEP)]
+    threads = {"threads": torch.get_num_threads()} if problem.device.type == "cpu" else {}
     return {
         **{name: settings[path] for name, path in SHORT_NAMES.items()},
         "parameters": sum(parameter.numel() for parameter in problem.make_model().parameters()),
         "flops": flops,
-        "settings": {path: settings[path] for path in others},
+        "settings": {path: settings[path] for path in others} | threads,
     }
 
 
@@ -136,8 +139,14 @@ def refuse_to_overwrite(paths: Sequence[Path | None], *, force: bool) -> None:
     for path in filter(None, paths):
         if path.exists() and not force:
             raise ConfigError(f"{path} exists already", fix="another name, or --force to overwrite it")
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no ordinary file", fix="another name")
         if not path.parent.is_dir():
             raise ConfigError(f"{path.parent} is no folder", fix="make it first, or another name")
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise ConfigError(f"cannot write into {path.parent}: {error.strerror}", fix="another folder") from error
 
 
 def save(found: Record, path: Path) -> None:

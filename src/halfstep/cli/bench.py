@@ -92,6 +92,8 @@ def command(
     from halfstep.bench.record import refuse_to_overwrite
 
     refuse_to_overwrite([picture, save], force=force)
+    if save and baseline and save.resolve() == baseline.resolve():
+        raise ConfigError(f"--save {save} would overwrite the baseline", fix="another name for one of them")
     if picture:
         from halfstep.report.picture_file import refuse_unknown_format
 
@@ -111,22 +113,26 @@ def command(
         found = explain_request(hardware, problem, request, steps=steps, folder=folder)
         return show_explanations(found, as_json=as_json, picture=picture, save=save)
     if folder:
-        said = f"data.dir={folder} is not read: one random batch is timed over and over (--explain reads it)"
+        said = f"data.dir={folder} is not read: one random batch of such a run's size is timed (--explain reads it)"
         typer.secho(said, fg="yellow", err=True)
     return deliver(measured(hardware, problem, request, baseline), as_json=as_json, picture=picture, save=save)
 
 
 def deliver(found: dict[str, Any], *, as_json: bool, picture: Path | None, save: Path | None) -> None:
-    """Save, show and draw; exit 1 where something got worse or nothing could be measured."""
-    if save:
-        from halfstep.bench.record import save as save_record
+    """Save, show and draw; exit 1 where something got worse or nothing could be measured, 130 after Ctrl-C."""
+    try:
+        if save:
+            from halfstep.bench.record import save as save_record
 
-        save_record(found, save)
-    show(found, as_json=as_json)
-    if picture:
+            save_record(found, save)
+    finally:
+        show(found, as_json=as_json)
+    if picture and any(row["window_ms"] for row in found["rows"]):
         from halfstep.report.bench_picture import draw_bench
 
         draw_bench(found, picture)
+    if found["stopped"]:
+        raise typer.Exit(130)
     for line in found["regressions"]:
         typer.secho(f"regression: {line}", fg="red", err=True)
     if found["regressions"] or not any(row["window_ms"] for row in found["rows"]):
@@ -240,7 +246,13 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
             refuse_without_common_rows(before.rows, runners(problem, request, hardware))
         status.update("measuring matmuls")
         rated = measured_once(hardware, cache_directory(os.environ), measure)
-        benched = bench(problem, request, rated, flops, lambda row: status.update(f"measuring {row}"))
+
+        def tell(row: str) -> None:
+            status.update(f"measuring {row}")
+            if not progress.is_terminal:  # where a status is not shown
+                progress.print(f"measuring {row}", highlight=False)
+
+        benched = bench(problem, request, rated, flops, tell)
     compared = {
         "regressions": regressions(before.rows, benched.rows),
         "compared_rows": [row.label for row in benched.rows if row.label in before.rows and not row.simulated],

@@ -10,6 +10,7 @@ from halfstep.errors import CheckpointError
 
 def write_whole(path: Path, text: str) -> None:
     """Write beside it, flush, rename; when that fails, what was there before is still there."""
+    path = Path(os.path.realpath(path))  # a link stays, and what it names is written
     hidden = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         hidden.write_text(text, encoding="utf-8")
@@ -20,7 +21,7 @@ def write_whole(path: Path, text: str) -> None:
         hidden.unlink(missing_ok=True)
         raise CheckpointError(
             f"cannot write {path}: {error.strerror}",
-            why="nothing was overwritten; earlier checkpoints are intact",
+            why="nothing was overwritten",
             fix="free some space or fix the folder's permissions, then run the same command again",
         ) from error
 
