@@ -58,9 +58,7 @@ def command(
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data set.", rich_help_panel=DATA)] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples of one micro-batch.", rich_help_panel=DATA)] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training set.", rich_help_panel=DATA)] = None,
-    max_steps: Annotated[
-        int | None, typer.Option(help="Steps at most; 0: no limit.", rich_help_panel=DATA)
-    ] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Steps at most; 0: no limit.", rich_help_panel=DATA)] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", rich_help_panel=DATA)] = None,
     num_workers: Annotated[int | None, typer.Option(help="Processes that read the data.", rich_help_panel=DATA)] = None,
     seed: Annotated[
