@@ -1,91 +1,19 @@
-"""Our own kernels count as compiled code too: really compiled, for a GPU that need not be here."""
+"""Runs compile_cache_alone.py in a process without Triton's interpreter, which other tests leave behind in theirs."""
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-
-from halfstep.bench.apart import apart
-from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
-from halfstep.bench.laps import Laps, Schedule
 
 pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from triton.runtime.jit import JITFunction
-
-from halfstep.train import adamw_triton
-
-H200 = GPUTarget("cuda", 90, 32)
-CONSTANTS = {"COUNTER": 4, "LENGTH": 5, "COUNTED": 256}
-SIGNATURE = {"table": "*i64", "counts": "*fp32", "bad": "*fp32", "columns": "i32"}
-
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One of AdamW's as it is where a GPU is: without one, tests have it in Triton's interpreter."""
-    made = JITFunction(adamw_triton._count.fn)
-    monkeypatch.setattr(adamw_triton, "_count", made)
-    return made
-
-
-def start(kernel: Any) -> str:
-    watch = CacheWatch()
-    compile(ASTSource(kernel, SIGNATURE | dict.fromkeys(CONSTANTS, "constexpr"), CONSTANTS), target=H200)
-    return watch.found()
-
-
-def test_a_kernel_of_ours_is_found_cold_and_then_warm(kernel: Any) -> None:
-    with empty_cache():
-        assert [start(kernel), start(kernel)] == ["cold", "warm"]
-    with empty_cache():
-        assert start(kernel) == "cold"
-
-
-def test_a_kernel_of_somebody_else_is_not_counted_beside_the_graph_it_belongs_to(kernel: Any) -> None:
-    kernel.module = "torch._inductor.runtime.compile_tasks.somewhere"
-    with empty_cache():
-        assert start(kernel) == ""
-
-
-def test_a_start_is_not_called_cold_for_a_kernel_that_the_first_step_does_not_need(kernel: Any) -> None:
-    with empty_cache():
-        laps = Laps(Schedule(warm_up=1, ramp=0, window=1), torch.device("cpu"))
-        for number in range(laps.schedule.steps):
-            if number == 3:
-                assert start(kernel) == "cold"
-            laps()
-    assert laps.found().cache == ""
-
-
-def test_whoever_listened_to_triton_before_still_hears(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
-
-    from halfstep.bench import compile_cache
-
-    heard: list[bool] = []
-    monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told["cache_hit"]))
-    compile_cache._count_our_kernels.__wrapped__()
-    with empty_cache():
-        assert start(kernel) == "cold"
-    assert heard == [False]
-
-
-def test_rows_and_restarts_begin_without_kernels_that_were_loaded_before(kernel: Any) -> None:
-    def loaded() -> bool:
-        kernel.device_caches[0] = "as after a call"
-        return bool(kernel.device_caches)
-
-    assert loaded()
-    forget_in_memory()
-    assert not kernel.device_caches
-    assert loaded()
-    with empty_cache():
-        assert not kernel.device_caches
-    assert loaded()
-    with apart(torch.device("cpu")):
-        assert not kernel.device_caches
+def test_our_own_kernels_count_as_compiled_code() -> None:
+    alone = Path(__file__).with_name("compile_cache_alone.py")
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(alone)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "5 passed" in done.stdout
