@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
 MEGABYTE = 2**20
+UNLIMITED_MB = 10**6
 
 
 def settings() -> dict[str, Any]:
@@ -68,24 +69,24 @@ def told(words: str) -> Iterator[None]:
     try:
         yield
     finally:
-        default = "garbage_collection_threshold:0.0,expandable_segments:False"
+        default = f"max_split_size_mb:{UNLIMITED_MB},expandable_segments:False"
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [default, before])))
 
 
 def test_the_allocator_is_as_it_was_and_keeps_what_a_user_told_it() -> None:
-    with told("garbage_collection_threshold:0.95"):
+    with told("max_split_size_mb:200"):
         for _ in range(3):
             with growing_segments():
                 assert settings()[SETTING]
-                assert settings()["garbage_collection_threshold"] == pytest.approx(0.95)
+                assert settings()["max_split_size"] == 200 * MEGABYTE
             assert not settings()[SETTING]
-            assert settings()["garbage_collection_threshold"] == pytest.approx(0.95)
+            assert settings()["max_split_size"] == 200 * MEGABYTE
             assert settings()[SAID].count(SETTING) == 1
 
 
 @pytest.mark.parametrize("word", ["True", "False"])
 def test_who_says_whether_segments_may_grow_is_not_overruled(word: str) -> None:
-    with told(f"max_split_size_mb:100000,expandable_segments:{word}"):
+    with told(f"max_split_size_mb:{UNLIMITED_MB},expandable_segments:{word}"):
         with growing_segments():
             assert settings()[SETTING] is (word == "True")
         assert settings()[SETTING] is (word == "True")
