@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ def parity_flags(description: str | None, *, name: str) -> argparse.ArgumentPars
     parser.add_argument("--data", required=True)
     parser.add_argument("--precisions", default="fp32,bf16,fp16", help="the first one is the baseline")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="processes, each with a seed of its own")
     parser.add_argument("--simulate", action="store_true", help="numerics only, for a machine without the formats")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", default=name)
@@ -44,18 +48,57 @@ def parity_flags(description: str | None, *, name: str) -> argparse.ArgumentPars
     return parser
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What is trained with each seed: one run in each precision."""
+
+    workload: str
+    settings: Settings
+    precisions: tuple[str, ...]
+    simulate: bool
+    overrides: list[str]
+    folder: Path
+    metrics: tuple[str, ...]
+
+    def runs_of(self, seed: int) -> dict[str, dict[str, Any]]:
+        found = {}
+        for name in self.precisions:
+            chosen = {"precision": name, "precision.simulate": self.simulate and name != "fp32", "train.seed": seed}
+            loaded = from_dict(self.workload, {**ALWAYS, **self.settings, **chosen}, overrides=self.overrides)
+            found[name] = one_run(loaded, self.folder / f"run{seed}", self.metrics)
+            print(name, seed, json.dumps(found[name]), flush=True)
+        return found
+
+
 def compare(
     arguments: argparse.Namespace, workload: str, settings: Settings, folder: Path, *, metrics: tuple[str, ...]
 ) -> None:
     """Train every precision with every seed, judge the first metric, store all; a killed run keeps its whole seeds."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.precisions.split(",")}
-    for seed in range(arguments.seeds):
-        for name, done in runs.items():
-            chosen = {"precision": name, "precision.simulate": arguments.simulate and name != "fp32"}
-            loaded = from_dict(workload, {**ALWAYS, **settings, **chosen, "train.seed": seed}, overrides=arguments.set)
-            done.append(one_run(loaded, folder / "run", metrics))
-            print(name, seed, json.dumps(done[-1]), flush=True)
+    comparison = Comparison(
+        workload=workload,
+        settings=settings,
+        precisions=tuple(arguments.precisions.split(",")),
+        simulate=arguments.simulate,
+        overrides=arguments.set,
+        folder=folder,
+        metrics=metrics,
+    )
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in comparison.precisions}
+    for found in seed_by_seed(comparison, arguments.seeds, arguments.at_once):
+        for name, run in found.items():
+            runs[name].append(run)
         judge(arguments, runs, headline=metrics[0])
+
+
+def seed_by_seed(comparison: Comparison, num_seeds: int, at_once: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """In order. The first one runs alone: it packs the pictures for all."""
+    yield comparison.runs_of(0)
+    if at_once == 1:
+        yield from map(comparison.runs_of, range(1, num_seeds))
+        return
+    # Not forked: a process that has used the GPU cannot hand it down.
+    with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as processes:
+        yield from processes.map(comparison.runs_of, range(1, num_seeds))
 
 
 def judge(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], *, headline: str) -> None:

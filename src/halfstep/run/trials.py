@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from halfstep.config.schema import RunConfig
+from halfstep.measure.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
 from halfstep.run.engine import UNCAPTURED, Engine
@@ -122,7 +123,7 @@ class Trial:
         return found
 
     def _warmed_up(self, engine: Engine, time: TrialTime) -> int:
-        """Enough steps for compilation, first commits and capture; the peak of those that were not captured."""
+        """Enough steps for compilation, first commits and capture; the peak of the last two, a graph's memory too."""
         device = self.parts.device
         with time.starting():
             engine(self.window)
@@ -134,11 +135,10 @@ class Trial:
                 engine(self.window)
             return int(live.peak)
         torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        engine(self.window)
-        peak = torch.cuda.max_memory_allocated(device)
-        engine(self.window)
-        return peak
+        reset_peak(device)
+        for _ in range(2):
+            engine(self.window)
+        return peak_memory_bytes(device) or 0
 
     def _timed(self, engine: Engine, time: TrialTime) -> float:
         """Seconds of a step: the median of some rounds, or of fewer and shorter ones where time is short."""
