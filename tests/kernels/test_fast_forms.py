@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,25 @@ def test_batch_norm_in_evaluation_uses_the_running_statistics() -> None:
 def test_batch_norm_of_one_value_a_channel_is_torchs_error() -> None:
     with forced(True), pytest.raises(ValueError, match="more than 1 value"):
         BatchNorm2d(3)(torch.zeros(1, 3, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (CentredConv2d(3, 4, 3, 2), {"dilation": (2, 2), "padding": (2, 2)}),
+        (CentredConv2d(3, 4, 3, 2), {"padding_mode": "circular", "_reversed_padding_repeated_twice": [1, 1, 1, 1]}),
+        (CentredConv2d(3, 4, 3, 2), {"bias": nn.Parameter(torch.ones(4))}),
+        (PatchConv2d(3, 4, 4), {"stride": (2, 2)}),
+        (DoublingConvTranspose2d(3, 4), {"stride": (1, 1)}),
+        (BatchNorm2d(3), {"momentum": None}),
+        (HalvingMaxPool2d(2), {"stride": 1}),
+        (HalvingMaxPool2d(3), {"ceil_mode": True}),
+    ],
+)
+def test_a_layer_that_was_told_otherwise_since_it_was_built_is_torchs(layer: nn.Module, told: dict[str, Any]) -> None:
+    for name, value in told.items():
+        setattr(layer, name, value)
+    assert_same_function(layer, image(2, 3, 8, 8))
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 100, 10_000])

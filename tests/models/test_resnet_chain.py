@@ -136,10 +136,13 @@ def never_mind(*_: object) -> None:
         lambda model, x: vars(model.layer1[0].conv1).update(dilation=(2, 2), padding=(2, 2)),
         lambda model, x: setattr(model.maxpool, "stride", 1),
         lambda model, x: setattr(model.layer1[0], "relu", nn.Identity()),
+        lambda model, x: model.layer2.__setitem__(1, nn.Identity()),
+        lambda model, x: model.layer1.append(nn.ReLU()),
+        lambda model, x: vars(model).update(num_stages=3) or setattr(model, "layer3", nn.Identity()),
     ],
     ids=[
         *("evaluating", "a norm frozen", "a hook", "blocks", "a gradient of the image", "another class", "momentum"),
-        *("dilated", "pooling at stride 1", "no activation"),
+        *("dilated", "pooling at stride 1", "no activation", "a block left out", "more than blocks", "no stage"),
     ],
 )
 def test_where_somebody_would_notice_layers_run_one_by_one(

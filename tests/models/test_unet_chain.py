@@ -179,6 +179,18 @@ def in_a_class_of_its_own(container: nn.Module) -> None:
     container.__class__ = type("Other", (type(container),), {})
 
 
+class Wrapped(nn.Module):
+    """As an adapter or a profiler wraps a part of a model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
 UNSUITED: dict[str, tuple[dict[str, object], Callable[[UNet], object]]] = {
     "bilinear": ({"bilinear": True}, lambda model: None),
     "recomputed blocks": ({"checkpointing": True}, lambda model: None),
@@ -194,6 +206,11 @@ UNSUITED: dict[str, tuple[dict[str, object], Callable[[UNet], object]]] = {
     "a head without bias": ({}, lambda model: setattr(model.outc, "conv", nn.Conv2d(2, 2, 1, bias=False))),
     "a head of 3×3": ({}, lambda model: setattr(model.outc, "conv", nn.Conv2d(2, 2, 3, padding=1))),
     "another forward": ({}, with_another_forward),
+    "a container wrapped": ({}, lambda model: setattr(model.inc, "double_conv", Wrapped(model.inc.double_conv))),
+    "a level's container wrapped": (
+        {},
+        lambda model: setattr(model.down1, "maxpool_conv", Wrapped(model.down1.maxpool_conv)),
+    ),
     "pooling rounds up": ({}, lambda model: setattr(model.down1.maxpool_conv[0], "ceil_mode", True)),
     "a level of another kind": ({}, lambda model: setattr(model, "down1", DoubleConv(2, 4))),
     "half parameters": ({}, lambda model: model.bfloat16()),

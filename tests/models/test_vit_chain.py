@@ -183,6 +183,35 @@ def without_activation(model: ViT) -> None:
     model.encoder.layers[0].mlp[1] = nn.Identity()  # type: ignore[index,union-attr,operator]
 
 
+class Doubled(nn.Module):
+    """A part that somebody has wrapped, to be noticed where it is not called."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = 2 * self.inner(x)
+        return y
+
+
+def with_a_wrapped_perceptron(model: ViT) -> None:
+    block = model.encoder.layers[0]
+    block.mlp = Doubled(block.mlp)  # type: ignore[arg-type]
+
+
+def with_a_wrapped_block(model: ViT) -> None:
+    model.encoder.layers[0] = Doubled(model.encoder.layers[0])
+
+
+def with_a_norm_for_a_block(model: ViT) -> None:
+    model.encoder.layers[0] = nn.LayerNorm(32)
+
+
+def truncated(model: ViT) -> None:
+    model.encoder.layers = nn.Sequential(*list(model.encoder.layers)[:2])  # type: ignore[assignment]
+
+
 def in_evaluation(model: ViT) -> None:
     model.eval()
 
@@ -195,7 +224,8 @@ def checkpointed(model: ViT) -> None:
     "change",
     [
         *(hooked, listened_to_as_a_whole, frozen, with_another_linear, with_approximate_gelu, without_a_bias),
-        *(without_activation, in_evaluation, checkpointed),
+        *(without_activation, in_evaluation, checkpointed, with_a_wrapped_perceptron, with_a_wrapped_block),
+        *(with_a_norm_for_a_block, truncated),
     ],
 )
 def test_the_layers_run_where_the_chain_would_be_noticed(
@@ -223,3 +253,16 @@ def test_a_layer_frozen_after_compiling_gets_no_gradient() -> None:
         compiled(IMAGES).sum().backward()
     assert model.encoder.layers[1].self_attention.in_proj_bias.grad is None  # type: ignore[union-attr]
     assert model.encoder.layers[1].self_attention.in_proj_weight.grad is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [with_a_wrapped_block, with_a_norm_for_a_block])
+def test_a_block_replaced_after_compiling_is_called(change: Callable[[ViT], None]) -> None:
+    torch.compiler.reset()
+    model = tiny()
+    compiled = torch.compile(model, backend="eager")
+    with forced(True, "chain"):
+        compiled(IMAGES)
+        change(model)
+        logits = compiled(IMAGES)
+    with forced(False):
+        torch.testing.assert_close(logits, model(IMAGES))

@@ -1,4 +1,8 @@
-"""torch's layers, to be built, saved and hooked as such, that compute in a fast form where one is wanted and fits."""
+"""torch's layers, to be built, saved and hooked as such, that compute in a fast form where one is wanted and fits.
+
+A fast form knows a layer by its class. `is_as_built` tells whether somebody has since set what the class does not say,
+such as another stride or BatchNorm's momentum: then torch's own code runs.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,17 @@ class CentredConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        if wanted("few_channels", input) and is_foldable(input, self.stride[0]):
+        if wanted("few_channels", input) and is_foldable(input, self.stride[0]) and self.is_as_built():
             return folded_conv2d(input, self.weight)
         return super().forward(input)
+
+    def is_as_built(self) -> bool:
+        """With any odd square kernel and stride."""
+        kernel, stride = self.kernel_size[0], self.stride[0]
+        is_square = self.kernel_size == (kernel, kernel) and self.stride == (stride, stride)
+        is_padded = self.padding == (kernel // 2, kernel // 2) and self.padding_mode == "zeros"
+        is_dense = self.groups == 1 and self.dilation == (1, 1)
+        return is_square and kernel % 2 == 1 and is_padded and is_dense and self.bias is None
 
 
 class PatchConv2d(nn.Conv2d):
@@ -35,7 +47,13 @@ class PatchConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=patch, stride=patch)
 
     def forward(self, input: Tensor) -> Tensor:
-        return patches_conv2d(input, self.weight, self.bias) if wanted("patches", input) else super().forward(input)
+        if wanted("patches", input) and self.is_as_built():
+            return patches_conv2d(input, self.weight, self.bias)
+        return super().forward(input)
+
+    def is_as_built(self) -> bool:
+        is_tiling = self.kernel_size == self.stride and self.padding == (0, 0) and self.dilation == (1, 1)
+        return is_tiling and self.groups == 1
 
 
 class DoublingConvTranspose2d(nn.ConvTranspose2d):
@@ -45,9 +63,15 @@ class DoublingConvTranspose2d(nn.ConvTranspose2d):
         super().__init__(in_channels, out_channels, kernel_size=2, stride=2)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        if wanted("upsampling", input) and has_channels_last(input) and output_size is None:
+        is_fitting = has_channels_last(input) and output_size is None and self.is_as_built()
+        if wanted("upsampling", input) and is_fitting:
             return doubling_conv_transpose2d(input, self.weight, self.bias)
         return super().forward(input, output_size)
+
+    def is_as_built(self) -> bool:
+        is_tiling = self.kernel_size == self.stride == (2, 2)
+        is_whole = self.padding == self.output_padding == (0, 0) and self.dilation == (1, 1)
+        return is_tiling and is_whole and self.groups == 1 and self.bias is not None
 
 
 class BatchNorm2d(nn.BatchNorm2d):
@@ -58,9 +82,13 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         has_spread = input.numel() > input.shape[1]  # one value a channel is torch's error to raise
-        if self.training and has_spread and wanted("batch_norm", input):
+        if self.training and has_spread and wanted("batch_norm", input) and self.is_as_built():
             return batch_norm_training(input, self)
         return super().forward(input)
+
+    def is_as_built(self) -> bool:
+        """With any momentum that is a number: torch's own `update_bn` takes it away for a while."""
+        return self.affine and self.track_running_stats and self.momentum is not None
 
 
 class HalvingMaxPool2d(nn.MaxPool2d):
@@ -71,7 +99,11 @@ class HalvingMaxPool2d(nn.MaxPool2d):
         self.kernel = kernel_size
 
     def forward(self, input: Tensor) -> Tensor:
-        if wanted("max_pool", input) and has_channels_last(input):
+        if wanted("max_pool", input) and has_channels_last(input) and self.is_as_built():
             return max_pool_stride2(input, self.kernel)
         pooled: Tensor = super().forward(input)
         return pooled
+
+    def is_as_built(self) -> bool:
+        has_kernel = self.kernel_size == self.kernel and self.padding == (self.kernel - 1) // 2
+        return has_kernel and self.stride == 2 and self.dilation == 1 and not (self.ceil_mode or self.return_indices)

@@ -1,7 +1,8 @@
 """Whether a chain of kernels may take the place of a model's layers: nobody must notice that they are not called.
 
 A model names the classes its chain knows, each with a check of what a layer of it was told: a class does not say
-whether somebody has since replaced a part of it or set another stride. The checks that models share are here.
+whether somebody has since replaced a part of it or set another stride. The checks that models share are here, and those
+of our own layers beside them (`layers.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 
-from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
+from halfstep.models.layers import BatchNorm2d, CentredConv2d
 
 Checks = Mapping[type[nn.Module], Callable[[Any], bool]]
 
@@ -44,36 +45,17 @@ def always(_: nn.Module) -> bool:
 
 
 def consists_of(parts: Iterable[nn.Module], *classes: type[nn.Module]) -> bool:
-    """Whether the parts have these very classes, in order."""
+    """Whether the parts have these very classes, in order. Of a container they are its `children()`: what somebody has
+    put in its place need not be a sequence."""
     return [type(part) for part in parts] == [*classes]
 
 
-def is_centred(convolution: CentredConv2d) -> bool:
-    """Still what its class builds, with any odd square kernel and stride."""
-    kernel, stride = convolution.kernel_size[0], convolution.stride[0]
-    is_square = convolution.kernel_size == (kernel, kernel) and convolution.stride == (stride, stride)
-    is_padded = convolution.padding == (kernel // 2, kernel // 2) and convolution.padding_mode == "zeros"
-    is_dense = convolution.groups == 1 and convolution.dilation == (1, 1)
-    return is_square and kernel % 2 == 1 and is_padded and is_dense and convolution.bias is None
-
-
-def is_doubling(convolution: DoublingConvTranspose2d) -> bool:
-    """Still what its class builds: 2×2 pixels that do not overlap, with a bias."""
-    is_tiling = convolution.kernel_size == convolution.stride == (2, 2)
-    is_whole = convolution.padding == convolution.output_padding == (0, 0) and convolution.dilation == (1, 1)
-    return is_tiling and is_whole and convolution.groups == 1 and convolution.bias is not None
-
-
-def is_halving(pool: HalvingMaxPool2d, kernel: int) -> bool:
-    """Still what its class builds with this kernel."""
-    has_kernel = pool.kernel == pool.kernel_size == kernel and pool.padding == (kernel - 1) // 2
-    return has_kernel and pool.stride == 2 and pool.dilation == 1 and not (pool.ceil_mode or pool.return_indices)
-
-
-def has_statistics(norm: nn.BatchNorm2d) -> bool:
-    """A BatchNorm with a gain, a bias, and running statistics that move by a number."""
-    has_numbers = isinstance(norm.eps, int | float) and isinstance(norm.momentum, int | float)
-    return norm.affine and norm.track_running_stats and has_numbers
+CONVOLUTIONAL: Checks = {
+    CentredConv2d: CentredConv2d.is_as_built,
+    BatchNorm2d: BatchNorm2d.is_as_built,
+    **dict.fromkeys((nn.ReLU, nn.Sequential), always),
+}
+"""What both of the convolutional models' chains know."""
 
 
 def has_gain_and_bias(norm: nn.LayerNorm) -> bool:

@@ -15,15 +15,7 @@ from halfstep.errors import ModelError
 from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
 from halfstep.kernels.resnet_chain import Block, Layer, resnet_map
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, HalvingMaxPool2d
-from halfstep.models.plain_layers import (
-    Checks,
-    always,
-    are_plain,
-    consists_of,
-    has_statistics,
-    is_centred,
-    is_halving,
-)
+from halfstep.models.plain_layers import CONVOLUTIONAL, Checks, always, are_plain, consists_of
 from halfstep.models.recompute import Blocks, how_it_recomputes
 
 Stem = Literal["imagenet", "small"]
@@ -143,8 +135,9 @@ class ResNet(nn.Module):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
         replaced = (part for layer in self.children() if layer is not self.fc for part in layer.modules())
-        is_known = consists_of((self.conv1, self.bn1, self.relu), CentredConv2d, BatchNorm2d, nn.ReLU)
-        is_known = is_known and type(self.maxpool) in (nn.Identity, HalvingMaxPool2d) and are_plain(replaced, CHAINED)
+        parts = (self.conv1, self.bn1, self.relu, *self._stages())
+        is_whole = consists_of(parts, CentredConv2d, BatchNorm2d, nn.ReLU, *[Blocks] * self.num_stages)
+        is_known = is_whole and type(self.maxpool) in (nn.Identity, HalvingMaxPool2d) and are_plain(replaced, CHAINED)
         return is_known and how_it_recomputes(self) != "blocks" and has_room_for_tiles(self.conv1.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -156,6 +149,11 @@ class ResNet(nn.Module):
         return resnet_map(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
 
 
+def has_blocks_only(stage: Blocks) -> bool:
+    """Whether nobody has put something else in a block's place, such as nothing (`nn.Identity`)."""
+    return all(type(block) in (BasicBlock, Bottleneck) for block in stage)
+
+
 def is_whole(block: BasicBlock | Bottleneck) -> bool:
     """Whether a block's parts are of the classes it was built with."""
     has_layers = all(consists_of(layer, CentredConv2d, BatchNorm2d) for layer in block.layers())
@@ -165,10 +163,10 @@ def is_whole(block: BasicBlock | Bottleneck) -> bool:
 
 
 CHAINED: Checks = {
-    CentredConv2d: is_centred,
-    BatchNorm2d: has_statistics,
-    HalvingMaxPool2d: lambda layer: is_halving(layer, 3),
-    **dict.fromkeys((nn.ReLU, nn.Identity, nn.Sequential, Blocks), always),
+    **CONVOLUTIONAL,
+    HalvingMaxPool2d: lambda layer: layer.is_as_built() and layer.kernel == 3,
+    nn.Identity: always,
+    Blocks: has_blocks_only,
     **dict.fromkeys((BasicBlock, Bottleneck), is_whole),
 }
 """What `kernels.resnet_chain` takes the place of."""

@@ -14,17 +14,7 @@ from halfstep.errors import ModelError
 from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
 from halfstep.kernels.unet_chain import MOST_CLASSES, MOST_HEAD_CHANNELS
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
-from halfstep.models.plain_layers import (
-    Checks,
-    always,
-    are_plain,
-    consists_of,
-    has_statistics,
-    is_centred,
-    is_doubling,
-    is_halving,
-    is_plain,
-)
+from halfstep.models.plain_layers import CONVOLUTIONAL, Checks, are_plain, consists_of, is_plain
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
 from halfstep.models.unet_chain import Level, chained_logits
 
@@ -197,14 +187,12 @@ def has_small_head(outer: OutConv) -> bool:
 
 
 CHAINED: Checks = {
-    CentredConv2d: lambda layer: is_centred(layer) and layer.kernel_size == (3, 3) and layer.stride == (1, 1),
-    BatchNorm2d: has_statistics,
-    nn.ReLU: always,
-    HalvingMaxPool2d: lambda layer: is_halving(layer, 2),
-    DoublingConvTranspose2d: is_doubling,
-    nn.Sequential: always,
-    DoubleConv: lambda block: consists_of(block.double_conv, *2 * (CentredConv2d, BatchNorm2d, nn.ReLU)),
-    Down: lambda block: consists_of(block.maxpool_conv, HalvingMaxPool2d, DoubleConv),
+    **CONVOLUTIONAL,
+    CentredConv2d: lambda layer: layer.is_as_built() and layer.kernel_size == (3, 3) and layer.stride == (1, 1),
+    HalvingMaxPool2d: lambda layer: layer.is_as_built() and layer.kernel == 2,
+    DoublingConvTranspose2d: DoublingConvTranspose2d.is_as_built,
+    DoubleConv: lambda block: consists_of(block.double_conv.children(), *2 * (CentredConv2d, BatchNorm2d, nn.ReLU)),
+    Down: lambda block: consists_of(block.maxpool_conv.children(), HalvingMaxPool2d, DoubleConv),
     Up: lambda block: consists_of((block.up, block.conv), DoublingConvTranspose2d, DoubleConv),
     OutConv: has_small_head,
 }

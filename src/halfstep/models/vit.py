@@ -170,33 +170,35 @@ class Encoder(nn.Module):
     def _suits_chain(self) -> bool:
         blocks = list(self.layers)[:-1]
         trains = all(weight.requires_grad for block in blocks for weight in block.parameters())
-        are_known = are_plain((self.layers, *(part for block in blocks for part in block.modules())), CHAINED)
-        return trains and are_known and has_room_for_tiles(self.pos_embedding.device)
+        are_known = consists_of((self.layers, *blocks), Blocks, *[EncoderBlock] * len(blocks))
+        parts = (self.layers, *(part for block in blocks for part in block.modules()))
+        return trains and are_known and are_plain(parts, CHAINED) and has_room_for_tiles(self.pos_embedding.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, tokens: Tensor) -> Stream:
-        blocks = [block for block in list(self.layers)[:-1] if isinstance(block, EncoderBlock)]
-        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or hooked
+        blocks = list(self.layers)[:-1]
+        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*blocks)(tokens), None, None)
         device = tokens.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
-        layers = [block.layers_of_chain() for block in blocks]
+        layers = [block.layers_of_chain() for block in blocks if isinstance(block, EncoderBlock)]
         return through_blocks(layers, tokens, dtype, keep=self.layers.recompute == "none")
 
 
-def chain_wanted(blocks: Blocks, tokens: Tensor) -> bool:
+def chain_wanted(blocks: nn.Module, tokens: Tensor) -> bool:
     """Whether all blocks but the last should run as a chain of our own kernels between matmuls: compiled, on a GPU, and
     under autocast, where rows are half as wide; or when forced."""
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
-    is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and len(blocks) > 1
-    return is_possible and blocks.recompute != "blocks" and decided("chain", otherwise=is_fast) and has_triton()
+    are_kept = isinstance(blocks, Blocks) and len(blocks) > 1 and blocks.recompute != "blocks"
+    is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and are_kept
+    return is_possible and decided("chain", otherwise=is_fast) and has_triton()
 
 
 def is_whole(block: EncoderBlock) -> bool:
     """Whether a block's parts are of the classes it was built with, without layer scale."""
     attention = (block.ln_1, block.self_attention, block.ls_1)
     has_attention = consists_of(attention, nn.LayerNorm, SelfAttention, nn.Identity)
-    perceptron = (block.ln_2, *block.mlp, block.ls_2)
+    perceptron = (block.ln_2, *block.mlp.children(), block.ls_2)
     return has_attention and consists_of(perceptron, nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear, nn.Identity)
 
 
