@@ -112,6 +112,24 @@ def test_weights_may_lie_on_the_host(weights: tuple[float, ...]) -> None:
     assert reading.is_bad == (not any(weights))
 
 
+@pytest.mark.parametrize("second", [0.0, 3.0])
+def test_only_some_weights_may_lie_on_the_host(second: float) -> None:
+    step = make_step("sgd", "fp32", device="cuda", accumulate=2)
+    loss_fn, weights = loss_of(step.model), iter((1.0, torch.tensor(second)))
+    window = [batch(k, device="cuda") for k in range(2)]
+    assert not step(lambda b: (loss_fn(b), next(weights)), window).read().is_bad
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_a_loss_may_be_computed_on_the_host(num_batches: int) -> None:
+    step, plain = (make_step("sgd", "fp32", device="cuda", accumulate=num_batches) for _ in range(2))
+    loss_fn, plain_fn = loss_of(step.model), loss_of(plain.model)
+    window = [batch(k, device="cuda") for k in range(num_batches)]
+    reading = step(lambda b: loss_fn(b).cpu(), window).read()
+    assert not reading.is_bad
+    assert reading.loss == pytest.approx(plain(plain_fn, window).read().loss)
+
+
 def test_the_gpu_does_not_idle_between_steps() -> None:
     """A trace of a model whose kernels outlast their launches: the gaps between kernels stay under 5 % of the time."""
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(4096, 4096), torch.nn.ReLU())]

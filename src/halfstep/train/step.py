@@ -203,14 +203,13 @@ class Step:
                 continue
             unit = _positive(weight) if unit is None else unit
             share = weight / unit
-            loss = _single(loss).float()
+            loss = _single(loss).to(self.device, torch.float32)
             loss = loss if _is_one(share) else loss * share
             with self.plan.backend():
                 self.scaler.scale(loss).backward()
             if total_loss is None:
                 # A copy where more follow: the user's own loss may be written into by then.
-                total_loss = loss.detach() if is_one else loss.detach().clone()
-                total_weight = share + torch.zeros((), device=self.device) if isinstance(share, Tensor) else share
+                total_loss, total_weight = loss.detach() if is_one else loss.detach().clone(), share
             else:
                 total_loss, total_weight = total_loss + loss.detach(), total_weight + share
         if total_loss is None:
@@ -226,7 +225,7 @@ class Step:
         norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
         if isinstance(weight, Tensor):
-            facts.empty = weight == 0
+            facts.empty = facts.empty | (weight == 0)  # on the device, wherever the weight lies
         elif weight == 0:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
