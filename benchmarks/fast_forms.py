@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from capture import captured
 from recording import store
 from torch import Tensor, nn
 
@@ -70,7 +71,7 @@ def last_block() -> nn.Module:
     return Read()
 
 
-def captured(make: Callable[[], nn.Module], shape: tuple[int, ...], needs_gradient: bool) -> torch.cuda.CUDAGraph:
+def graph_of(make: Callable[[], nn.Module], shape: tuple[int, ...], needs_gradient: bool) -> torch.cuda.CUDAGraph:
     """Forward and backward of the compiled module as one graph."""
     layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
     model = make().to(DEVICE)
@@ -88,16 +89,7 @@ def captured(make: Callable[[], nn.Module], shape: tuple[int, ...], needs_gradie
             y = compiled(x)
         torch.autograd.grad(y, inputs, gradient, allow_unused=True)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
+    return captured(step)[0]
 
 
 def milliseconds(graph: torch.cuda.CUDAGraph) -> dict[str, float]:
@@ -118,7 +110,7 @@ def measured(form: Form, make: Callable[[], nn.Module], shape: tuple[int, ...], 
     found: dict[str, Any] = {"form": form}
     for name, on in (("plain", False), ("fast", True)):
         with forced(on, form):
-            found[name] = milliseconds(captured(make, shape, needs_gradient))
+            found[name] = milliseconds(graph_of(make, shape, needs_gradient))
     return found
 
 

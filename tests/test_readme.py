@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from typer.main import get_command
@@ -11,7 +10,6 @@ from typer.main import get_command
 from halfstep.cli.main import app_with
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 def test_result_tables_are_generated_from_the_stored_results() -> None:

@@ -16,7 +16,7 @@ def captured(step: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with warnings.catch_warnings():
-        # A result that a test still holds keeps its parameters' nodes on the stream where it was computed.
+        # A result that the caller still holds keeps its parameters' nodes on the stream where it was computed.
         warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream", UserWarning)
         with torch.cuda.stream(side):
             for _ in range(3):
