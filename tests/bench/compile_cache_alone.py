@@ -46,8 +46,12 @@ def test_a_kernel_of_ours_is_found_cold_and_then_warm(kernel: Any) -> None:
         assert start(kernel) == "cold"
 
 
-def test_a_kernel_of_somebody_else_is_not_counted_beside_the_graph_it_belongs_to(kernel: Any) -> None:
-    kernel.module = "torch._inductor.runtime.compile_tasks.somewhere"
+@pytest.mark.parametrize("module", ["torch._inductor.runtime.compile_tasks.somewhere", None])
+def test_a_kernel_of_somebody_else_is_not_counted_beside_the_graph_it_belongs_to(
+    module: str | None, kernel: Any
+) -> None:
+    """None: of a module that was run, not imported."""
+    kernel.module = module
     with empty_cache():
         assert start(kernel) == ""
 

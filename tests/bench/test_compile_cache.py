@@ -16,4 +16,4 @@ def test_our_own_kernels_count_as_compiled_code() -> None:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(alone)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:]
-    assert "5 passed" in done.stdout
+    assert "6 passed" in done.stdout

@@ -55,7 +55,7 @@ def _count_our_kernels() -> None:
 
     def count(**told: Any) -> None:
         kernel = getattr(told["src"], "fn", None)
-        if getattr(kernel, "module", "").startswith(OURS):
+        if (getattr(kernel, "module", None) or "").startswith(OURS):
             _our_kernels["hit" if told["cache_hit"] else "miss"] += 1
         if others is not None:
             others(**told)

@@ -120,8 +120,9 @@ def _feed_of(runner: Runner) -> FeedOf | None:
 
 
 def _faster_data(runner: Runner) -> str:
-    own = runner.problem.own_data if isinstance(runner, Ours) else None
-    return way_out(runner.config, own.train_samples, num_cores()) if isinstance(runner, Ours) and own else ""
+    if not isinstance(runner, Ours) or runner.problem.own_data is None:
+        return ""
+    return way_out(runner.config, runner.problem.own_data.train_samples, num_cores())
 
 
 def _matmul_rates(hardware: Hardware) -> dict[str, float]:
