@@ -197,6 +197,17 @@ def test_a_run_that_ended_and_was_not_asked_how_is_not_there() -> None:
     assert _is_there(os.getpid())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="workers elsewhere are left to torch")
+def test_a_run_is_there_whose_name_was_cut_in_the_middle_of_a_letter() -> None:
+    name = "a训练模型运行".encode()[:15]
+    Path("/proc/self/comm").write_bytes(name)
+    try:
+        assert name in Path("/proc/self/stat").read_bytes()
+        assert _is_there(os.getpid())
+    finally:
+        Path("/proc/self/comm").write_bytes(b"python")
+
+
 def is_running(pid: int) -> bool:
     """A process that ended may wait for somebody to ask how."""
     try:

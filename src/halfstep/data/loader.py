@@ -224,7 +224,8 @@ def _end_with(run: int) -> None:
 def _is_there(process: int) -> bool:
     """Not one that has ended and waits for somebody to ask how, as it may for ever."""
     with contextlib.suppress(OSError):  # no /proc here
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        # As bytes: the name in it is cut at the fifteenth, be it in the middle of a letter.
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     try:
         os.kill(process, 0)
     except ProcessLookupError:
