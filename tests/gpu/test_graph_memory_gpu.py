@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.measure.memory import peak_memory_bytes
+from halfstep.measure.memory import give_back, peak_memory_bytes
 from halfstep.run.engine import UNCAPTURED
+from halfstep.run.own_thread import in_own_thread
 from halfstep.train.graph import GraphedStep
 from halfstep.train.graph_memory import SAID, SETTING, growing_segments
 from halfstep.train.step import Step
@@ -90,6 +91,26 @@ def test_who_says_whether_segments_may_grow_is_not_overruled(word: str) -> None:
         with growing_segments():
             assert settings()[SETTING] is (word == "True")
         assert settings()[SETTING] is (word == "True")
+
+
+def test_nothing_is_left_of_a_graph_that_multiplied() -> None:
+    """cuBLAS keeps a workspace in the graph's memory, which would hold all of it."""
+
+    def captured() -> torch.cuda.CUDAGraph:
+        left = torch.ones(1024, 1024, device=CUDA)
+        graph = torch.cuda.CUDAGraph()
+        with growing_segments(), torch.cuda.graph(graph):
+            for _ in range(3):
+                left = left @ left
+        return graph
+
+    give_back(CUDA)
+    before = torch.cuda.memory_reserved()
+    in_own_thread(captured, CUDA).replay()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() > before
+    give_back(CUDA)
+    assert torch.cuda.memory_reserved() == before
 
 
 def test_a_graph_that_is_dropped_while_it_runs_ends_before_its_memory_is_gone() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from halfstep.bench.compile_cache import forget_our_kernels
+from halfstep.measure.memory import give_back
 from halfstep.precision.backend import read_flags, write_flags
 
 
@@ -31,9 +31,5 @@ def clean(device: torch.device) -> None:
     """Nothing compiled, nothing cached, nothing waiting to be freed."""
     # Compiled code keeps weights alive, and dynamo gives up on a function it has compiled eight times.
     torch.compiler.reset()
-    gc.collect()
     forget_our_kernels()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "xpu":
-        torch.xpu.empty_cache()
+    give_back(device)

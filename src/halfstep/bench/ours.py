@@ -16,6 +16,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, plan_for
 from halfstep.run.engine import Engine
+from halfstep.run.memory_low import MemorySetting
 from halfstep.run.randomness import algorithms, seed_everything
 from halfstep.run.tune import tuned
 from halfstep.train.facts import Facts
@@ -43,7 +44,7 @@ class Ours:
         workload = self.workload()
         self._plan = plan = self._plan or self._planned(workload)
         self.remarks = [f"{plan.way}: {plan.way_reason}"] if self.variant == "auto" else []
-        self.remarks += [plan.memory_reason] if plan.memory_reason else []
+        self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}"] if plan.memory_reason else []
         with algorithms(deterministic=self.config.train.deterministic):
             parts = assemble(self.config, workload, plan)
             assert parts.way is not None, "the plan was tuned"

@@ -7,13 +7,11 @@ install signal handlers, set environment variables and draw random numbers.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
 import threading
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -43,21 +41,6 @@ def isolated(device: torch.device) -> Iterator[None]:
         forced(False),
     ):
         yield
-
-
-def prepare_thread_for_graphs() -> None:
-    """The compiler keeps CUDA graphs for each thread; in torch 2.11 only the thread that imported it has a place."""
-    from torch._inductor import cudagraph_trees as trees
-
-    if hasattr(trees, "_initialize_tls") or hasattr(trees.local, "tree_manager_containers"):
-        return  # newer torch makes a place for each
-    trees.local.tree_manager_containers = {}
-    trees.local.tree_manager_locks = defaultdict(threading.Lock)
-    for name in ("tree_manager_containers", "tree_manager_locks"):
-        kept = getattr(trees.local, name)
-        torch._C._stash_obj_in_tls(name, kept)
-        # torch 2.11 lets go of it when the thread ends, but has not taken hold of it: we do that in its place.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 @contextlib.contextmanager

@@ -13,12 +13,13 @@ from typing import get_args
 import torch
 
 from halfstep.bench.peer_accelerate import import_accelerate, train_accelerate
-from halfstep.bench.peer_isolation import float32_as_asked, isolated, prepare_thread_for_graphs, quiet
+from halfstep.bench.peer_isolation import float32_as_asked, isolated, quiet
 from halfstep.bench.peer_lightning import import_lightning, train_lightning
 from halfstep.bench.peer_plain import train_plain
 from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant
 from halfstep.bench.runner import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, nearest
+from halfstep.run.compiler_threads import place_for_graphs
 
 __all__ = [
     "PEERS",
@@ -62,7 +63,7 @@ class PeerRunner:
         with isolated(device), float32_as_asked(self.precision, by_hand=by_hand):
             torch.backends.cudnn.benchmark = by_hand
             if self.variant == "graphs":
-                prepare_thread_for_graphs()
+                place_for_graphs()
             return self.loop(self.setup, steps, after_step)
 
 

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from halfstep.run.compiler_threads import before_a_thread
+
 T = TypeVar("T")
 
 LOOK_S = 0.1
@@ -23,7 +25,7 @@ LOOK_S = 0.1
 
 def in_own_thread(work: Callable[[], T], device: torch.device) -> T:
     """What `work` returns or raises. An interrupt of the caller reaches it, and is raised once it has ended."""
-    _have_the_compilers_guard_here()
+    before_a_thread()
     errand = _Errand(work, device)
     errand.start()
     try:
@@ -38,13 +40,6 @@ def in_own_thread(work: Callable[[], T], device: torch.device) -> T:
         return errand.result
     finally:
         del errand  # or its error's frames, this one among them, would hold it, and it its error
-
-
-def _have_the_compilers_guard_here() -> None:
-    """In a build for CUDA without a GPU the compiler puts a guard in the GPU's place, which goes with the thread that
-    asked for it first (torch 2.11): whoever compiles after that thread would crash."""
-    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
-        torch._C._ensureCUDADeviceGuardSet()
 
 
 class _Errand(threading.Thread, Generic[T]):

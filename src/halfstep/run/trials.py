@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.measure.memory import peak_memory_bytes, reset_peak
+from halfstep.measure.memory import give_back, peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
 from halfstep.run.engine import UNCAPTURED, Engine
@@ -50,7 +49,7 @@ def _cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cos
 @contextmanager
 def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
     """A copy of the run that is not yet begun, ready to be stepped; nothing of it is left afterwards."""
-    _let_go(plan)  # of a trial that failed: its error held it
+    give_back(torch.device(plan.device))  # of a trial that failed: its error held it
     generators = generator_states()
     copied = dataclasses.replace(workload, model=_copied(workload.model))
     try:
@@ -61,13 +60,7 @@ def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
         del copied
         # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
         torch.compiler.reset()
-        _let_go(plan)
-
-
-def _let_go(plan: Plan) -> None:
-    gc.collect()
-    if plan.on_cuda:
-        torch.cuda.empty_cache()
+        give_back(torch.device(plan.device))
 
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Trial:
