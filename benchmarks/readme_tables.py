@@ -135,9 +135,12 @@ def conditions(problems: dict[str, Any]) -> str:
 def held_down(case: dict[str, Any]) -> str:
     rows = [row for row in case["rows"] if row["window_ms"]]
     limits = sorted({limit for row in rows for limit in row["clock_limits"]})
-    free = [f"{row['name']} {row['variant']}" for row in rows if not row["clock_limits"]]
-    said = f"{', '.join(limits)} in all rows{' but ' if free else ''}{', '.join(free)}" if limits else "full clocks"
-    return f"{case['title']}: {said}"
+    return f"{case['title']}: {' and '.join(where_held(limit, rows) for limit in limits) or 'full clocks'}"
+
+
+def where_held(limit: str, rows: list[dict[str, Any]]) -> str:
+    free = [f"{row['name']} {row['variant']}" for row in rows if limit not in row["clock_limits"]]
+    return f"{limit} in all rows{' but ' if free else ''}{', '.join(free)}"
 
 
 def fastest(rows: list[dict[str, Any]], belongs: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:

@@ -284,3 +284,13 @@ def test_rows_without_time_are_left_out_and_say_so(capsys: pytest.CaptureFixture
     [(_, row)] = rows_in_turn({"tiny": tiny}, ("eager",), probe("cpu"), at_once=1, deadline=time.monotonic())
     assert (row.label, row.reason) == ("halfstep eager fp32", "it was not compiled in time")
     assert "tiny halfstep eager fp32: it was not compiled in time" in capsys.readouterr().out
+
+
+def test_each_limit_of_the_clocks_is_said_of_the_rows_that_met_it() -> None:
+    from readme_tables import held_down
+
+    case = unet_problem()
+    case["rows"] = [row("halfstep", "auto", 20.0, 4.0), row("plain", "tuned", 26.0, 6.0)]
+    assert held_down(case) == "U-Net, 8: full clocks"
+    case["rows"][0]["clock_limits"], case["rows"][1]["clock_limits"] = ["power cap"], ["heat"]
+    assert held_down(case) == "U-Net, 8: heat in all rows but halfstep auto and power cap in all rows but plain tuned"
