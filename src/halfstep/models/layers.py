@@ -63,8 +63,7 @@ class DoublingConvTranspose2d(nn.ConvTranspose2d):
         super().__init__(in_channels, out_channels, kernel_size=2, stride=2)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        is_fitting = has_channels_last(input) and output_size is None and self.is_as_built()
-        if wanted("upsampling", input) and is_fitting:
+        if wanted("upsampling", input) and has_channels_last(input) and output_size is None and self.is_as_built():
             return doubling_conv_transpose2d(input, self.weight, self.bias)
         return super().forward(input, output_size)
 
