@@ -87,7 +87,8 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def is_as_built(self) -> bool:
         """With any momentum that is a number: torch's own `update_bn` takes it away for a while."""
-        return self.affine and self.track_running_stats and self.momentum is not None
+        has_numbers = isinstance(self.eps, (int, float)) and isinstance(self.momentum, (int, float))
+        return self.affine and self.track_running_stats and has_numbers
 
 
 class HalvingMaxPool2d(nn.MaxPool2d):
