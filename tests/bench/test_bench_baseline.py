@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from halfstep.bench.baseline import earlier_rows, refuse_without_common_rows, regressions
+from halfstep.bench.baseline import Comparison, Earlier, compare, earlier_rows, refuse_without_common_rows
 from halfstep.bench.bench import clock_warning, concluded, drift_warning, loss_reference, loss_warnings, with_speedups
 from halfstep.bench.problem import problem_for
 from halfstep.bench.record import identity, read, refuse_to_overwrite, results, rows_of, save
@@ -40,7 +39,16 @@ def record_of(*rows: Row) -> dict[str, Any]:
 def worse(tmp_path: Path, before: Row, now: Row) -> list[str]:
     path = tmp_path / "before.json"
     save(record_of(before), path)
-    return regressions(earlier_rows(path, record_of(now)).rows, [now])
+    return list(compare(earlier_rows(path, record_of(now)), [now], None).regressions)
+
+
+def after_drift(tmp_path: Path, *, then: float = 1.0, here: float = 1.0, slower: float) -> Comparison:
+    """An earlier bench and this one, whose first rows took so many times as long at the end; a later row got slower."""
+    first, path = row("eager", "fp32", 100.0), tmp_path / "before.json"
+    again = row("eager", "fp32", then * 100.0)
+    save(record_of(first, row("graph", "bf16", 20.0)) | {"repeated": again.to_dict()}, path)
+    rows = [first, row("graph", "bf16", slower * 20.0)]
+    return compare(earlier_rows(path, record_of(*rows)), rows, row("eager", "fp32", here * 100.0))
 
 
 def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
@@ -109,6 +117,33 @@ def test_a_window_in_which_the_machine_was_busy_hides_no_slowdown(tmp_path: Path
     busy = dataclasses.replace(slow, window_ms=(*slow.window_ms[:-1], 400.0))
     [line] = worse(tmp_path, before, busy)
     assert "(+100.0%" in line
+
+
+@pytest.mark.parametrize("drifts", [{"here": 1.3}, {"here": 1 / 1.3}, {"then": 1.3}, {"then": 1 / 1.3}])
+def test_a_row_that_is_slower_by_less_than_a_bench_drifted_is_named_and_is_no_regression(
+    tmp_path: Path, drifts: dict[str, float]
+) -> None:
+    within = after_drift(tmp_path, **drifts, slower=1.2)
+    assert within.regressions == ()
+    assert [line[:29] for line in within.within_drift] == ["halfstep graph bf16 is slower"]
+    assert within.drift == pytest.approx(1.3)
+    beyond = after_drift(tmp_path, **drifts, slower=1.4)
+    assert [line[:29] for line in beyond.regressions] == ["halfstep graph bf16 is slower"]
+    assert beyond.within_drift == ()
+
+
+def test_drifts_of_both_benches_add_up(tmp_path: Path) -> None:
+    assert after_drift(tmp_path, then=1.2, here=1.2, slower=1.4).regressions == ()
+    assert after_drift(tmp_path, then=1.2, here=1.2, slower=1.6).regressions != ()
+
+
+def test_without_a_row_that_was_measured_again_nobody_knows_of_a_drift() -> None:
+    before = row("graph", "bf16", 20.0)
+    lost = Row(name="halfstep", variant="graph", precision="bf16", reason="out of memory")
+    for again in (None, lost):
+        found = compare(Earlier(rows={before.label: before}), [row("graph", "bf16", 24.0)], again)
+        assert found.drift == 1.0
+        assert len(found.regressions) == 1
 
 
 def test_steady_windows_do_not_make_a_percent_a_regression(tmp_path: Path) -> None:
@@ -219,9 +254,11 @@ def test_an_older_file_that_does_not_tell_its_settings_is_compared_with_a_warnin
 def test_simulated_rows_are_not_compared_however_slow_they_got(tmp_path: Path) -> None:
     path, real = tmp_path / "before.json", row("eager", "fp32", 100.0)
     save(record_of(real, row("eager", "bf16", 20.0, simulated=True)), path)
-    before = earlier_rows(path, record_of(real)).rows
-    assert list(before) == ["halfstep eager fp32"]
-    assert regressions(before, [real, row("eager", "fp32", 900.0, simulated=True)]) == []
+    before = earlier_rows(path, record_of(real))
+    assert list(before.rows) == ["halfstep eager fp32"]
+    found = compare(before, [real, row("eager", "fp32", 900.0, simulated=True)], None)
+    assert found.regressions == ()
+    assert found.simulated == ("halfstep eager fp32",)
 
 
 def test_a_baseline_of_simulated_rows_alone_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
@@ -231,20 +268,45 @@ def test_a_baseline_of_simulated_rows_alone_is_refused_before_anything_is_measur
         earlier_rows(path, record_of(simulated))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"bench": 1, "rows": [{}]})])
-def test_a_file_that_is_no_bench_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b"hello", "it is no JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"\x89PNG", "it is no text"),
+        (b"[]", "it is JSON of another kind, or of another version's bench"),
+        (b"{}", "it is JSON of another kind, or of another version's bench"),
+        (b'{"bench": 1, "rows": [{}]}', "it is JSON of another kind, or of another version's bench"),
+        (b'{"explained": []}', "it is one of --explain, without times to compare"),
+    ],
+)
+def test_a_file_that_is_no_bench_is_refused_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(CheckpointError, match="was not written by"):
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is no file of halfstep bench --save") as refused:
         rows_of(read(path), path)
+    assert refused.value.why == why
 
 
 def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    refuse_to_overwrite([path, None], force=False)
+    refuse_to_overwrite({"--save": path, "--picture": None}, force=False)
     path.write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
-        refuse_to_overwrite([path], force=False)
-    refuse_to_overwrite([path], force=True)
-    with pytest.raises(ConfigError, match="is no folder"):
-        refuse_to_overwrite([tmp_path / "nowhere" / "bench.json"], force=True)
+        refuse_to_overwrite({"--save": path}, force=False)
+    refuse_to_overwrite({"--save": path}, force=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "fix"),
+    [
+        (".", "", "name a file in it: --save {}/bench.json"),
+        ("no where/bench.json", "the folder {}/no where does not exist", "make it first: mkdir -p '{}/no where'"),
+        ("file/bench.json", "the folder {}/file is a file, not a folder", "another name"),
+    ],
+)
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: str, why: str, fix: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError) as refused:
+        refuse_to_overwrite({"--save": tmp_path / name}, force=True)
+    assert (refused.value.why, refused.value.fix) == (why.format(tmp_path), fix.format(tmp_path))

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,10 +122,37 @@ def test_the_console_shows_kinds_findings_and_notes(explanation: Explanation) ->
         assert change.setting in shown
 
 
+RECORD = {
+    "device": "a small CPU",
+    "versions": {"torch": "2.11.0"},
+    "problem": {
+        "workload": "unet",
+        "parameters": 486,
+        "batch_size": 8,
+        "image_size": 64,
+        "optimizer": "adamw",
+        "clip_norm": 1.0,
+    },
+}
+
+
 def test_the_picture_is_written(explanation: Explanation, tmp_path: Path) -> None:
     path = tmp_path / "explained.png"
-    draw_explanations([explanation, explanation], path)
+    draw_explanations([explanation, explanation], RECORD, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pictures_title_names_model_batch_size_way_precision_and_device(
+    explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("halfstep.report.explain_view.save_figure", lambda figure, path: figures.append(figure))
+    compiled = dataclasses.replace(explanation, title="tiny compile fp32")
+    draw_explanations([explanation, compiled], RECORD, tmp_path / "explained.png")
+    assert figures[0].get_suptitle() == (
+        "where a step goes: unet, 486 parameters, batch 8, 64 pixels, adamw, clip 1\n"
+        "tiny eager/compile fp32: a small CPU, torch 2.11.0"
+    )
 
 
 def test_too_few_steps_are_refused_before_any_is_made() -> None:

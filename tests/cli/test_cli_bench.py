@@ -174,12 +174,29 @@ def test_a_baseline_that_was_faster_ends_with_one_and_an_equal_one_with_zero(
     before = json.loads(saved.read_text())
     for factor, expected in ((1e-3, 1), (1e3, 0)):
         changed = json.loads(json.dumps(before))
-        changed["rows"][0]["window_ms"] = [factor * ms for ms in before["rows"][0]["window_ms"]]
+        for row in (changed["rows"][0], changed["repeated"]):
+            row["window_ms"] = [factor * ms for ms in row["window_ms"]]
         saved.write_text(json.dumps(changed))
         assert exit_code(*FP32, "--baseline", str(saved)) == expected
         said = capsys.readouterr()
         assert ("regression: halfstep eager fp32 is slower" in said.err) == (expected == 1)
-        assert ("1 of the baseline's 1 rows compared: none is slower\n" in said.out) == (expected == 0)
+        assert ("1 of 1 row of the baseline compared: none is slower" in said.out) == (expected == 0)
+
+
+def test_what_a_baseline_shows_as_slower_within_the_drift_is_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    saved = tmp_path / "before.json"
+    assert exit_code(*FP32, "--save", str(saved)) == 0
+    before = json.loads(saved.read_text())
+    before["rows"][0]["window_ms"] = [1e-3 * ms for ms in before["rows"][0]["window_ms"]]
+    before["repeated"]["window_ms"] = [1e3 * ms for ms in before["repeated"]["window_ms"]]
+    saved.write_text(json.dumps(before))
+    assert exit_code(*FP32, "--baseline", str(saved)) == 0
+    said = capsys.readouterr().out
+    assert "warning: halfstep eager fp32 is slower" in said
+    assert "no regression, because the machine drifted by" in said
+    assert "compared: none is slower by more than the drift of" in said
 
 
 def test_a_baselines_simulated_rows_are_named_and_not_compared(
@@ -194,7 +211,7 @@ def test_a_baselines_simulated_rows_are_named_and_not_compared(
     saved.write_text(json.dumps(before))
     assert exit_code(*both, "--baseline", str(saved)) == 0
     said = capsys.readouterr().out
-    assert "1 of the baseline's 1 rows compared" in said
+    assert "1 of 1 row of the baseline compared" in said
     assert "not compared: halfstep eager tf32: simulated" in said
 
 
@@ -213,7 +230,7 @@ def test_a_baseline_without_any_of_the_rows_is_refused_before_anything_is_measur
 ) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     assert exit_code(*FP32, "--save", str(before)) == 0
-    monkeypatch.setattr("halfstep.bench.bench.bench", None)  # whoever calls it fails otherwise than asked for
+    monkeypatch.setattr("halfstep.cli.bench_measure.bench", None)  # whoever calls it fails otherwise than asked for
     words = (*TINY, "--precisions", "fp32,tf32", "--ways", "auto", "--device", "cpu", "--baseline", str(before))
     assert exit_code(*words, "--save", str(after)) == 2
     assert "the baseline has none of these rows: halfstep auto fp32\n" in capsys.readouterr().err
@@ -250,7 +267,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
 ) -> None:
     for module in (name, "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("halfstep.bench.bench.bench", None)  # whoever calls it fails otherwise than asked for
+    monkeypatch.setattr("halfstep.cli.bench_measure.bench", None)  # whoever calls it fails otherwise than asked for
     assert exit_code(*FP32, "--against", f"plain,{name}") == 2
     assert f"pip install {name}" in capsys.readouterr().err
 
@@ -260,14 +277,24 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
     [
         (("unet", "--steps", "3"), "--steps 3 is too few"),
         (("unet", "--ways", "eagre"), "--ways takes no 'eagre'"),
+        (("unet", "--ways", "eagre"), "fix: did you mean 'eager'?"),
+        (("unet", "--ways", "fast"), "fix: --ways auto"),
+        (("unet", "--ways", ""), "--ways '' names nothing"),
+        (("unet", "--precisions", " ,"), "--precisions ' ,' names nothing"),
+        (("unet", "--against", ""), "--against '' names nothing"),
         (("unet", "--against", "keras"), "--against takes no 'keras'"),
+        (("unet", "--against", "keras"), "fix: one of plain, lightning, accelerate\n"),
+        (("unet", "--against", "PyTorch"), "fix: --against plain\n"),
         (("unet", "--against", "plain:graph"), "did you mean 'plain:graphs'"),
         (("unet", "--precisions", "fp7"), "fp7"),
+        (("unet", "--batch-size", "0"), "--batch-size 0 is less than 1"),
+        (("unet", "--image-size", "-2"), "fix: --image-size 1 or more"),
+        (("",), "the workload is ''"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("tiny_workload:build", "--steps", "10"), "halfstep bench cannot make data for tiny_workload:build"),
-        (("unet", "--save", "/nowhere/at/all.json"), "is no folder"),
-        (("unet", "--baseline", "/nowhere.json"), "cannot read"),
-        (("unet", "--baseline", "/nowhere.json"), "fix: save one first: halfstep bench ... --save /nowhere.json"),
+        (("unet", "--save", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
+        (("unet", "--baseline", "/nowhere.json"), "--baseline /nowhere.json is no file of halfstep bench --save"),
+        (("unet", "--baseline", "/nowhere.json"), "why: it cannot be read: No such file or directory"),
         (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
         (("unet", "--picture", "speed"), "fix: speed.png"),
         (("unet", "train.fast=off"), "fix: --ways eager"),
@@ -279,3 +306,20 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
 def test_mistakes_are_clear_errors(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*words, "--device", "cpu") == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_is_no_workload_and_a_runs_folder_names_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(str(tmp_path)) == 2
+    assert "fix: halfstep bench unet; to see where the time goes on data of your own: " in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    assert exit_code(str(tmp_path)) == 2
+    assert f"fix: the config of this run: halfstep bench {tmp_path / 'config.yaml'}" in capsys.readouterr().err
+
+
+def test_rows_and_time_left_are_told_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*FP32) == 0
+    first, again = [line for line in capsys.readouterr().err.splitlines() if line.startswith("measuring")]
+    assert first == "measuring halfstep eager fp32 (row 1 of 2)"
+    assert again.startswith("measuring halfstep eager fp32 again (row 2 of 2, about 0:0")

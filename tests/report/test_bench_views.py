@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from halfstep.report.bench_picture import draw_bench
-from halfstep.report.bench_table import digits, show_bench, start
+from halfstep.report.bench_table import counted, digits, show_bench, start
 
 NOTHING: dict[str, Any] = {
     "reason": "",
@@ -106,8 +106,32 @@ def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
 
 def test_the_rows_that_speedups_refer_to_are_named_below_the_table() -> None:
     said = shown(RECORD)
-    assert "x fp32: times as fast as halfstep eager fp32; x tf32: times as fast as plain tuned tf32" in said
+    assert "x fp32: times as fast as halfstep eager fp32\n" in said
+    assert "x tf32: times as fast as plain tuned tf32\n" in said
     assert "times as fast as" not in shown({**RECORD, "speedup_bases": {}})
+
+
+def test_only_columns_that_are_shown_are_explained() -> None:
+    assert "of floor: counted arithmetic" in shown(RECORD)
+    without = measured("eager", "fp32", 246.6, floor_share=None, loss=None, speedup_tf32=None)
+    said = shown({**RECORD, "rows": [without]})
+    assert "ms/step: median" in said
+    assert not any(word in said for word in ("of floor", "loss", "tf32"))
+
+
+@pytest.mark.parametrize(("rows", "findings", "said"), [(1, ["a"], "1 row "), (2, ["a", "b"], "2 rows ")])
+def test_one_is_no_plural(rows: int, findings: list[str], said: str) -> None:
+    compared = {"compared_rows": ["halfstep eager fp32"], "baseline_rows": rows, "baseline_drift": 1.0}
+    found = shown({**RECORD, **compared, "regressions": findings})
+    assert f"1 of {said}of the baseline compared: {counted(len(findings), 'finding')}\n" in found
+
+
+def test_the_drift_stands_beside_a_verdict_that_it_made_milder() -> None:
+    compared = {"compared_rows": ["halfstep eager fp32"], "baseline_rows": 1, "baseline_drift": 1.31}
+    slower = "halfstep eager fp32 is slower: 12 ms a step against 10"
+    said = shown({**RECORD, **compared, "regressions": [], "within_drift": [slower]})
+    assert f"warning: {slower}; no regression, because the machine drifted by 31.0%" in said
+    assert "1 of 1 row of the baseline compared: none is slower by more than the drift of 31.0% or larger" in said
 
 
 def test_a_column_that_nobody_fills_is_left_out() -> None:

@@ -1,14 +1,19 @@
-"""Against an earlier bench: which rows got slower or larger by more than their windows vary."""
+"""Against an earlier bench: which rows got slower or larger by more than their windows vary and their machine drifts.
+
+How far a machine drifted while a bench ran tells its first row, which is measured again at the end. Where in between
+another row stood is not known, so each may have come out as much too slow, or in the earlier bench too fast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfstep.bench.bench import drift
 from halfstep.bench.ours import Ours
-from halfstep.bench.record import read, rows_of
+from halfstep.bench.record import read, repeated_of, rows_of
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Runner
 from halfstep.errors import ConfigError
@@ -28,6 +33,8 @@ class Earlier:
 
     rows: Mapping[str, Row]
     """By their labels."""
+    drift: float = 1.0
+    """How many times as long its first row took at the slower end of that bench."""
     warning: str = ""
     """What the file does not tell, so that nobody knows whether it was the same."""
 
@@ -41,14 +48,31 @@ def earlier_rows(path: Path, now: Mapping[str, Any]) -> Earlier:
             why="; ".join(differences),
             fix="save a new baseline here: --save FILE",
         )
-    found = {row.label: row for row in rows_of(earlier, path) if row.is_measured and not row.simulated}
+    rows = rows_of(earlier, path)
+    found = {row.label: row for row in rows if row.is_measured and not row.simulated}
     if not found:
         raise ConfigError(
             f"{path} has no row to compare with",
             why="each was simulated, whose time means nothing, or could not be measured",
             fix="save one with a format that this device has: --precisions fp32 --save FILE",
         )
-    return Earlier(rows=found, warning=_untold(path, earlier, now))
+    drifted = drift(rows, repeated_of(earlier, path))
+    return Earlier(rows=found, drift=drifted, warning=_untold(path, earlier, now))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What became of the rows since an earlier bench."""
+
+    compared: tuple[str, ...] = ()
+    """Labels of the rows that both have."""
+    simulated: tuple[str, ...] = ()
+    """Of those now, left out: their time means nothing."""
+    regressions: tuple[str, ...] = ()
+    within_drift: tuple[str, ...] = ()
+    """Slower, but by no more than the machine drifted while one of the two benches ran."""
+    drift: float = 1.0
+    """Of both benches together: as many times as long may a step take without having got slower."""
 
 
 def refuse_without_common_rows(before: Mapping[str, Row], asked: Iterable[Runner | Row]) -> None:
@@ -62,10 +86,19 @@ def refuse_without_common_rows(before: Mapping[str, Row], asked: Iterable[Runner
         )
 
 
-def regressions(before: Mapping[str, Row], rows: Sequence[Row]) -> list[str]:
+def compare(before: Earlier, rows: Sequence[Row], repeated: Row | None) -> Comparison:
     """What got worse, in words; rows that are simulated now are left out, as those of then are."""
-    compared = [row for row in rows if row.label in before and not row.simulated]
-    return [line for row in compared for line in _worse(before[row.label], row)]
+    drifted = before.drift * drift(rows, repeated)
+    pairs = [(before.rows[row.label], row) for row in rows if row.label in before.rows and not row.simulated]
+    slower = [(then, now) for then, now in pairs if now.is_measured and _is_slower(then, now)]
+    certain = [(then, now) for then, now in slower if _is_slower(then, now, drift=drifted)]
+    return Comparison(
+        compared=tuple(now.label for _, now in pairs),
+        simulated=tuple(row.label for row in rows if row.simulated),
+        regressions=tuple(_lost_and_larger(pairs)) + tuple(_in_words(then, now) for then, now in certain),
+        within_drift=tuple(_in_words(then, now) for then, now in slower if (then, now) not in certain),
+        drift=drifted,
+    )
 
 
 def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -89,18 +122,23 @@ def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
     return dict(record.get("problem", {}).get("settings", {}))
 
 
-def _worse(before: Row, now: Row) -> list[str]:
-    if not now.is_measured:
-        return [f"{now.label} was measured then, and now: {now.reason}"]
-    found = []
+def _is_slower(before: Row, now: Row, *, drift: float = 1.0) -> bool:
     # Windows that do not overlap, rather than medians that part by more than the spreads: one window in which the
     # machine was busy makes a spread as large as the step, and would hide a slowdown of any size.
-    fastest_now, slowest_then = min(now.window_ms), max(before.window_ms)
-    if fastest_now > slowest_then and now.ms > (1 + TIME_BOUND) * before.ms:
-        found.append(
-            f"{now.label} is slower: {now.ms:.4g} ms a step against {before.ms:.4g} ({now.ms / before.ms - 1:+.1%}, "
-            f"fastest window {fastest_now:.4g} ms, slowest then {slowest_then:.4g})"
-        )
-    if now.peak_bytes and before.peak_bytes and now.peak_bytes > (1 + MEMORY_BOUND) * before.peak_bytes:
-        found.append(f"{now.label} is larger: {format_bytes(now.peak_bytes)} against {format_bytes(before.peak_bytes)}")
-    return found
+    no_overlap = min(now.window_ms) > drift * max(before.window_ms)
+    return no_overlap and now.ms > (1 + TIME_BOUND) * drift * before.ms
+
+
+def _in_words(before: Row, now: Row) -> str:
+    return (
+        f"{now.label} is slower: {now.ms:.4g} ms a step against {before.ms:.4g} ({now.ms / before.ms - 1:+.1%}, "
+        f"fastest window {min(now.window_ms):.4g} ms, slowest then {max(before.window_ms):.4g})"
+    )
+
+
+def _lost_and_larger(pairs: Iterable[tuple[Row, Row]]) -> Iterator[str]:
+    for before, now in pairs:
+        if not now.is_measured:
+            yield f"{now.label} was measured then, and now: {now.reason}"
+        elif now.peak_bytes and before.peak_bytes and now.peak_bytes > (1 + MEMORY_BOUND) * before.peak_bytes:
+            yield f"{now.label} is larger: {format_bytes(now.peak_bytes)} against {format_bytes(before.peak_bytes)}"

@@ -50,6 +50,8 @@ NOT_OF_THE_STEP = (
     *("train.early_stopping_patience", "train.validate_every", "train.checkpoint", "train.report_every"),
 )
 """What a bench does not read, and what its rows and its device are named by. Channels of the data show in the model."""
+NOT_OURS = "it is JSON of another kind, or of another version's bench"
+DEFAULT_NAMES = {"--picture": "bench.png", "--save": "bench.json"}
 
 Record = dict[str, Any]
 
@@ -134,19 +136,27 @@ def memory_meaning(hardware: Hardware) -> str:
     return "peak of torch's tensors while training, what captured graphs hold included; reserved: all that torch took"
 
 
-def refuse_to_overwrite(paths: Sequence[Path | None], *, force: bool) -> None:
-    """Before minutes of measuring: a file that is there, or a folder that is not."""
-    for path in filter(None, paths):
+def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool) -> None:
+    """Before minutes of measuring, by option: a file that is there, or a folder that is not."""
+    for option, path in paths.items():
+        if path is None:
+            continue
+        said, folder = f"{option} {path}", path.parent
+        if path.is_dir():
+            raise ConfigError(f"{said} is a folder", fix=f"name a file in it: {option} {path / DEFAULT_NAMES[option]}")
         if path.exists() and not force:
-            raise ConfigError(f"{path} exists already", fix="another name, or --force to overwrite it")
+            raise ConfigError(f"{said} exists already", fix="another name, or --force to overwrite it")
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is no ordinary file", fix="another name")
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path.parent} is no folder", fix="make it first, or another name")
+            raise ConfigError(f"{said} is no ordinary file", fix="another name")
+        if not folder.is_dir():
+            missing = "is a file, not a folder" if folder.exists() else "does not exist"
+            fix = "another name" if folder.exists() else f"make it first: mkdir -p {shlex.quote(str(folder))}"
+            raise ConfigError(f"{said} cannot be written", why=f"the folder {folder} {missing}", fix=fix)
         try:
-            tempfile.TemporaryFile(dir=path.parent).close()
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise ConfigError(f"cannot write into {path.parent}: {error.strerror}", fix="another folder") from error
+            why = f"nothing can be written into {folder}: {error.strerror}"
+            raise ConfigError(f"{said} cannot be written", why=why, fix="a name in another folder") from error
 
 
 def save(found: Record, path: Path) -> None:
@@ -157,14 +167,17 @@ def save(found: Record, path: Path) -> None:
 def read(path: Path) -> Record:
     """A record that `save` wrote."""
     try:
-        found = json.loads(path.read_text())
+        text = path.read_text()
+        found = json.loads(text)
     except OSError as error:
-        fix = f"save one first: halfstep bench ... --save {path}"
-        raise CheckpointError(f"cannot read {path}: {error.strerror}", fix=fix) from error
+        raise _no_record(path, f"it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise _no_record(path, "it is no text") from error
     except ValueError as error:
-        raise _no_record(path) from error
+        raise _no_record(path, f"it is no JSON: {error}" if text.strip() else "it is empty") from error
     if not isinstance(found, dict) or found.get("bench") != VERSION:
-        raise _no_record(path)
+        is_explained = isinstance(found, dict) and "explained" in found
+        raise _no_record(path, "it is one of --explain, without times to compare" if is_explained else NOT_OURS)
     return found
 
 
@@ -176,5 +189,15 @@ def rows_of(found: Mapping[str, Any], path: Path) -> list[Row]:
         raise _no_record(path) from error
 
 
-def _no_record(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} was not written by this version's halfstep bench --save", fix="save a new one")
+def repeated_of(found: Mapping[str, Any], path: Path) -> Row | None:
+    """The first row of a record once more, as it was at the bench's end."""
+    again = found.get("repeated")
+    return rows_of({"rows": [again]}, path)[0] if again else None
+
+
+def _no_record(path: Path, why: str = NOT_OURS) -> CheckpointError:
+    return CheckpointError(
+        f"--baseline {path} is no file of halfstep bench --save",
+        why=why,
+        fix="save one first: the same command with --save NEW.json in place of --baseline",
+    )

@@ -7,11 +7,13 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from halfstep.bench.bench import Request, runners
 from halfstep.bench.explain import Explanation
@@ -19,12 +21,16 @@ from halfstep.bench.explain_data import on_own_data, refuse_peers
 from halfstep.bench.explain_rows import NotExplained, explain_rows, refuse_unexplainable
 from halfstep.bench.floor import step_flops
 from halfstep.bench.record import circumstances, command_line
+from halfstep.bench.row import Row
+from halfstep.cli.bench_measure import progress
 from halfstep.hardware.cache import cache_directory, measured_once
 from halfstep.hardware.measure import measure
+from halfstep.report.bench_progress import RowsLeft
+from halfstep.report.bench_table import title
 from halfstep.report.explain_view import draw_explanations, explain_view
 
 if TYPE_CHECKING:
-    from halfstep.bench.runner import Problem
+    from halfstep.bench.runner import Problem, Runner
     from halfstep.hardware.facts import Hardware
 
 ABOUT = ("command", "date", "device", "versions", "problem")
@@ -60,14 +66,24 @@ def explain_request(
     if problem.device.type == "cpu":
         # Read when the profiler first starts. Not on a GPU, where that log tells why the driver lets nobody count.
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-    progress = Console(stderr=True)
-    with contextlib.redirect_stdout(sys.stderr), progress.status("measuring matmuls") as status:
+    with progress() as console, console.status("measuring matmuls") as status:
         rated = measured_once(hardware, cache_directory(os.environ), measure)
-        status.update("profiling")
+        status.update("counting")
         flops = step_flops(problem)
         about = circumstances(problem, request, hardware, flops, command_line())
-        rows = explain_rows(runners(problem, request, rated), problem, rated, steps=steps, flops=flops)
+        asked = list(runners(problem, request, rated))
+        left = RowsLeft(sum(not isinstance(row, Row) for row in asked), console)
+        status.update(left)
+        rows = explain_rows(announced(asked, left), problem, rated, steps=steps, flops=flops)
         return Found({name: about[name] for name in ABOUT} | {"steps": steps}, list(rows))
+
+
+def announced(asked: Iterable[Runner | Row], left: RowsLeft) -> Iterator[Runner | Row]:
+    """Each when its turn comes; who cannot run has none."""
+    for row in asked:
+        if not isinstance(row, Row):
+            left.begin(f"{row.name} {row.variant} {row.precision}")
+        yield row
 
 
 def with_data(problem: Problem, folder: str) -> Problem:
@@ -92,7 +108,7 @@ def show_explanations(found: Found, *, as_json: bool, picture: Path | None, save
     if as_json:
         typer.echo(text)
     else:
-        _print(explained)
+        _print(explained, found.about)
     for row in refused:
         typer.secho(f"not explained: {row.title}: {row.reason}", fg="yellow", err=True)
     if save:
@@ -100,14 +116,15 @@ def show_explanations(found: Found, *, as_json: bool, picture: Path | None, save
 
         write_whole(save, text + "\n")
     if picture and explained:
-        draw_explanations(explained, picture)
+        draw_explanations(explained, found.about, picture)
     if not explained:
         raise typer.Exit(1)
 
 
-def _print(explained: list[Explanation]) -> None:
+def _print(explained: list[Explanation], about: Mapping[str, Any]) -> None:
     console = Console()
     # A file or a pipe has no width; rich would squeeze the tables into 80 columns.
     console = console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console.print(Text(f"{title(about)}\n", style="bold"), soft_wrap=True)
     for row in explained:
         console.print(explain_view(row), "")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.report.bench_table import digits, title
+from halfstep.report.bench_table import counted, digits, title
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _notes(record: Mapping[str, Any], num_drawn: int, *, has_memory: bool) -> It
     if num_drawn and not has_memory:
         yield f"memory: {record['memory']}"
     if left_out := len(record["rows"]) - num_drawn:
-        yield f"not drawn: {left_out} rows that could not be measured, or whose format is simulated here"
+        yield f"not drawn: {counted(left_out, 'row')} that could not be measured, or whose format is simulated here"
 
 
 def _draw_times(axes: Axes, rows: Sequence[Row]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -23,29 +23,33 @@ def show_bench(record: Record, console: Console) -> None:
     rows = record["rows"]
     console.print(Text(title(record), style="bold"), soft_wrap=True)
     measured = [row for row in rows if row["window_ms"]]
-    for columns in fitting(_columns(measured), console.width) if measured else ():
-        console.print(columns_table(columns, left=WHO))
-    for line in (*_not_measured(rows), *_remarks(measured), *_meanings(record, measured)):
+    columns = _columns(measured)
+    for table in fitting(columns, console.width) if measured else ():
+        console.print(columns_table(table, left=WHO))
+    for line in (*_not_measured(rows), *_remarks(measured), *_meanings(record, measured, columns)):
         console.print(Text(line, style="dim"), soft_wrap=True)
-    for warning in record["warnings"]:
+    for warning in (*record["warnings"], *_within_drift(record)):
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    if compared := record.get("compared_rows"):
-        better = "none is slower or larger" if any(row["peak_bytes"] for row in measured) else "none is slower"
-        found = f"{len(record['regressions'])} findings" if record["regressions"] else better
-        line = f"{len(compared)} of the baseline's {record['baseline_rows']} rows compared: {found}"
+    for line in _compared(record, has_memory="peak GB" in columns):
         console.print(Text(line), soft_wrap=True)
-    if simulated := record.get("not_compared_rows"):
-        line = f"not compared: {', '.join(simulated)}: simulated, so their time means nothing"
-        console.print(Text(line), soft_wrap=True)
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def title(record: Record) -> str:
     """`unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0`."""
+    return f"{problem_title(record)}: {record['device']}, torch {record['versions']['torch']}"
+
+
+def problem_title(record: Record) -> str:
+    """`unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1`."""
     problem = record["problem"]
     return (
         f"{problem['workload']}, {_count(problem['parameters'])} parameters, batch {problem['batch_size']}, "
-        f"{problem['image_size']} pixels, {problem['optimizer']}, clip {problem['clip_norm']:g}: "
-        f"{record['device']}, torch {record['versions']['torch']}"
+        f"{problem['image_size']} pixels, {problem['optimizer']}, clip {problem['clip_norm']:g}"
     )
 
 
@@ -119,24 +123,39 @@ def _remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{_label(row)}: {remark}" for row in rows for remark in row["remarks"]]
 
 
-def _meanings(record: Record, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the columns mean where the words alone could mislead."""
+def _meanings(record: Record, rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
+    """What the columns that are shown mean, where the words alone could mislead."""
     if not rows:
         return []
+    meanings = {
+        "ms/step": f"median of {len(rows[0]['window_ms'])} windows of {counted(record['window_steps'], 'step')}, "
+        "copy of the batch to the device included; windows: fastest to slowest; samples/s: at that median",
+        **{f"x {name}": f"times as fast as {label}" for name, label in record["speedup_bases"].items()},
+        "loss": f"after {counted(record['steps'], 'step')} on one random batch, held against "
+        f"{record['loss_reference']} within {record['loss_bound']:.0%}",
+        "of floor": "counted arithmetic at the measured matmul rate, as a share of the step",
+    }
+    said = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
+    return [*said, f"memory: {record['memory']}"]
+
+
+def _within_drift(record: Record) -> list[str]:
     return [
-        f"ms/step: median of {len(rows[0]['window_ms'])} windows of {record['window_steps']} steps, copy of the batch "
-        "to the device included; windows: fastest to slowest; samples/s: at that median",
-        *_bases(record["speedup_bases"]),
-        f"memory: {record['memory']}",
-        f"loss: after {record['steps']} steps on one random batch, held against {record['loss_reference']} "
-        f"within {record['loss_bound']:.0%}; of floor: counted arithmetic at the measured matmul rate",
+        f"{line}; no regression, because the machine drifted by {record['baseline_drift'] - 1:.1%} while it was "
+        "benched: measure again when it has nothing else to do"
+        for line in record.get("within_drift", ())
     ]
 
 
-def _bases(bases: Mapping[str, str]) -> list[str]:
-    """Which rows the speedups refer to: not always the eager one."""
-    said = "; ".join(f"x {precision}: times as fast as {label}" for precision, label in bases.items())
-    return [said] if said else []
+def _compared(record: Record, *, has_memory: bool) -> Iterator[str]:
+    """What became of the baseline's rows."""
+    if compared := record.get("compared_rows"):
+        beyond = f" by more than the drift of {drift:.1%}" if (drift := record["baseline_drift"] - 1) >= 0.001 else ""
+        better = f"none is slower{beyond}{' or larger' if has_memory else ''}"
+        found = counted(len(record["regressions"]), "finding") if record["regressions"] else better
+        yield f"{len(compared)} of {counted(record['baseline_rows'], 'row')} of the baseline compared: {found}"
+    if simulated := record.get("not_compared_rows"):
+        yield f"not compared: {', '.join(simulated)}: simulated, so their time means nothing"
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from halfstep.report.bench_table import problem_title
 from halfstep.report.picture_file import INK, new_figure, save_figure
 from halfstep.report.tables import columns_table, pairs_table
 
@@ -184,9 +185,12 @@ def _change(number: int, change: ChangeRow) -> RenderableType:
     return Group(head, Padding(Text(change.arithmetic, style="dim"), (0, 0, 0, 3)))
 
 
-def draw_explanations(explanations: Sequence[Explained], path: Path) -> None:
-    """Write one bar a step, stacked by kind, idle time at its end; a kind has the same colour in each."""
-    figure = new_figure((10.0, 2.6 + 0.6 * len(explanations)))
+def draw_explanations(explanations: Sequence[Explained], record: Mapping[str, Any], path: Path) -> None:
+    """Write one bar a step, stacked by kind, idle time at its end; a kind has the same colour in each.
+
+    `record` tells of problem and device, as that of a bench does.
+    """
+    figure = new_figure((10.0, 2.9 + 0.6 * len(explanations)))
     axes: Axes = figure.subplots()
     bars = [_pieces(explanation) for explanation in explanations]
     kinds = dict.fromkeys(kind for bar in bars for kind in bar if kind != IDLE)
@@ -195,14 +199,21 @@ def draw_explanations(explanations: Sequence[Explained], path: Path) -> None:
         _stack(axes, row, bar, colours)
     axes.set_yticks(range(len(bars)), [explanation.title for explanation in explanations], fontsize=9)
     axes.invert_yaxis()
-    axes.set_title(
-        f"where a step goes on {explanations[0].device_name}", loc="left", fontsize=11, fontweight="bold", color=INK
-    )
+    figure.suptitle(_picture_title(explanations, record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel("ms a step", fontsize=9, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "left", "right"]].set_visible(False)
     _name_kinds(axes, colours if any(IDLE in bar for bar in bars) else {kind: colours[kind] for kind in kinds})
     save_figure(figure, path)
+
+
+def _picture_title(explanations: Sequence[Explained], record: Mapping[str, Any]) -> str:
+    """What was trained, and below it by whom, in which way and precision, and where."""
+    who_way_precision = zip(*(explanation.title.split() for explanation in explanations), strict=True)
+    rows = " ".join("/".join(dict.fromkeys(words)) for words in who_way_precision)
+    return (
+        f"where a step goes: {problem_title(record)}\n{rows}: {record['device']}, torch {record['versions']['torch']}"
+    )
 
 
 def _pieces(explanation: Explained) -> dict[str, float]:

@@ -1,0 +1,209 @@
+"""What `halfstep bench` was asked for, with every mistake found before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from halfstep.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from halfstep.bench.bench import Request
+    from halfstep.bench.runner import Problem
+    from halfstep.bench.settings import StatedRow
+    from halfstep.hardware.facts import Hardware
+
+WAYS = {
+    "eager": "operation by operation",
+    "compile": "model and loss through torch.compile",
+    "graph": "the whole step as one CUDA graph",
+    "auto": "what `halfstep train` takes by itself",
+}
+PEERS = {
+    "plain": "a loop of your own in PyTorch",
+    "lightning": "Lightning's Trainer",
+    "accelerate": "Hugging Face Accelerate",
+}
+VARIANTS = ("documented", "tuned", "graphs")
+MEANT = {
+    **dict.fromkeys(("pytorch", "torch", "native", "vanilla"), "plain"),
+    **dict.fromkeys(("pytorch-lightning", "pytorch_lightning", "pl"), "lightning"),
+    **dict.fromkeys(("huggingface", "hf"), "accelerate"),
+    **dict.fromkeys(("fast", "best"), "auto"),
+    **dict.fromkeys(("off", "none"), "eager"),
+    **dict.fromkeys(("cudagraph", "cudagraphs", "cuda-graph", "cuda-graphs"), "graph"),
+}
+"""Other tools' and people's words for ours."""
+STEPS = {"cuda": 100, "cpu": 20}
+"""Timed steps by default."""
+AT_LEAST_ONE = {"batch_size": "a step trains on one sample or more", "image_size": "in pixels, of a side"}
+DEFAULT_WORKLOAD = "unet"
+UNSET = "an empty word is most often a shell variable that is not set"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The command line's own words; None where an option was not given."""
+
+    words: Sequence[str]
+    """The workload or config file, then settings."""
+    flags: Mapping[str, object]
+    """Options that are settings of a run, too."""
+    precisions: str | None
+    ways: str | None
+    against: str | None
+    steps: int | None
+    cold_start: bool
+    explain: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Files:
+    """What is read and written beside the table."""
+
+    picture: Path | None
+    save: Path | None
+    baseline: Path | None
+    force: bool
+
+
+def refuse_mistakes(asked: Asked, files: Files) -> None:
+    """Options that cannot be together, files that cannot be read or must not be written, sizes that cannot be."""
+    from halfstep.bench.record import read, refuse_to_overwrite
+
+    if asked.explain and (files.baseline or asked.cold_start):
+        other = "--baseline" if files.baseline else "--cold-start"
+        raise ConfigError(f"--explain takes a step apart, {other} times whole ones", fix="leave one of them out")
+    for name, why in AT_LEAST_ONE.items():
+        value, option = asked.flags[name], f"--{name.replace('_', '-')}"
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{option} {value} is less than 1", why=why, fix=f"{option} 1 or more")
+    refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
+    if files.save and files.baseline and files.save.resolve() == files.baseline.resolve():
+        raise ConfigError(f"--save {files.save} would overwrite the baseline", fix="another name for one of them")
+    if files.picture:
+        from halfstep.report.picture_file import refuse_unknown_format
+
+        refuse_unknown_format(files.picture)
+    if files.baseline:
+        read(files.baseline)
+
+
+def with_workload(words: Sequence[str]) -> list[str]:
+    """The words with what is trained in front; the default is taken where none is named, and said."""
+    if not words or "=" in words[0]:
+        typer.secho(f"no workload named: this is {DEFAULT_WORKLOAD}", fg="yellow", err=True)
+        return [DEFAULT_WORKLOAD, *words]
+    target = words[0]
+    if not target.strip():
+        raise ConfigError(
+            f"the workload is {target!r}", why=UNSET, fix="name one: halfstep bench unet, resnet50, vit_b_16"
+        )
+    if Path(target).is_dir():
+        raise ConfigError(
+            f"{target} is a folder, not a workload", why="a bench needs no data", fix=_fix_of_folder(Path(target))
+        )
+    return list(words)
+
+
+def _fix_of_folder(folder: Path) -> str:
+    if (folder / "config.yaml").is_file():
+        return f"the config of this run: halfstep bench {folder / 'config.yaml'}"
+    own = f"halfstep bench {DEFAULT_WORKLOAD} --explain data.dir={folder}"
+    return f"halfstep bench {DEFAULT_WORKLOAD}; to see where the time goes on data of your own: {own}"
+
+
+def split(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """`a,b` as its words, in the order given; nothing, and a word that the option does not take, are refused."""
+    if text is None:
+        return ()
+    found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
+    if not found:
+        fix = f"leave {option} out, or name some: {option} {','.join(list(allowed or ('fp32', 'bf16'))[:2])}"
+        raise ConfigError(f"{option} {text!r} names nothing", why=UNSET, fix=fix)
+    for word in found:
+        if allowed and word not in allowed:
+            raise _unknown(word, option, allowed)
+    return found
+
+
+def _unknown(word: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
+    """Those with a `:` are named only to who wrote one."""
+    named = {name: meaning for name, meaning in allowed.items() if ":" not in name}
+    meant = MEANT.get(word)
+    return ConfigError(
+        f"{option} takes no {word!r}",
+        why="it takes " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
+        fix=f"{option} {meant}" if meant in named else nearest(word, allowed if ":" in word else named),
+    )
+
+
+def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
+    """Everything that can be wrong is found here, before anything is measured."""
+    variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
+    ways, against = split(asked.ways, "--ways", WAYS), split(asked.against, "--against", PEERS | variants)
+    from halfstep.config.aliases import precision_name
+
+    words = split(asked.precisions, "--precisions")
+    precisions = tuple(dict.fromkeys(precision_name(word, "--precisions") for word in words))
+    import torch
+
+    from halfstep.bench.bench import Request
+    from halfstep.bench.laps import schedule_for
+    from halfstep.bench.peers import require_peers
+    from halfstep.bench.problem import problem_for
+    from halfstep.bench.settings import bench_config, default_precisions, default_ways
+    from halfstep.hardware.probe import probe
+
+    require_peers(against)
+    hardware = probe(str(asked.flags["device"] or "auto"))
+    place = torch.device(hardware.device)
+    steps = None if asked.explain else asked.steps
+    schedule = schedule_for(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
+    target, *overrides = asked.words
+    config = bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
+    stated = stated_by_config(asked)
+    unasked = ("auto",) if asked.explain else default_precisions(hardware)
+    request = Request(
+        precisions=without_auto(chosen("--precisions", precisions, stated, unasked), hardware),
+        ways=chosen("--ways", ways, stated, default_ways(place)),  # type: ignore[arg-type]
+        against=against,
+        schedule=schedule,
+        cold_start=asked.cold_start,
+    )
+    return hardware, problem_for(config, place), request
+
+
+def stated_by_config(asked: Asked) -> dict[str, StatedRow]:
+    """Rows that a config file or a preset states."""
+    from halfstep.bench.settings import stated_rows
+
+    stated = stated_rows(asked.words[0], asked.words[1:], asked.flags)
+    if asked.explain and "--ways" in stated and stated["--ways"].value == "auto":
+        del stated["--ways"]  # trials are no way of a step that could be taken apart
+    return stated
+
+
+def chosen(
+    option: str, asked: tuple[str, ...], stated: Mapping[str, StatedRow], unasked: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What the option asks for, else what the config states, which is said, else all that is usual here."""
+    if asked or option not in stated:
+        return asked or unasked
+    row = stated[option]
+    typer.secho(f"{option} {row.value}, as {row.where} says; {option} takes others", fg="yellow", err=True)
+    return (row.value,)
+
+
+def without_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
+    """`auto` as the precision that `halfstep train` takes on this device, and why it does."""
+    from halfstep.precision.decide import decide
+
+    plan = decide("auto", hardware)
+    if "auto" in precisions:
+        typer.secho(f"auto is {plan.granted} here: {plan.reason}", fg="yellow", err=True)
+    return tuple(dict.fromkeys(plan.granted if name == "auto" else name for name in precisions))

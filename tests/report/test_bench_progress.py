@@ -1,0 +1,46 @@
+"""How far a bench is."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from halfstep.report.bench_progress import RowsLeft
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_time_left_is_unknown_until_a_row_is_done_and_then_follows_the_mean_of_rows() -> None:
+    clock = Clock()
+    left = RowsLeft(4, Console(file=io.StringIO(), force_terminal=True), clock=clock)
+    left.begin("halfstep eager fp32")
+    clock.now = 30.0
+    assert left.left_s() is None
+    assert str(left) == "halfstep eager fp32 (row 1 of 4)"
+    left.begin("halfstep compile fp32")
+    assert left.left_s() == 90.0
+    clock.now = 40.0
+    assert str(left) == "halfstep compile fp32 (row 2 of 4, about 1:20 left at the pace so far)"
+    clock.now = 80.0  # longer than the row before: what is left are the others
+    assert left.left_s() == 60.0
+    left.begin("halfstep graph fp32")
+    assert left.left_s() == 80.0
+
+
+def test_a_terminal_is_told_by_its_status_and_a_file_by_lines() -> None:
+    said = {}
+    for is_terminal in (True, False):
+        out = io.StringIO()
+        left = RowsLeft(2, Console(file=out, force_terminal=is_terminal, width=40), clock=Clock())
+        left.begin("halfstep documented fp32 with a name that is long")
+        said[is_terminal] = out.getvalue()
+        assert left.__rich__().plain == "measuring halfstep documented fp32 with a name that is long (row 1 of 2)"
+    assert said == {True: "", False: "measuring halfstep documented fp32 with a name that is long (row 1 of 2)\n"}
