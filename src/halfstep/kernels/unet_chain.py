@@ -18,7 +18,6 @@ from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import convolution_gradients, convolved, weights_for
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 from halfstep.kernels.stem import PaddedImage, convolved_image, padded_image, stem_weight_gradient_through_norm
-from halfstep.kernels.upsample import doubled_into, doubling_gradient, tap_gradients
 
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
 """What `Head` can do: it has all channels of a pixel in registers, and walks over classes."""
@@ -133,6 +132,8 @@ class UpConcatConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from halfstep.kernels.upsample_triton import doubling_gradient, tap_gradients
+
         skip, deep, w, taps, b_up, z, cat, *vectors = ctx.saved_tensors
         skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
         z = normalised(deep, norm) if z is None else z
@@ -157,6 +158,8 @@ def taps_of(deep: Tensor, w_up: Tensor) -> Tensor:
 
 def concatenated(skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Tensor) -> Tensor:
     """relu(skip normalised), and z doubled in size and put in its middle."""
+    from halfstep.kernels.upsample_triton import doubled_into
+
     n, channels, height, width = skip.shape
     shape = (n, channels + len(b_up), height, width)
     cat = torch.empty(shape, dtype=skip.dtype, device=skip.device, memory_format=torch.channels_last)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from halfstep.kernels.layout import row_stride
 from halfstep.kernels.normalise import dense_like
-from halfstep.kernels.upsample import corner
 
 
 class Blocks(NamedTuple):
@@ -135,16 +134,18 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
         tl.store(part + columns * (4 * CHANNELS) + tap, tl.sum(total_bias, 1) / 16, mask=is_tap)
 
 
-def doubled(z: Tensor, taps: Tensor, bias: Tensor, out: Tensor) -> None:
-    """Writes z, transposedly convolved, into `out`, a slice of a map's channels."""
+def doubled_into(half: Tensor, z: Tensor, taps: Tensor, bias: Tensor) -> None:
+    """Fills `half`, a slice of a map's channels: z, transposedly convolved, in its middle; zeros where it is larger."""
+    if half.shape[2:] != (2 * z.shape[2], 2 * z.shape[3]):
+        half.zero_()
     num_rows, depth, width = z.numel() // z.shape[1], z.shape[1], taps.shape[1]
     blocks = blocks_for(z, DOUBLED, width, depth)
     doubled_kernel[(triton.cdiv(num_rows, blocks.rows) * triton.cdiv(width, blocks.columns),)](
-        z, taps, bias, out, num_rows, depth, row_stride(out), **sizes_of(out, z), **launch(blocks)
+        z, taps, bias, half, num_rows, depth, row_stride(half), **sizes_of(half, z), **launch(blocks)
     )
 
 
-def doubled_gradient(dout: Tensor, z: Tensor, taps: Tensor) -> Tensor:
+def doubling_gradient(dout: Tensor, z: Tensor, taps: Tensor) -> Tensor:
     """The gradient of z."""
     num_rows, columns, dz = z.numel() // z.shape[1], z.shape[1], dense_like(z)
     blocks = blocks_for(z, HALVED, columns, taps.shape[1])
@@ -172,7 +173,9 @@ def tap_gradients(dout: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 def sizes_of(half: Tensor, z: Tensor) -> dict[str, int]:
     """Channels, height and width of z and of the map that gets it doubled, and where in the latter it begins."""
-    (height, width), (out_height, out_width), (top, left) = z.shape[2:], half.shape[2:], corner(half, z)
+    (height, width), (out_height, out_width) = z.shape[2:], half.shape[2:]
+    # In the middle; half a pixel up and left of it where the difference is odd.
+    top, left = (out_height - 2 * height) // 2, (out_width - 2 * width) // 2
     return {
         "CHANNELS": half.shape[1], "HEIGHT": height, "WIDTH": width, "OUT_HEIGHT": out_height, "OUT_WIDTH": out_width,
         "TOP": top, "LEFT": left,
