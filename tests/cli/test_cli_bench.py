@@ -318,6 +318,13 @@ def test_a_folder_is_no_workload_and_a_runs_folder_names_its_config(
     assert f"fix: the config of this run: halfstep bench {tmp_path / 'config.yaml'}" in capsys.readouterr().err
 
 
+def test_what_no_memory_could_hold_is_refused_before_it_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("unet", "model.base_channels=8192", "--device", "cpu") == 2
+    said = capsys.readouterr().err
+    assert "error: unet at batch" in said
+    assert "fix: a smaller model, or --device cuda on a machine with a GPU" in said
+
+
 def test_rows_and_time_left_are_told_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*FP32) == 0
     first, again = [line for line in capsys.readouterr().err.splitlines() if line.startswith("measuring")]

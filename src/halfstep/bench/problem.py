@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from halfstep.config.unet import UNetConfig
 from halfstep.data.classification_augment import SCALE, SHIFT, model_images
 from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError
+from halfstep.run.guide_memory import model_for
 from halfstep.run.randomness import seed_everything
 from halfstep.workloads import BUILDERS, image_classification, unet
 from halfstep.workloads.classification import ClassificationMetrics, classification_loss
@@ -96,18 +98,22 @@ def random_batch(config: RunConfig) -> Batch:
     return {"image": image, "label": torch.randint(IMAGENET_CLASSES, (size,), generator=generator), **ids}
 
 
-def _model(config: RunConfig) -> nn.Module:
-    seed_everything(config.train.seed)
+def stored_facts(config: RunConfig) -> dict[str, Any]:
+    """What a run would store of data such as ours; a workload whose data nobody knows is refused."""
     if isinstance(config, UNetConfig):
-        store = {"image_size": config.data.image_size, "channels": _channels(config)}
-        return unet.model_from_store(config, {**store, "num_classes": _num_classes(config)})
+        return {"channels": _channels(config), "num_classes": _num_classes(config)}
     if isinstance(config, ClassifierConfig):
-        return image_classification.model_from_store(config, {"classes": [str(k) for k in range(IMAGENET_CLASSES)]})
+        return {"classes": [str(k) for k in range(IMAGENET_CLASSES)]}
     raise ConfigError(
         f"halfstep bench cannot make data for {config.workload}",
         why="random data of the right shape are known for halfstep's own workloads only",
         fix=f"one of {', '.join(BUILDERS)}",
     )
+
+
+def _model(config: RunConfig) -> nn.Module:
+    seed_everything(config.train.seed)
+    return model_for(config, stored_facts(config))
 
 
 def _loss(config: RunConfig) -> Loss:

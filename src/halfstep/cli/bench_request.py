@@ -153,6 +153,7 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     import torch
 
     from halfstep.bench.bench import Request
+    from halfstep.bench.fits import refuse_too_large
     from halfstep.bench.laps import schedule_for
     from halfstep.bench.peers import require_peers
     from halfstep.bench.problem import problem_for
@@ -175,6 +176,8 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
         schedule=schedule,
         cold_start=asked.cold_start,
     )
+    if hardware.kind == "cpu" and hardware.memory_free_bytes is not None:
+        refuse_too_large(config, request.precisions, request.ways, hardware.memory_free_bytes)
     return hardware, problem_for(config, place), request
 
 
