@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from halfstep.kernels.fast_forms import forced
 from halfstep.models import unet as unet_module
-from halfstep.models.layers import CentredConv2d
+from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import DoubleConv, UNet
 
@@ -179,6 +179,11 @@ def in_a_class_of_its_own(container: nn.Module) -> None:
     container.__class__ = type("Other", (type(container),), {})
 
 
+def with_unequal_halves(model: UNet) -> None:
+    """5 channels are concatenated, 2 of the skip connection and 3 from below."""
+    model.up1.up, model.up1.conv = DoublingConvTranspose2d(4, 3), DoubleConv(5, 2)
+
+
 class Wrapped(nn.Module):
     """As an adapter or a profiler wraps a part of a model."""
 
@@ -213,6 +218,7 @@ UNSUITED: dict[str, tuple[dict[str, object], Callable[[UNet], object]]] = {
     ),
     "pooling rounds up": ({}, lambda model: setattr(model.down1.maxpool_conv[0], "ceil_mode", True)),
     "a level of another kind": ({}, lambda model: setattr(model, "down1", DoubleConv(2, 4))),
+    "unequal halves": ({}, with_unequal_halves),
     "half parameters": ({}, lambda model: model.bfloat16()),
     "evaluation": ({}, lambda model: model.eval()),
 }

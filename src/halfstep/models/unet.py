@@ -186,6 +186,14 @@ def has_small_head(outer: OutConv) -> bool:
     return is_pointwise and head.out_channels <= MOST_CLASSES and head.in_channels <= MOST_HEAD_CHANNELS
 
 
+def has_equal_halves(block: Up) -> bool:
+    """Whether as many channels come from below as from the skip connection, which the chain takes for granted."""
+    if not consists_of((block.up, block.conv), DoublingConvTranspose2d, DoubleConv):
+        return False
+    first = next(block.conv.double_conv.children(), None)
+    return isinstance(first, CentredConv2d) and first.in_channels == 2 * block.transposed().out_channels
+
+
 CHAINED: Checks = {
     **CONVOLUTIONAL,
     CentredConv2d: lambda layer: layer.is_as_built() and layer.kernel_size == (3, 3) and layer.stride == (1, 1),
@@ -193,7 +201,7 @@ CHAINED: Checks = {
     DoublingConvTranspose2d: DoublingConvTranspose2d.is_as_built,
     DoubleConv: lambda block: consists_of(block.double_conv.children(), *2 * (CentredConv2d, BatchNorm2d, nn.ReLU)),
     Down: lambda block: consists_of(block.maxpool_conv.children(), HalvingMaxPool2d, DoubleConv),
-    Up: lambda block: consists_of((block.up, block.conv), DoublingConvTranspose2d, DoubleConv),
+    Up: has_equal_halves,
     OutConv: has_small_head,
 }
 """What `models.unet_chain` takes the place of."""
