@@ -23,16 +23,31 @@ def test_time_left_is_unknown_until_a_row_is_done_and_then_follows_the_mean_of_r
     left = RowsLeft(4, Console(file=io.StringIO(), force_terminal=True), clock=clock)
     left.begin("halfstep eager fp32")
     clock.now = 30.0
-    assert left.left_s() is None
     assert str(left) == "halfstep eager fp32 (row 1 of 4)"
     left.begin("halfstep compile fp32")
-    assert left.left_s() == 90.0
+    assert left.left() == ", about 1:30 left"
     clock.now = 40.0
-    assert str(left) == "halfstep compile fp32 (row 2 of 4, about 1:20 left at the pace so far)"
-    clock.now = 80.0  # longer than the row before: what is left are the others
-    assert left.left_s() == 60.0
+    assert str(left) == "halfstep compile fp32 (row 2 of 4, about 1:20 left)"
+    clock.now = 80.0
     left.begin("halfstep graph fp32")
-    assert left.left_s() == 80.0
+    assert left.left() == ", about 1:20 left"
+
+
+def test_a_row_that_takes_longer_than_expected_leaves_the_others() -> None:
+    clock = Clock()
+    left = RowsLeft(3, Console(file=io.StringIO(), force_terminal=True), clock=clock)
+    for clock.now in (0.0, 30.0):
+        left.begin("halfstep eager fp32")
+    clock.now = 61.0
+    assert left.left() == ", over 0:30 left"
+
+
+def test_the_first_row_once_more_takes_as_long_as_it_did() -> None:
+    clock = Clock()
+    left = RowsLeft(3, Console(file=io.StringIO(), force_terminal=True), repeats_first=True, clock=clock)
+    for clock.now, expected in ((0.0, ""), (5.0, ", about 0:10 left"), (65.0, ", about 0:05 left")):
+        left.begin("halfstep eager fp32")
+        assert left.left() == expected
 
 
 def test_a_terminal_is_told_by_its_status_and_a_file_by_lines() -> None:

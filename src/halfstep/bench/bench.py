@@ -72,7 +72,7 @@ class Benched:
     @property
     def is_stopped(self) -> bool:
         """Whether the user has had enough."""
-        return any(row.reason == STOPPED for row in self.rows)
+        return any(row is not None and row.reason == STOPPED for row in (*self.rows, self.repeated))
 
 
 def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, tell: Tell) -> Benched:
@@ -95,7 +95,10 @@ def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, te
     repeated = None
     if request.repeat_first and first is not None and not reason and not request.is_late:
         tell(f"{first.name} {first.variant} {first.precision} again")
-        repeated = measured(first, problem, dataclasses.replace(request, cold_start=False))
+        try:
+            repeated = measured(first, problem, dataclasses.replace(request, cold_start=False))
+        except KeyboardInterrupt:
+            repeated = not_measured(first.name, first.variant, first.precision, STOPPED)
     return concluded(rows, flops, hardware, busy=busy, repeated=repeated)
 
 

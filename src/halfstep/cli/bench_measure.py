@@ -36,7 +36,8 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
             refuse_without_common_rows(before.rows, asked)
         status.update("measuring matmuls")
         rated = measured_once(hardware, cache_directory(os.environ), measure)
-        left = RowsLeft(sum(not isinstance(row, Row) for row in asked) + request.repeat_first, console)
+        num_rows = sum(not isinstance(row, Row) for row in asked) + request.repeat_first
+        left = RowsLeft(num_rows, console, repeats_first=request.repeat_first)
         status.update(left)
         benched = bench(problem, request, rated, flops, left.begin)
     return about | results(benched) | compared(before, benched)

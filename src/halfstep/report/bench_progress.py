@@ -14,30 +14,47 @@ from halfstep.report.progress import format_time
 class RowsLeft:
     """Which row is measured, and about how long the rest takes if rows go on as those before."""
 
-    def __init__(self, total: int, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total, self.done, self.row = total, -1, ""
+    def __init__(
+        self,
+        total: int,
+        console: Console,
+        *,
+        repeats_first: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`repeats_first`: the last row is the first one again, and will take as long as that did."""
+        self.total, self.repeats_first, self.row = total, repeats_first, ""
         self._console, self._clock = console, clock
-        self._start_s = self._row_start_s = clock()
+        self._starts_s: list[float] = []
+
+    @property
+    def done(self) -> int:
+        """Rows before this one."""
+        return len(self._starts_s) - 1
 
     def begin(self, row: str) -> None:
         """The row before this one is done."""
-        self.done += 1
-        self.row, self._row_start_s = row, self._clock()
+        self._starts_s.append(self._clock())
+        self.row = row
         if not self._console.is_terminal:  # where a status is not shown
             self._console.print(Text(f"measuring {self}"), soft_wrap=True)
 
-    def left_s(self) -> float | None:
-        """Seconds; None until a row is done, for nobody knows how long one takes."""
+    def left(self) -> str:
+        """`, about 1:20 left`; nothing until a row is done, for nobody knows how long one takes."""
         if self.done < 1:
-            return None
-        a_row_s = (self._row_start_s - self._start_s) / self.done
-        rest_of_this_s = max(0.0, a_row_s - (self._clock() - self._row_start_s))
-        return rest_of_this_s + (self.total - self.done - 1) * a_row_s
+            return ""
+        this_s = self._expected_s(self.done) - (self._clock() - self._starts_s[-1])
+        others_s = sum(self._expected_s(index) for index in range(self.done + 1, self.total))
+        # A row that takes longer than any guess: only the others are known.
+        return f", {'about' if this_s >= 0 else 'over'} {format_time(max(0.0, this_s) + others_s)} left"
+
+    def _expected_s(self, index: int) -> float:
+        """As the row that comes again, or as the mean of all that are done."""
+        until = 1 if self.repeats_first and index == self.total - 1 else self.done
+        return (self._starts_s[until] - self._starts_s[0]) / until
 
     def __str__(self) -> str:
-        left_s = self.left_s()
-        estimate = "" if left_s is None else f", about {format_time(left_s)} left at the pace so far"
-        return f"{self.row} (row {self.done + 1} of {self.total}{estimate})"
+        return f"{self.row} (row {self.done + 1} of {self.total}{self.left()})"
 
     def __rich__(self) -> Text:
         return Text(f"measuring {self}" if self.row else "measuring")
