@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from whole_runs import final_state, resume
 
+from halfstep.config.training import TrainConfig
 from halfstep.models.recompute import how_it_recomputes
 from halfstep.models.unet import UNet
 from halfstep.run.guide_memory import LiveBytes
 from halfstep.run.memory_levers import activation_budget, levers_of, memory_setting, optimizer_for, state_bytes
-from halfstep.run.memory_low import NORMAL, CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
+from halfstep.run.memory_low import NORMAL, TIME_LIMIT, CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
 from halfstep.train.adamw8bit import AdamW8bit
 from tiny_runs import unet_run
 
@@ -129,6 +130,10 @@ def test_levers_that_a_run_lacks_are_named() -> None:
     assert len(levers.notes) == 3
     levers = levers_of(UNet(base_channels=2, depth=1), "adamw", is_compiled=True)
     assert (len(levers.positions), levers.notes) == (3, [])
+
+
+def test_the_setting_is_described_with_the_time_it_may_cost() -> None:
+    assert f"{100 * (TIME_LIMIT - 1):.0f} % more time" in (TrainConfig.model_fields["memory"].description or "")
 
 
 def test_a_setting_is_put_back() -> None:
