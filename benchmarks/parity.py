@@ -39,13 +39,21 @@ def parity_flags(description: str | None, *, name: str) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--precisions", default="fp32,bf16,fp16", help="the first one is the baseline")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="processes, each with a seed of its own")
+    parser.add_argument("--seeds", type=at_least_one, default=5)
+    parser.add_argument(
+        "--at-once", type=at_least_one, default=1, metavar="N", help="processes, each with a seed of its own"
+    )
     parser.add_argument("--simulate", action="store_true", help="numerics only, for a machine without the formats")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", default=name)
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     return parser
+
+
+def at_least_one(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r}, where a number from 1 on is wanted")
+    return int(word)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

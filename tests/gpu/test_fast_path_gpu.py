@@ -134,6 +134,15 @@ def raises(b: dict[str, Tensor], loss_fn: Callable[[dict[str, Tensor]], Tensor])
     return loss_fn(b)
 
 
+def test_a_batch_with_a_number_on_the_host_is_not_captured() -> None:
+    """Replays would go on with the first window's."""
+    step = make_step("sgd", "fp32", device="cuda")
+    step(loss_of(step.model), [batch(0, device="cuda")])
+    window = [batch(0, device="cuda") | {"weight": torch.tensor(2.0)}]
+    with pytest.raises(CaptureFailed, match="'weight' of the batch not on cuda:0"):
+        GraphedStep(step, loss_of(step.model), window, torch.cuda.graph_pool_handle())
+
+
 @pytest.mark.parametrize(("breaks", "reason"), [(waits, "permitted|captur"), (raises, "^broken$")])
 def test_a_capture_that_breaks_says_why_and_leaves_everything_usable(breaks: Any, reason: str) -> None:
     """The step goes on as one that never tried; torch's stream, allocator and generator are as before."""

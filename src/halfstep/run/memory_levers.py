@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.models.recompute import Recomputing, how_it_recomputes, set_recompute
+from halfstep.models.recompute import Recomputing
 from halfstep.run.memory_low import BUDGETS, MemorySetting
 from halfstep.train.adamw8bit import AdamW8bit
 from halfstep.train.optimizers import Options, ParamGroups, build_optimizer
@@ -43,24 +42,12 @@ def levers_of(model: nn.Module, optimizer_name: str, *, is_compiled: bool) -> Le
 
 
 @contextmanager
-def memory_setting(model: nn.Module, setting: MemorySetting) -> Iterator[None]:
-    """Recompute and compile inside as the setting says; everything is put back on exit.
-
-    The budget is read when a region is compiled, also a later time for another shape: hold this for the whole run.
-    A region compiled under another setting must be compiled anew; budget and tags are part of inductor's cache key.
-    """
-    before = how_it_recomputes(model)
-    set_recompute(model, setting.recompute if setting.recompute != "none" else before)
-    try:
-        with activation_budget(setting.activation_budget):
-            yield
-    finally:
-        set_recompute(model, before)
-
-
-@contextmanager
 def activation_budget(share: float) -> Iterator[None]:
-    """Let what is compiled inside keep at most this share of its activations; 1 is torch's own choice."""
+    """Let what is compiled inside keep at most this share of its activations; 1 is torch's own choice.
+
+    It is read when a region is compiled, also a later time for another shape: hold this for the whole run. A region
+    compiled under another share must be compiled anew; the share is part of inductor's cache key.
+    """
     import torch._functorch.config as functorch_config
 
     patch: Any = functorch_config.patch
@@ -75,9 +62,3 @@ def optimizer_for(
     if setting.optimizer_bits == 8:
         return AdamW8bit(groups, lr=lr, **dict(options or {}))
     return build_optimizer(name, groups, lr=lr, options=options)
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """What an optimizer's state takes."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))

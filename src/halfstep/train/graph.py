@@ -40,11 +40,17 @@ def shape_of(window: list[Batch]) -> Shape:
     )
 
 
+def why_not_copied_in(window: list[Batch], device: torch.device) -> str:
+    """Empty where replays will read each window's own values: a kernel is captured with the number it finds on the host."""
+    elsewhere = sorted({name for batch in window for name, value in batch.items() if value.device != device})
+    return f"{', '.join(map(repr, elsewhere))} of the batch not on {device}" if elsewhere else ""
+
+
 class GraphedStep:
     """A step captured for windows of one shape."""
 
     def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Pool) -> None:
-        reason = step.why_not_captured()
+        reason = step.why_not_captured() or why_not_copied_in(window, step.device)
         if reason:
             raise CaptureFailed(reason)
         self.step, self.generation = step, step.generation

@@ -1,0 +1,26 @@
+"""A setting of `train.memory: low` on a bare model, without a run around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.models.recompute import set_recompute
+from halfstep.run.memory_levers import activation_budget
+from halfstep.run.memory_low import MemorySetting
+
+
+@contextmanager
+def memory_setting(model: nn.Module, setting: MemorySetting) -> Iterator[None]:
+    """The model recomputes from now on, and compiles inside, as the setting says."""
+    set_recompute(model, setting.recompute)
+    with activation_budget(setting.activation_budget):
+        yield
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
