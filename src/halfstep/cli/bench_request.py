@@ -100,9 +100,7 @@ def with_workload(words: Sequence[str]) -> list[str]:
         return [DEFAULT_WORKLOAD, *words]
     target = words[0]
     if not target.strip():
-        raise ConfigError(
-            f"the workload is {target!r}", why=UNSET, fix="name one: halfstep bench unet, resnet50, vit_b_16"
-        )
+        raise ConfigError(f"the workload is {target!r}", why=UNSET, fix="name one, such as unet, resnet50 or vit_b_16")
     if Path(target).is_dir():
         raise ConfigError(
             f"{target} is a folder, not a workload", why="a bench needs no data", fix=_fix_of_folder(Path(target))
