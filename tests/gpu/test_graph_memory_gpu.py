@@ -98,6 +98,7 @@ def test_nothing_is_left_of_a_graph_that_multiplied() -> None:
 
     def captured() -> torch.cuda.CUDAGraph:
         left = torch.ones(1024, 1024, device=CUDA)
+        left = left @ left  # a new thread's cuBLAS cannot start within a capture
         graph = torch.cuda.CUDAGraph()
         with growing_segments(), torch.cuda.graph(graph):
             for _ in range(3):

@@ -28,7 +28,7 @@ from halfstep.config.sources import file_statements, flag_statements, layer_stat
 from halfstep.config.statements import DEFAULT, LAYERS, OPEN_SECTIONS, Override, Source, Statement, open_section_of
 from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 from halfstep.config.workers import num_cores
-from halfstep.config.workloads import is_import_path, schema_for
+from halfstep.config.workloads import SCHEMAS, is_import_path, schema_for
 from halfstep.config.yaml_source import read_yaml
 from halfstep.errors import ConfigError, nearest
 
@@ -67,8 +67,10 @@ def from_dict(
 
 
 def is_file(target: str) -> bool:
-    is_yaml = target.lower().endswith((".yaml", ".yml"))
-    return is_yaml or not is_import_path(target) and ("/" in target or target != "" and Path(target).exists())
+    """Whether this is meant as one. A workload's name is that, though a folder here be called the same."""
+    if target in ("", *SCHEMAS) or is_import_path(target):
+        return False
+    return target.lower().endswith((".yaml", ".yml")) or "/" in target or Path(target).exists()
 
 
 def resolve(said: Sequence[Statement]) -> Loaded:
