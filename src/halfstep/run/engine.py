@@ -5,7 +5,8 @@
     graph     the whole step, compiled and captured as one CUDA graph, once windows of one shape have come in a row
 
 What cannot be compiled or captured goes on in the next best way, with one line that says why. Batches of another
-size than the full one, such as an epoch's last, run eager: compiling for them would cost more than it gains.
+size than the full one, such as an epoch's last, run eager: compiling for them would cost more than it gains. So do
+those of a third shape (compiled_shapes.py), and no graph is captured of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from halfstep.errors import HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
+from halfstep.run.compiled_shapes import CompiledShapes, batch_shape
 from halfstep.run.cudnn_trials import cudnn_trials
 from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import OutOfMemory, announce, first_line, split_window
@@ -32,7 +34,7 @@ from halfstep.train.step import batch_length
 UNCAPTURED = 3
 """Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""
 MOST_GRAPHS = 2
-"""Each keeps memory of its own. Shapes that change more often than that run uncaptured."""
+"""Each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured."""
 MOST_DROPS = 3
 """So often a step that does not fit beside the graphs gets their memory, and they are captured anew afterwards."""
 
@@ -65,8 +67,7 @@ class Engine:
         self.pieces = 1
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
         self.graphs: dict[Shape, Captured] = {}
-        self._is_compiled = False
-        """Whether a full batch went through compiled code, there and back: what fails later is no compiler's fault."""
+        self.shapes = CompiledShapes()
         self._shape: Shape = ()
         self._in_a_row = 0
         self._num_drops = 0
@@ -94,11 +95,13 @@ class Engine:
     def _made(self, prepared: list[Batch]) -> tuple[Facts, list[Any], list[Batch]]:
         while True:
             pieces = split_window(prepared, self.pieces)
+            compiles = False
             try:
                 captured = self._captured(pieces)
                 if captured is not None:
                     return captured.step(pieces), captured.outputs, pieces
-                if self.way != "eager" and not self._is_compiled and any(map(self._is_full, pieces)):
+                compiled = {batch_shape(batch) for batch in pieces if self._runs_compiled(batch)}
+                if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
                 outputs: list[Any] = []
                 with cudnn_trials(self._tries_algorithms(pieces)):
@@ -109,11 +112,11 @@ class Engine:
                 raise
             except Exception as error:
                 # Not only dynamo's own kinds: an assembler or a driver that is missing fails in other words.
-                if self.way == "eager" or self._is_compiled and not isinstance(error, TorchDynamoException):
+                if self.way == "eager" or not compiles and not isinstance(error, TorchDynamoException):
                     raise
                 self._go_eager(error)
             else:
-                self._is_compiled |= self.way != "eager" and any(map(self._is_full, pieces))
+                self.shapes.ready |= compiled
                 self.parts.step.commit(facts)
                 return facts, outputs, pieces
 
@@ -125,13 +128,21 @@ class Engine:
 
     def _loss_into(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
-            is_compiled = self.way != "eager" and self._is_full(batch)
+            region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
             with chains(on=self.way == "graph"):
-                value, weight, found = (self.parts.region if is_compiled else self.parts.eager)(batch)
+                value, weight, found = region(batch)
             outputs.append(_detached(found))
             return value, weight
 
         return loss
+
+    def _runs_compiled(self, batch: Batch) -> bool:
+        if self.way == "eager" or not self._is_full(batch):
+            return False
+        has_code = self.shapes.take(batch)
+        if not has_code and (reason := self.shapes.why_eager(batch)):
+            self.notice(reason, "warning")
+        return has_code
 
     def _is_full(self, batch: Batch) -> bool:
         whole = min(self.parts.config.train.batch_size, len(self.parts.workload.train_samples))
@@ -157,7 +168,10 @@ class Engine:
         if known is not None:
             del self.graphs[shape]
             self._in_a_row = 1  # loaded state may be that of a beginning, which no capture can begin with
-        return self._capture(shape, window) if self._in_a_row > UNCAPTURED else None
+        return self._capture(shape, window) if self._in_a_row > UNCAPTURED and self._has_code(window) else None
+
+    def _has_code(self, window: list[Batch]) -> bool:
+        return all(self._runs_compiled(batch) for batch in window if self._is_full(batch))
 
     def _capture(self, shape: Shape, window: list[Batch]) -> Captured | None:
         if len(self.graphs) >= MOST_GRAPHS:
@@ -179,7 +193,7 @@ class Engine:
         self.way = "compile"
         self.forget_graphs()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
-        self._is_compiled = False  # without chains the code is another
+        self.shapes.ready.clear()  # without chains the code is another
 
     # --- what went wrong ---
 
@@ -200,6 +214,7 @@ class Engine:
             raise error
         torch.cuda.empty_cache()
         self.pieces *= 2
+        self.shapes.forget()
         return self.notice(announce(self.pieces, config, parts.model), "warning")
 
     def _drop_graphs(self) -> None:

@@ -24,7 +24,7 @@ from halfstep.train.guard import Guard, Verdict
 METRIC_EVERY_S = 2.0
 """The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""
 
-COMPILING = "compiling the step, once: the first one takes longer"
+COMPILING = "compiling the step for this shape of batches, once: this one takes longer"
 
 
 class Journal:
@@ -199,7 +199,7 @@ class Journal:
         self.report.notice(text, level)
 
     def compiling(self) -> None:
-        """Before the first compiled step, which its bar leaves out of the rate."""
+        """Before a step that compiles, which its bar leaves out of the rate."""
         self.report.notice(COMPILING)
         self._is_compiling = True
 

@@ -225,6 +225,7 @@ class Loop:
         own = {
             "position": asdict(self.position),
             "pieces": self.engine.pieces,
+            "compiled_shapes": list(self.engine.shapes.taken),
             "train_metrics": self.train_metrics.state_dict(),
             "journal": self.journal.state_dict(),
             "is_best": is_best,
@@ -242,6 +243,8 @@ class Loop:
         self._set_rate_factor()
         self.position = Position(**state["position"])
         self.engine.pieces = int(state["pieces"])
+        if not changes.are_binding:  # other settings may bring other shapes
+            self.engine.shapes.taken = list(state.get("compiled_shapes", ()))  # older runs stored none
         self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
         self.journal.attempted = self.parts.step.attempted

@@ -35,6 +35,11 @@ class Changes:
     keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def are_binding(self) -> bool:
+        """Whether they change what a step computes."""
+        return any(not key.startswith(FREE) for key in self.keys)
+
     def touch(self, *prefixes: str) -> bool:
         return any(key.startswith(prefixes) for key in self.keys)
 
