@@ -1,4 +1,4 @@
-"""A bench as plain JSON: the rows with all that they depend on. `--save` writes it, `--baseline` reads it back."""
+"""A bench as plain JSON: the rows with all that they depend on. `--save` writes it, `stored` reads it back."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ import torch
 from halfstep import __version__
 from halfstep.bench.bench import LOSS_BOUND, Benched, Request
 from halfstep.bench.peers import peer_name
-from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem
+from halfstep.bench.stored import VERSION
 from halfstep.config.dump import plain
 from halfstep.config.keys import fields_of
 from halfstep.config.schema import RunConfig
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.run.whole_file import write_whole
 
-VERSION = 1
-"""Of the file's layout."""
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
 """Names under which a peer may be installed."""
 SHORT_NAMES = {
@@ -50,7 +48,6 @@ NOT_OF_THE_STEP = (
     *("train.early_stopping_patience", "train.validate_every", "train.checkpoint", "train.report_every"),
 )
 """What a bench does not read, and what its rows and its device are named by. Channels of the data show in the model."""
-NOT_OURS = "it is JSON of another kind, or of another version's bench"
 DEFAULT_NAMES = {"--picture": "bench.png", "--save": "bench.json"}
 
 Record = dict[str, Any]
@@ -162,42 +159,3 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool) -> Non
 def save(found: Record, path: Path) -> None:
     """Write the record, whole or not at all."""
     write_whole(path, json.dumps(found, indent=2) + "\n")
-
-
-def read(path: Path) -> Record:
-    """A record that `save` wrote."""
-    try:
-        text = path.read_text()
-        found = json.loads(text)
-    except OSError as error:
-        raise _no_record(path, f"it cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise _no_record(path, "it is no text") from error
-    except ValueError as error:
-        raise _no_record(path, f"it is no JSON: {error}" if text.strip() else "it is empty") from error
-    if not isinstance(found, dict) or found.get("bench") != VERSION:
-        is_explained = isinstance(found, dict) and "explained" in found
-        raise _no_record(path, "it is one of --explain, without times to compare" if is_explained else NOT_OURS)
-    return found
-
-
-def rows_of(found: Mapping[str, Any], path: Path) -> list[Row]:
-    """The rows of a record."""
-    try:
-        return [Row.from_dict(row) for row in found["rows"]]
-    except (LookupError, TypeError, ValueError) as error:
-        raise _no_record(path) from error
-
-
-def repeated_of(found: Mapping[str, Any], path: Path) -> Row | None:
-    """The first row of a record once more, as it was at the bench's end."""
-    again = found.get("repeated")
-    return rows_of({"rows": [again]}, path)[0] if again else None
-
-
-def _no_record(path: Path, why: str = NOT_OURS) -> CheckpointError:
-    return CheckpointError(
-        f"--baseline {path} is no file of halfstep bench --save",
-        why=why,
-        fix="save one first: the same command with --save NEW.json in place of --baseline",
-    )

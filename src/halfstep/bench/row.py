@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +73,3 @@ class Row:
             values |= {"ms": self.ms, "ms_min": min(self.window_ms), "ms_max": max(self.window_ms)}
             values["floor_share"] = self.floor_share
         return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """Raises LookupError, TypeError or ValueError on anything `to_dict` did not write."""
-        known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        return cls(**known | {name: tuple(known[name]) for name in LISTS})

@@ -73,7 +73,7 @@ class Files:
 
 def refuse_mistakes(asked: Asked, files: Files) -> None:
     """Options that cannot be together, files that cannot be read or must not be written, sizes that cannot be."""
-    from halfstep.bench.record import read, refuse_to_overwrite
+    from halfstep.bench.record import refuse_to_overwrite
 
     if asked.explain and (files.baseline or asked.cold_start):
         other = "--baseline" if files.baseline else "--cold-start"
@@ -90,6 +90,8 @@ def refuse_mistakes(asked: Asked, files: Files) -> None:
 
         refuse_unknown_format(files.picture)
     if files.baseline:
+        from halfstep.bench.stored import read
+
         read(files.baseline)
 
 

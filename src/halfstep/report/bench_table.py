@@ -141,8 +141,8 @@ def _meanings(record: Record, rows: Sequence[Mapping[str, Any]], columns: Iterab
 
 def _within_drift(record: Record) -> list[str]:
     return [
-        f"{line}; no regression: windows part by less than the {record['baseline_drift'] - 1:.1%} that the machine "
-        "drifted in these benches; measure again when it has nothing else to do"
+        f"{line}; no regression: the machine drifted by {record['baseline_drift'] - 1:.1%} in these benches; "
+        "measure again when it has nothing else to do"
         for line in record.get("within_drift", ())
     ]
 
