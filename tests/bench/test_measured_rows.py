@@ -21,6 +21,7 @@ from halfstep.bench.laps import Schedule
 from halfstep.bench.measure_row import measured_row, why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.problem import problem_for
+from halfstep.bench.row import Row
 from halfstep.bench.runner import AfterStep, Problem
 from halfstep.bench.settings import bench_config
 from halfstep.errors import ConfigError, HardwareError
@@ -189,10 +190,12 @@ def test_what_was_asked_to_be_simulated_is_although_the_device_has_the_format() 
     assert (found["fp32"].simulated, found["bf16"].simulated) == (False, True)
 
 
-def test_a_simulated_precision_is_not_compiled_and_says_so(problem: Problem) -> None:
-    runner = Ours(problem, "bf16", "compile", probe("cpu"), simulate=True)
-    row = measured_row(runner, problem, SHORT, cold_start=False)
-    assert "cannot be compiled" in row.reason
+def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:
+    request = Request(precisions=("tf32",), ways=("eager", "compile"), schedule=SHORT)
+    _, compiled = runners(problem, request, probe("cpu"))
+    assert isinstance(compiled, Row)
+    assert "tf32 is simulated here" in compiled.reason
+    assert "(--precisions fp32, or --ways eager)" in compiled.reason
 
 
 def test_a_way_that_could_not_run_is_no_row_of_that_way(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,42 @@ def test_ctrl_c_keeps_what_was_measured(
     assert "stopped by Ctrl-C" in capsys.readouterr().out
 
 
+def test_ctrl_c_before_the_first_row_is_measured_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Row:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_module, "measured", interrupted)
+    saved, picture = tmp_path / "b.json", tmp_path / "b.png"
+    assert exit_code(*FP32, "--save", str(saved), "--picture", str(picture)) == 130
+    assert not saved.exists()
+    assert not picture.exists()
+    assert f"{saved} was not written: nothing was measured" in capsys.readouterr().err
+
+
+def test_a_row_that_compiles_nothing_says_that_it_has_no_cold_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*FP32, "--cold-start") == 0
+    assert "halfstep eager fp32: it compiles nothing" in capsys.readouterr().out
+
+
+def test_a_broken_baseline_ends_with_two_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "before.json"
+    assert exit_code(*FP32, "--save", str(saved)) == 0
+    before = json.loads(saved.read_text())
+    before["rows"][0]["window_ms"] = "abc"
+    saved.write_text(json.dumps(before))
+
+    def measured(*_: object) -> Row:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(bench_module, "measured", measured)
+    assert exit_code(*FP32, "--baseline", str(saved)) == 2
+    assert 'why: rows.0.window_ms is "abc"' in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*FP32, f"data.dir={tmp_path}") == 0
     assert f"data.dir={tmp_path} is not read" in capsys.readouterr().err

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from halfstep.bench import explain_rows as explain_rows_module
+from halfstep.bench.explain import Explanation
 from halfstep.bench.explain_kernels import Kind
 from halfstep.cli.main import main
 from halfstep.data.demo_segmentation import write_demo
@@ -65,6 +69,36 @@ def test_the_profilers_own_log_is_not_on_the_terminal() -> None:
     assert "not measured: one random batch" in done.stdout
     assert "profiler_start" not in done.stderr
     assert "registerClient" not in done.stderr
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_ctrl_c_keeps_what_was_explained_and_writes_nothing_where_nothing_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, turn: int
+) -> None:
+    real, turns = explain_rows_module.explain, itertools.count()
+
+    def interrupted(*arguments: Any, **named: Any) -> Explanation:
+        if next(turns) == turn:
+            raise KeyboardInterrupt
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(explain_rows_module, "explain", interrupted)
+    file = tmp_path / "kinds.json"
+    words = [*TINY, "--device", "cpu", "--precisions", "fp32", "--ways", "eager,compile", "--against", "plain:tuned"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--explain", "--save", str(file)])
+    assert ended.value.code == 130
+    said = capsys.readouterr()
+    assert [line.split(" (")[0] for line in said.err.splitlines() if line.startswith("measuring halfstep")] == [
+        "measuring halfstep eager fp32",
+        "measuring halfstep compile fp32",
+    ][: turn + 1]
+    assert "not explained: halfstep compile fp32: stopped by Ctrl-C" in said.err
+    assert "not explained: plain tuned fp32: stopped by Ctrl-C" in said.err
+    assert ("halfstep eager fp32 on" in said.out) == file.exists() == (turn == 1)
+    assert (f"{file} was not written: nothing was measured" in said.err) == (turn == 0)
+    if file.exists():
+        assert [row["title"] for row in json.loads(file.read_text())["explained"]] == ["halfstep eager fp32"]
 
 
 def test_what_cannot_be_explained_exits_1_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

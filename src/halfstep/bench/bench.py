@@ -54,6 +54,7 @@ class Request:
 
 LATE = "no time was left to start it"
 STOPPED = "stopped by Ctrl-C"
+EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --ways eager)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +136,8 @@ def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[
         for way in request.ways:
             if way == "graph" and problem.device.type != "cuda":
                 yield not_measured("halfstep", way, precision, "needs CUDA")
+            elif simulate and way in ("compile", "graph"):
+                yield not_measured("halfstep", way, precision, EAGER_ONLY.format(precision))
             else:
                 yield Ours(problem, precision, way, hardware, simulate=simulate)
         for word in request.against:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Literal
 
 from halfstep.bench.apart import apart
+from halfstep.bench.bench import STOPPED, Tell
 from halfstep.bench.explain import Explanation, explain
 from halfstep.bench.explain_facts import StepFacts
 from halfstep.bench.explain_trace import FeedOf, refuse_too_few, wake_profiler
@@ -51,23 +52,45 @@ def refuse_unexplainable(ways: Iterable[str], steps: int) -> None:
 
 
 def explain_rows(
-    runners: Iterable[Runner | Row], problem: Problem, hardware: Hardware, *, steps: int, flops: int
+    runners: Iterable[Runner | Row],
+    problem: Problem,
+    hardware: Hardware,
+    *,
+    steps: int,
+    flops: int,
+    tell: Tell = lambda title: None,
 ) -> Iterator[Explanation | NotExplained]:
-    """Each runner's explanation, one after the other; a row stands for one who cannot run here."""
+    """Each runner's explanation, one after the other; a row stands for one who cannot run here.
+
+    Ctrl-C leaves out the runner whose turn it is, and all after it. `tell` hears whose turn comes.
+    """
     wake_profiler(problem.device)
+    is_stopped = False
     for runner in runners:
-        if isinstance(runner, Row):
-            yield NotExplained(title=runner.label, reason=runner.reason)
+        title = f"{runner.name} {runner.variant} {runner.precision}"
+        if isinstance(runner, Row) or is_stopped:
+            yield NotExplained(title=title, reason=runner.reason if isinstance(runner, Row) else STOPPED)
             continue
-        with apart(problem.device):
-            try:
-                facts = facts_of(runner, problem, hardware, flops)
-                work = partial(explain, runner, steps=steps, facts=facts, feed=_feed_of(runner))
-                yield in_own_thread(work, problem.device)
-            # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
-            except Exception as error:
-                error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
-                yield NotExplained(title=f"{runner.name} {runner.variant} {runner.precision}", reason=why_not(error))
+        tell(title)
+        try:
+            found = _in_turn(runner, problem, hardware, steps=steps, flops=flops)
+        except KeyboardInterrupt:  # what was explained before is worth more than none
+            is_stopped, found = True, NotExplained(title=title, reason=STOPPED)
+        yield found
+
+
+def _in_turn(
+    runner: Runner, problem: Problem, hardware: Hardware, *, steps: int, flops: int
+) -> Explanation | NotExplained:
+    with apart(problem.device):
+        try:
+            facts = facts_of(runner, problem, hardware, flops)
+            work = partial(explain, runner, steps=steps, facts=facts, feed=_feed_of(runner))
+            return in_own_thread(work, problem.device)
+        # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
+        except Exception as error:
+            error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
+            return NotExplained(title=f"{runner.name} {runner.variant} {runner.precision}", reason=why_not(error))
 
 
 def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -> StepFacts:

@@ -22,6 +22,7 @@ from halfstep.measure.memory import format_bytes
 from halfstep.run.memory_limit import first_line
 from halfstep.run.own_thread import in_own_thread
 
+NOTHING_COMPILED = "it compiles nothing, so its start is the same with an empty cache: no cold start"
 START_MATTERS = 1.05
 """A start that takes this much more memory than the training after it is told."""
 
@@ -74,7 +75,10 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
         cold_start_s=cold_start_s,
         cache=found.cache,
         samples_per_s=problem.samples / statistics.median(ms) * 1e3,
-        remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes)),
+        remarks=(
+            *_remarks(found.peak_bytes, found.start_peak_bytes),
+            *([NOTHING_COMPILED] if cold_start and cold_start_s is None else []),
+        ),
         clock_limits=found.clock_limits,
     )
 

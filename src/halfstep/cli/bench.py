@@ -95,7 +95,7 @@ def run_explain(asked: Asked, files: Files, *, as_json: bool) -> None:
     hardware, problem, request = prepared(asked)
     folder = stated_folder(asked.words[0], asked.words[1:], asked.flags)
     found = explain_request(hardware, problem, request, steps=asked.steps, folder=folder)
-    show_explanations(found, as_json=as_json, picture=files.picture, save=files.save)
+    show_explanations(found, files, as_json=as_json)
 
 
 def run_bench(asked: Asked, files: Files, *, as_json: bool) -> None:
@@ -112,6 +112,8 @@ def run_bench(asked: Asked, files: Files, *, as_json: bool) -> None:
 
 def deliver(found: dict[str, Any], files: Files, *, as_json: bool) -> None:
     """Save, show and draw; exit 1 where something got worse or nothing could be measured, 130 after Ctrl-C."""
+    is_measured = any(row["window_ms"] for row in found["rows"])
+    files = files if is_measured else files.without_outputs()
     try:
         if files.save:
             from halfstep.bench.record import save as save_record
@@ -119,7 +121,7 @@ def deliver(found: dict[str, Any], files: Files, *, as_json: bool) -> None:
             save_record(found, files.save)
     finally:
         show(found, as_json=as_json)
-    if files.picture and any(row["window_ms"] for row in found["rows"]):
+    if files.picture:
         from halfstep.report.bench_picture import draw_bench
 
         draw_bench(found, files.picture)
@@ -127,7 +129,7 @@ def deliver(found: dict[str, Any], files: Files, *, as_json: bool) -> None:
         raise typer.Exit(130)
     for line in found["regressions"]:
         typer.secho(f"regression: {line}", fg="red", err=True)
-    if found["regressions"] or not any(row["window_ms"] for row in found["rows"]):
+    if found["regressions"] or not is_measured:
         raise typer.Exit(1)
 
 

@@ -7,22 +7,23 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.bench.bench import Request, runners
+from halfstep.bench.bench import STOPPED, Request, runners
 from halfstep.bench.explain import Explanation
 from halfstep.bench.explain_data import on_own_data, refuse_peers
 from halfstep.bench.explain_rows import NotExplained, explain_rows, refuse_unexplainable
 from halfstep.bench.floor import step_flops
 from halfstep.bench.record import circumstances, command_line
+from halfstep.bench.record import save as save_record
 from halfstep.bench.row import Row
 from halfstep.cli.bench_measure import progress
+from halfstep.cli.bench_request import Files
 from halfstep.hardware.cache import cache_directory, measured_once
 from halfstep.hardware.measure import measure
 from halfstep.report.bench_progress import RowsLeft
@@ -30,7 +31,7 @@ from halfstep.report.bench_table import title
 from halfstep.report.explain_view import draw_explanations, explain_view
 
 if TYPE_CHECKING:
-    from halfstep.bench.runner import Problem, Runner
+    from halfstep.bench.runner import Problem
     from halfstep.hardware.facts import Hardware
 
 ABOUT = ("command", "date", "device", "versions", "problem")
@@ -74,16 +75,8 @@ def explain_request(
         asked = list(runners(problem, request, rated))
         left = RowsLeft(sum(not isinstance(row, Row) for row in asked), console)
         status.update(left)
-        rows = explain_rows(announced(asked, left), problem, rated, steps=steps, flops=flops)
-        return Found({name: about[name] for name in ABOUT} | {"steps": steps}, list(rows))
-
-
-def announced(asked: Iterable[Runner | Row], left: RowsLeft) -> Iterator[Runner | Row]:
-    """Each when its turn comes; who cannot run has none."""
-    for row in asked:
-        if not isinstance(row, Row):
-            left.begin(f"{row.name} {row.variant} {row.precision}")
-        yield row
+        rows = list(explain_rows(asked, problem, rated, steps=steps, flops=flops, tell=left.begin))
+    return Found({name: about[name] for name in ABOUT} | {"steps": steps}, rows)
 
 
 def with_data(problem: Problem, folder: str) -> Problem:
@@ -95,8 +88,8 @@ def with_data(problem: Problem, folder: str) -> Problem:
     return own
 
 
-def show_explanations(found: Found, *, as_json: bool, picture: Path | None, save: Path | None) -> None:
-    """Print, draw and write; exit 1 where nothing could be explained."""
+def show_explanations(found: Found, files: Files, *, as_json: bool) -> None:
+    """Write, print and draw; exit 1 where nothing could be explained, 130 after Ctrl-C."""
     explained = [row for row in found.rows if isinstance(row, Explanation)]
     refused = [row for row in found.rows if isinstance(row, NotExplained)]
     content = {
@@ -104,19 +97,19 @@ def show_explanations(found: Found, *, as_json: bool, picture: Path | None, save
         "explained": [row.to_json() for row in explained],
         "not_explained": [dataclasses.asdict(row) for row in refused],
     }
-    text = json.dumps(content, indent=2)
+    files = files if explained else files.without_outputs()
+    if files.save:
+        save_record(content, files.save)
     if as_json:
-        typer.echo(text)
-    else:
+        typer.echo(json.dumps(content, indent=2))
+    elif explained:
         _print(explained, found.about)
     for row in refused:
         typer.secho(f"not explained: {row.title}: {row.reason}", fg="yellow", err=True)
-    if save:
-        from halfstep.run.whole_file import write_whole
-
-        write_whole(save, text + "\n")
-    if picture and explained:
-        draw_explanations(explained, found.about, picture)
+    if files.picture:
+        draw_explanations(explained, found.about, files.picture)
+    if any(row.reason == STOPPED for row in refused):
+        raise typer.Exit(130)
     if not explained:
         raise typer.Exit(1)
 

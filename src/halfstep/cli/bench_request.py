@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,12 @@ class Files:
     save: Path | None
     baseline: Path | None
     force: bool
+
+    def without_outputs(self) -> Files:
+        """Where nothing was measured: an empty file would stand in the way of the same command."""
+        for path in filter(None, (self.save, self.picture)):
+            typer.secho(f"{path} was not written: nothing was measured", fg="yellow", err=True)
+        return dataclasses.replace(self, save=None, picture=None)
 
 
 def refuse_mistakes(asked: Asked, files: Files) -> None:
