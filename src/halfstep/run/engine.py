@@ -22,10 +22,11 @@ from torch._dynamo.exc import TorchDynamoException
 from halfstep.errors import HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
+from halfstep.run.compile_reason import compile_reason
 from halfstep.run.compiled_shapes import CompiledShapes, batch_shape
 from halfstep.run.cudnn_trials import cudnn_trials
 from halfstep.run.layout import in_layout_of
-from halfstep.run.memory_limit import OutOfMemory, announce, first_line, split_window
+from halfstep.run.memory_limit import OutOfMemory, announce, split_window
 from halfstep.run.ways import Batch, Way
 from halfstep.train.facts import Facts
 from halfstep.train.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
@@ -201,7 +202,7 @@ class Engine:
         """What cannot be compiled runs uncompiled, and says why."""
         self.parts.step.abandon()
         self.way = "eager"
-        self.notice(f"not compiled, running eager: {first_line(error)}", "warning")
+        self.notice(f"not compiled, running eager: {compile_reason(error)}", "warning")
 
     def _make_room(self, error: OutOfMemory) -> None:
         """Drop the graphs; then halve the micro-batch and keep the effective one; or say what to do."""

@@ -75,7 +75,7 @@ def model_memory_error(
     )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What torch said, without the pages below it."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
