@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 import textwrap
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from warm_processes import process
+from whole_runs import small_disk
 
 from halfstep.errors import CheckpointError
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
@@ -178,27 +175,24 @@ def test_the_tenth_of_one_step_is_newer_than_the_second(tmp_path: Path) -> None:
     assert checkpoints.load_newest(on_damaged=pytest.fail)[1].model["weight"][0, 0] == 11.0
 
 
-@contextmanager
-def small_disk(limit_bytes: int) -> Iterator[None]:
-    """A limit on the size of files is the nearest thing to a full disk that a test may have."""
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, former[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-        signal.signal(signal.SIGXFSZ, ignored)
-
-
 def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, checkpoint())
     big = Checkpoint(model={"weight": torch.zeros(1 << 20)}, ema={}, state={})
-    with small_disk(1 << 16), pytest.raises(CheckpointError, match="cannot write checkpoint"):
+    with small_disk(1 << 16), pytest.raises(CheckpointError, match="cannot write checkpoint") as failed:
         checkpoints.save(2, big)
+    assert f"--resume {tmp_path.parent}" in failed.value.fix
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert load(tmp_path / "step-00000001").model["weight"][0, 0] == 1.0
+
+
+def test_a_full_disk_at_the_first_checkpoint_does_not_speak_of_others(tmp_path: Path) -> None:
+    big = Checkpoint(model={"weight": torch.zeros(1 << 20)}, ema={}, state={})
+    with small_disk(1 << 16), pytest.raises(CheckpointError, match="cannot write checkpoint") as failed:
+        Checkpoints(tmp_path).save(1, big)
+    assert "start the run anew" in failed.value.fix
+    assert "--resume" not in str(failed.value)
+    assert "intact" not in str(failed.value)
 
 
 def test_a_full_disk_keeps_the_former_mark_of_the_best(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from whole_runs import events, newest, resume, run
+from whole_runs import events, newest, resume, run, small_disk
 
 from halfstep.config.load import load
 from halfstep.data.demo_segmentation import write_demo
@@ -49,6 +49,14 @@ def test_a_start_that_fails_at_the_first_batch_leaves_nothing_and_can_be_repeate
     for path, content in whole.items():
         path.write_bytes(content)
     unet(tmp_path / "run", data, train__max_steps=1)
+
+
+def test_a_disk_too_full_for_the_demo_is_named_by_the_runs_folder(tmp_path: Path) -> None:
+    with small_disk(1 << 10), pytest.raises(CheckpointError, match="cannot write the demo's images") as failed:
+        train(load("unet", flags={"device": "cpu", "quiet": True}), out=tmp_path / "run")
+    assert str(tmp_path / "run") in failed.value.what
+    assert "--out" in failed.value.fix
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +70,16 @@ def assert_same_run(left: Path, right: Path) -> None:
     assert_same_bits(tensors, other_tensors)
     assert plain == other_plain
     assert records(left) == records(right)
+
+
+@contextmanager
+def small_disk(limit_bytes: int) -> Iterator[None]:
+    """A limit on the size of files is the nearest thing to a full disk that a test may have."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, ignored)

@@ -66,11 +66,7 @@ class Checkpoints:
             _publish(hidden, final)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
             shutil.rmtree(hidden, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write checkpoint {final}: {error}",
-                why="nothing was overwritten; earlier checkpoints are intact",
-                fix="free some space or fix the folder's permissions, then continue with --resume",
-            ) from error
+            raise self._unwritten(final, error) from error
         self._drop_old(final)
         return final
 
@@ -111,6 +107,14 @@ class Checkpoints:
         """Remove what a killed process left half-written."""
         for path in self.folder.glob(".writing-*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def _unwritten(self, path: Path, error: Exception) -> CheckpointError:
+        """Only a run that has a checkpoint can go on from it."""
+        what, room = f"cannot write checkpoint {path}: {error}", "free some space or fix the folder's permissions"
+        if not self.all():
+            return CheckpointError(what, why="it would have been the first", fix=f"{room}, then start the run anew")
+        why = "nothing was overwritten; earlier checkpoints are intact"
+        return CheckpointError(what, why=why, fix=f"{room}, then continue with --resume {self.folder.parent}")
 
     def _named(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name)]

@@ -100,7 +100,13 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
 def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
     config = loaded.config
     place = folder.path.absolute() / "data"
-    write_demo(config.workload, place, seed=config.train.seed)
+    try:
+        write_demo(config.workload, place, seed=config.train.seed)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the demo's images into {place}: {error.strerror}",
+            fix="make room there, or choose another place for the run with --out",
+        ) from error
     data = config.data.model_copy(update={"dir": str(place)})
     return dataclasses.replace(loaded, config=config.model_copy(update={"data": data}))
 
