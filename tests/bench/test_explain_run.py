@@ -13,13 +13,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from halfstep.bench.explain import Explanation, explain
+from halfstep.bench.explain import Explanation, KindTime, explain
 from halfstep.bench.explain_facts import StepFacts
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import WARM_UP_STEPS
 from halfstep.bench.runner import AfterStep
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.report.explain_view import draw_explanations, explain_view
+from halfstep.report.picture_file import INK
 
 STEPS = 4
 
@@ -153,6 +154,20 @@ def test_the_pictures_title_names_model_batch_size_way_precision_and_device(
         "where a step goes: unet, 486 parameters, batch 8, 64 pixels, adamw, clip 1\n"
         "tiny eager/compile fp32: a small CPU, torch 2.11.0"
     )
+
+
+def test_numbers_are_read_on_dark_and_on_light_pieces_and_gaps_have_the_consoles_name(
+    explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("halfstep.report.explain_view.save_figure", lambda figure, path: figures.append(figure))
+    kinds = tuple(KindTime(kind=name, ms=2.0, share=0.5, launches=1) for name in ("dark blue", "light blue"))
+    waiting = dataclasses.replace(explanation, kinds=kinds, launch_gap_ms=1.0, idle_ms=1.5, data_wait_ms=9.0)
+    draw_explanations([waiting], RECORD, tmp_path / "explained.png")
+    [axes], [legend] = figures[0].axes, figures[0].legends
+    assert [text.get_color() for text in axes.texts] == ["white", INK, INK, INK]
+    assert [text.get_text() for text in axes.texts] == ["2", "2", "1", "0.5"]
+    assert [text.get_text() for text in legend.get_texts()][2:] == ["launch gaps", "waiting for data"]
 
 
 def test_too_few_steps_are_refused_before_any_is_made() -> None:

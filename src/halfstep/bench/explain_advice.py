@@ -117,7 +117,7 @@ def _graph(step: Breakdown, facts: StepFacts) -> _Gain | None:
         title="launch the whole step at once",
         setting=words_for(facts.runner).graph,
         ms=step.launch_gap_ms,
-        arithmetic=f"{step.launch_gap_ms:.2f} ms idle between {step.launches:.0f} launches",
+        arithmetic=f"{step.launch_gap_ms:.2f} ms of gaps between {step.launches:.0f} launches",
     )
 
 
@@ -184,7 +184,7 @@ def _larger_batch(step: Breakdown, facts: StepFacts) -> _Gain | None:
         setting=words_for(facts.runner).batch_size.format(2 * facts.batch_size),
         ms=step.launch_gap_ms / 2,
         of="sample",
-        arithmetic=f"half of {step.launch_gap_ms:.2f} ms idle, which twice the samples would share",
+        arithmetic=f"half of {step.launch_gap_ms:.2f} ms of gaps, which twice the samples would share",
     )
 
 

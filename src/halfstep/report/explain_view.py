@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 NAME_LENGTH = 64
 NUMBERED_FROM = 0.06
 """Share of its bar from which a piece has room for its milliseconds."""
-IDLE, IDLE_COLOUR = "idle", "#e4e7eb"
+GAPS, WAIT = "launch gaps", "waiting for data"
+IDLE_COLOURS = {GAPS: "#e4e7eb", WAIT: "#c3cad2"}
+"""Nothing runs meanwhile; the console calls it the same."""
+COLOURED = [index for index in range(20) if index not in (14, 15)]
+"""Of matplotlib's tab20: without its greys, which are idle time's."""
+DARK = 0.5
+"""Below this luma white is read better than ink."""
 
 
 class KindRow(Protocol):
@@ -145,8 +151,8 @@ def _findings(explanation: Explained) -> Iterator[tuple[str, str]]:
     yield "memory-bound", f"{explanation.memory_bound_share:.1%}{moved}"
     yield "casts", f"{explanation.cast_share:.1%}"
     yield "optimizer", f"{explanation.optimizer_share:.1%}"
-    yield "launch gaps", f"{explanation.launch_gap_ms:.2f} ms"
-    yield "waiting for data", _waiting(explanation.data_wait_ms, explanation.step_ms)
+    yield GAPS, f"{explanation.launch_gap_ms:.2f} ms"
+    yield WAIT, _waiting(explanation.data_wait_ms, explanation.step_ms)
     if explanation.floor_ms is not None:
         share = explanation.floor_ms / explanation.step_ms
         yield "floor", f"{explanation.floor_ms:.2f} ms of matrix products at the measured rate: {share:.0%} of the step"
@@ -193,8 +199,10 @@ def draw_explanations(explanations: Sequence[Explained], record: Mapping[str, An
     figure = new_figure((10.0, 2.9 + 0.6 * len(explanations)))
     axes: Axes = figure.subplots()
     bars = [_pieces(explanation) for explanation in explanations]
-    kinds = dict.fromkeys(kind for bar in bars for kind in bar if kind != IDLE)
-    colours = {kind: _colour(index) for index, kind in enumerate(kinds)} | {IDLE: IDLE_COLOUR}
+    pieces = dict.fromkeys(kind for bar in bars for kind in bar)
+    kinds = [kind for kind in pieces if kind not in IDLE_COLOURS]
+    colours = {kind: _colour(index) for index, kind in enumerate(kinds)}
+    colours |= {kind: colour for kind, colour in IDLE_COLOURS.items() if kind in pieces}
     for row, bar in enumerate(bars):
         _stack(axes, row, bar, colours)
     axes.set_yticks(range(len(bars)), [explanation.title for explanation in explanations], fontsize=9)
@@ -203,7 +211,7 @@ def draw_explanations(explanations: Sequence[Explained], record: Mapping[str, An
     axes.set_xlabel("ms a step", fontsize=9, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "left", "right"]].set_visible(False)
-    _name_kinds(axes, colours if any(IDLE in bar for bar in bars) else {kind: colours[kind] for kind in kinds})
+    _name_kinds(axes, colours)
     save_figure(figure, path)
 
 
@@ -217,14 +225,25 @@ def _picture_title(explanations: Sequence[Explained], record: Mapping[str, Any])
 
 
 def _pieces(explanation: Explained) -> dict[str, float]:
-    idle = {IDLE: explanation.idle_ms} if explanation.idle_ms else {}
-    return {row.kind: row.ms for row in explanation.kinds if row.ms} | idle
+    # On a GPU a wait may lie beside kernels: only what is left of it is a piece of the step.
+    idle = {GAPS: explanation.launch_gap_ms, WAIT: explanation.idle_ms - explanation.launch_gap_ms}
+    pieces = {row.kind: row.ms for row in explanation.kinds} | idle
+    return {kind: ms for kind, ms in pieces.items() if ms > 0}
 
 
 def _colour(index: int) -> Any:
     from matplotlib import colormaps
 
-    return colormaps["tab20"](index % 20)
+    palette = colormaps["tab20"]
+    return palette(COLOURED[index % len(COLOURED)])
+
+
+def _ink_on(colour: Any) -> str:
+    """What can be read on it, by its luma (ITU-R BT.709)."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(colour)
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < DARK else INK
 
 
 def _stack(axes: Axes, row: int, bar: Mapping[str, float], colours: Mapping[str, Any]) -> None:
@@ -232,7 +251,9 @@ def _stack(axes: Axes, row: int, bar: Mapping[str, float], colours: Mapping[str,
     for kind, ms in bar.items():
         axes.barh(row, ms, left=begin, height=0.7, color=colours[kind], edgecolor="white", linewidth=0.5)
         if ms >= NUMBERED_FROM * total:
-            axes.text(begin + ms / 2, row, f"{ms:.3g}", ha="center", va="center", fontsize=8, color=INK)
+            axes.text(
+                begin + ms / 2, row, f"{ms:.3g}", ha="center", va="center", fontsize=8, color=_ink_on(colours[kind])
+            )
         begin += ms
 
 
