@@ -91,7 +91,22 @@ def test_nothing_gained_is_said() -> None:
     measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 5.98), SMALL: (30, 5)})
     choice = choose_memory(measure, [[POINTWISE], [SMALL]])
     assert choice.setting == NORMAL
-    assert "nothing lowers the peak of 6.00 GB within +9% time" in choice.reason
+    assert choice.reason == (
+        "nothing lowers the peak of 6.00 GB within +9% time; "
+        "too slow: 8-bit optimizer with 5.00 GB, -17% memory, +50% time"
+    )
+
+
+def test_the_best_saving_refused_for_its_time_is_named_with_the_setting_that_takes_it() -> None:
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (23, 4), SMALL: (30, 5), BUDGETS[0]: (40, 5.99)})
+    reason = choose_memory(measure, [[POINTWISE, BLOCKS], [SMALL], BUDGETS[:1]]).reason
+    assert "too slow: recompute pointwise with 4.00 GB, -33% memory, +15% time" in reason
+    assert "train.activation_checkpointing=true" in reason
+
+
+def test_peaks_of_tiny_models_are_told_in_kilobytes() -> None:
+    measure, _ = fake({NORMAL: (20, 0.000045), SMALL: (20, 0.0000123)})
+    assert "12.3 kB instead of 45.0 kB" in choose_memory(measure, [[SMALL]]).reason
 
 
 def test_a_normal_step_that_does_not_fit_is_replaced_by_one_that_does() -> None:
@@ -114,6 +129,11 @@ def test_trials_end_when_their_time_is_up() -> None:
     assert asked == [NORMAL, POINTWISE]
     assert choice.setting == POINTWISE
     assert "time for trials was used up" in choice.notes[-1]
+
+
+def test_trials_that_end_with_their_time_leave_no_rest_to_speak_of() -> None:
+    measure, asked = fake({NORMAL: (20, 6), SMALL: (20, 5.99)})
+    assert choose_memory(measure, [[SMALL]], may_go_on=lambda: len(asked) < 2).notes == ()
 
 
 def test_the_choice_is_told_with_what_was_left_out() -> None:

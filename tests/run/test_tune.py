@@ -161,6 +161,25 @@ def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> Non
     assert any(line.startswith("not tried: activation budget") for line in chosen.memory_trials)
 
 
+def test_a_run_shorter_than_the_trials_of_memory_low_tries_the_most_promising_lever_alone(demo: Path) -> None:
+    config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
+    chosen = tuned(config, workload, plan, lambda line: None)
+    tried = [line.split(":")[0] for line in chosen.memory_trials if " ms" in line]
+    assert tried == ["normal", "recompute pointwise"]
+    assert any("the time for trials was used up" in line for line in chosen.memory_trials)
+
+
+def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits_with_blocks(way: str, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
+        if plan.memory["recompute"] != "blocks":
+            raise DoesNotFit("out of memory")
+        return Cost(1.0, 10**6)
+
+    monkeypatch.setattr(tune, "cost_in", fits_with_blocks)
+    config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
+    assert tuned(config, workload, plan, lambda line: None).memory["recompute"] == "blocks"
+
+
 def test_a_run_with_memory_low_trains_and_resumes_without_measuring_again(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,10 @@ BUDGETS = (0.9, 0.7, 0.5, 0.3)
 """Shares of the activations that are tried, in this order."""
 
 
+OUTRIGHT = "train.activation_checkpointing=true recomputes blocks whatever it takes"
+OUT_OF_TIME = "the rest: the time for trials was used up, which is no longer than the run itself"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySetting:
     """One position of all levers; the default is the normal step."""
@@ -108,9 +112,9 @@ class MemoryChoice:
             if trial.cost is None:
                 yield f"{trial.setting}: {trial.problem}"
             elif trial.cost is base:
-                yield f"{trial.setting}: {_gigabytes(trial.cost)}, {trial.cost.ms:.1f} ms"
+                yield f"{trial.setting}: {_size(trial.cost)}, {trial.cost.ms:.1f} ms"
             else:
-                yield f"{trial.setting}: {_gigabytes(trial.cost)}, {trial.cost.ms:.1f} ms, {_change(trial.cost, base)}"
+                yield f"{trial.setting}: {_size(trial.cost)}, {trial.cost.ms:.1f} ms, {_change(trial.cost, base)}"
 
 
 def choose_memory(
@@ -121,18 +125,19 @@ def choose_memory(
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> MemoryChoice:
     """Measure the normal step, each lever from its gentlest position on, and the best of each lever together."""
-    trials = [_tried(measure, NORMAL)]
+    trials, is_cut_short = [_tried(measure, NORMAL)], False
     for lever in levers:
         tried = list(_along(measure, lever, trials, may_go_on))
         left = lever[len(tried) :]
         if left and may_go_on():
             notes = (*notes, f"{', '.join(map(str, left))}: {_why_no_further(tried[-1], trials[0])}")
+        is_cut_short |= bool(left) and not may_go_on()
         trials += tried
     together = _combined(trials)
     if together is not None and may_go_on():
         trials.append(_tried(measure, together))
-    if not may_go_on():
-        notes = (*notes, "the rest: the time for trials was used up")
+    elif together is not None or is_cut_short:
+        notes = (*notes, OUT_OF_TIME)
     return chosen(trials, notes)
 
 
@@ -143,11 +148,12 @@ def chosen(trials: Sequence[Trial], notes: Sequence[str] = ()) -> MemoryChoice:
     best = min(fitting, key=lambda trial: (_whole(trial).peak_bytes, _whole(trial).ms))
     cost = _whole(best)
     if trials[0].cost is None:
-        reason = f"{_gigabytes(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({trials[0].problem})"
+        reason = f"{_size(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({trials[0].problem})"
     elif best is trials[0] or cost.peak_bytes > (1 - WORTH_BYTES) * base.peak_bytes:
-        best, reason = trials[0], f"nothing lowers the peak of {_gigabytes(base)} within +{TIME_LIMIT - 1:.0%} time"
+        best, reason = trials[0], f"nothing lowers the peak of {_size(base)} within +{TIME_LIMIT - 1:.0%} time"
+        reason += _refused(trials)
     else:
-        reason = f"{_gigabytes(cost)} instead of {_gigabytes(base)}, {_change(cost, base)}"
+        reason = f"{_size(cost)} instead of {_size(base)}, {_change(cost, base)}"
     return MemoryChoice(setting=best.setting, reason=reason, trials=tuple(trials), notes=tuple(notes))
 
 
@@ -214,8 +220,22 @@ def _whole(trial: Trial) -> Cost:
     return trial.cost
 
 
-def _gigabytes(cost: Cost) -> str:
-    return f"{cost.peak_bytes / 1e9:.2f} GB" if cost.peak_bytes >= 1e9 else f"{cost.peak_bytes / 1e6:.1f} MB"
+def _refused(trials: Sequence[Trial]) -> str:
+    """The most that could be saved at another price, and how to pay it where a setting can."""
+    normal = trials[0]
+    slow = [trial for trial in trials if _is_too_slow(trial, normal) and not _saves_nothing(trial, normal)]
+    if not slow:
+        return ""
+    best = min(slow, key=lambda trial: _whole(trial).peak_bytes)
+    outright = "" if best.setting.recompute == "none" else f" ({OUTRIGHT})"
+    return f"; too slow: {best.setting} with {_size(_whole(best))}, {_change(_whole(best), _whole(normal))}{outright}"
+
+
+def _size(cost: Cost) -> str:
+    for unit, size, digits in (("GB", 1e9, 2), ("MB", 1e6, 1)):
+        if cost.peak_bytes >= size:
+            return f"{cost.peak_bytes / size:.{digits}f} {unit}"
+    return f"{cost.peak_bytes / 1e3:.1f} kB"
 
 
 def _change(cost: Cost, base: Cost) -> str:

@@ -32,7 +32,9 @@ FEWEST_STEPS = 300
 MEMORY_TRIALS_S = 240.0
 """train.memory=low was asked for, so it may take longer: each setting is compiled anew."""
 MEMORY_TRIALS_AT_LEAST_S = 30.0
-"""In a short run no new setting is begun after so long."""
+"""In a short run no new setting is begun after so long, nor after what the run itself takes."""
+ALWAYS_TRIED = 2
+"""The normal step and the most promising lever: low memory is asked for because it may not fit otherwise."""
 MEASURED_FOR = (
     "train.fast", "train.tune_kernels", "train.memory", "train.channels_last", "train.deterministic",
     "train.batch_size", "train.accumulate", "train.activation_checkpointing", "data.image_size", "model.",
@@ -151,18 +153,20 @@ def _with_fp8_that_pays(config: RunConfig, workload: Workload, plan: Plan, say: 
 def _with_memory(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
     if plan.memory:
         return plan
-    clock, costs = Stopwatch(), list[Cost]()
-    way = plan.way or "eager"
+    clock, way = Stopwatch(), plan.way or "eager"
+    costs: list[Cost | None] = []
 
     def measure(setting: MemorySetting) -> Cost:
         say(f"measuring memory: {setting} ...")
+        costs.append(None)
         trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
-        costs.append(cost_in(way, config, workload, trial_plan))
-        return costs[-1]
+        costs[-1] = found = cost_in(way, config, workload, trial_plan)
+        return found
 
     def may_go_on() -> bool:
-        expected_s = costs[0].ms / 1e3 * expected_steps(config, workload) if costs else 0.0
-        return clock.elapsed_s < min(MEMORY_TRIALS_S, max(MEMORY_TRIALS_AT_LEAST_S, SHARE * expected_s))
+        ran = [cost.ms / 1e3 for cost in costs if cost is not None]
+        limit_s = _memory_trials_s(ran[0] * expected_steps(config, workload)) if ran else MEMORY_TRIALS_S
+        return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
 
     levers = levers_of(workload.model, config.optimizer.name, is_compiled=way != "eager")
     try:
@@ -176,3 +180,8 @@ def _with_memory(config: RunConfig, workload: Workload, plan: Plan, say: Say) ->
     return dataclasses.replace(
         plan, memory=dataclasses.asdict(choice.setting), memory_reason=choice.reason, memory_trials=tried
     )
+
+
+def _memory_trials_s(run_s: float) -> float:
+    """Until when a new setting may be begun, in a run that will take so long."""
+    return min(MEMORY_TRIALS_S, max(SHARE * run_s, min(MEMORY_TRIALS_AT_LEAST_S, run_s)))
