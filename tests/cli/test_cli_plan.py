@@ -29,6 +29,12 @@ def test_a_warning_is_said_once() -> None:
     assert said.count("bf16 asked for, running fp16") == 1
 
 
+def test_fp8_on_a_gpu_that_is_not_here_says_that_nothing_was_timed() -> None:
+    said = printed("vit_s_16", "--precision", "fp8", "--gpu", "h100", "data.image_size=32")
+    assert "warning: no layer was timed" in said
+    assert "no layer was timed" not in printed("vit_s_16", "--precision", "bf16", "--gpu", "h100", "data.image_size=32")
+
+
 def test_json_is_the_plan_a_run_stores() -> None:
     plan = json.loads(printed("unet", *SMALL, "--precision", "bf16", "--gpu", "h200", "--json"))
     assert plan["granted"] == "bf16"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
 from halfstep.config.schema import RunConfig
+from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import known_gpu
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
@@ -16,7 +18,12 @@ from halfstep.workloads import has_demo, write_demo
 
 def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data where none are given, and decide for the hardware."""
-    hardware = known_gpu(gpu) if gpu else probe(config.device)
+    if gpu:
+        return _with_what_is_untimed(_plan(config, known_gpu(gpu)))
+    return _plan(config, probe(config.device))
+
+
+def _plan(config: RunConfig, hardware: Hardware) -> Plan:
     config = with_absolute_paths(config)
     if config.data.dir is not None or not has_demo(config.workload):
         return plan_for(config, build_workload(config), hardware)
@@ -25,3 +32,11 @@ def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
         write_demo(config.workload, data, seed=config.train.seed)
         with_data = config.model_copy(update={"data": config.data.model_copy(update={"dir": str(data)})})
         return plan_for(with_data, build_workload(with_data), hardware)
+
+
+def _with_what_is_untimed(decided: Plan) -> Plan:
+    """Where fp8 pays is found by timing layers and steps, which a GPU that is not here cannot be asked for."""
+    if decided.granted != "fp8":
+        return decided
+    note = f"no layer was timed: on {decided.device_name} itself, layers or a step that fp8 does not speed up run bf16"
+    return dataclasses.replace(decided, warnings=(*decided.warnings, note))
