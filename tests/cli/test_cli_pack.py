@@ -93,7 +93,8 @@ def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gone",), "does not exist"),
+        (("gone",), "gone does not exist\n  fix: give the folder of train/<class>/*"),
+        (("train/bird/0.jpg", "--verify"), "is a file"),
         ((".", "--on-bad-file", "maybe"), "--on-bad-file maybe"),
         ((".", "--limit-gb", "0.000001"), "the limit is 1e-06 GB"),
         ((".", "--out", "nowhere/a.pack"), "cannot write"),

@@ -234,6 +234,12 @@ def test_a_pattern_that_matches_nothing_lists_near_names() -> None:
     assert "'vae" in caught.value.fix
 
 
+def test_a_pattern_for_a_model_without_parts_is_told_so() -> None:
+    with pytest.raises(PrecisionError, match="matches no module of Linear") as caught:
+        decide("bf16", HOPPER, nn.Linear(4, 2), modules={"head": "fp32"})
+    assert "the model has no parts" in caught.value.fix
+
+
 def test_tf32_cannot_be_switched_for_a_part() -> None:
     plan = decide("bf16", HOPPER, tiny_diffusion(), modules={"head": "tf32"})
     assert by_module(plan)["head"] == ("fp32", "fp32")

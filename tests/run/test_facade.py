@@ -154,6 +154,12 @@ def test_a_loss_function_that_gives_no_loss_is_told_so_and_changes_nothing(resul
     assert step(loss_of(model), [batch(0)]).committed
 
 
+@pytest.mark.parametrize("given", [(None, None), (make_model(), None), (make_model(), [None]), ("unet", "adamw")])
+def test_what_is_no_model_or_no_optimizer_is_refused_in_words(given: tuple[object, object]) -> None:
+    with pytest.raises(ConfigError, match="a step takes a model and its optimizer"):
+        hs.Step(*given)  # type: ignore[arg-type]
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="parameters of AdamW belongs to this"):
         hs.Step(make_model(), fused(make_model()), precision="fp32")

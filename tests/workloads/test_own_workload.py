@@ -40,7 +40,7 @@ def test_a_module_in_the_working_folder_is_found_and_needs_no_data_folder(tmp_pa
         ("gives_none:build", "gives_none:build gives a NoneType, not a Workload"),
         ("tiny_workloda:build", "workload 'tiny_workloda:build' cannot be imported"),
         ("timm.models:create_model", "fix: Install it, run where the module is"),
-        ("tiny_workload:biuld", "did you mean 'build'"),
+        ("tiny_workload:biuld", "halfstep.workloads.workload.Workload; did you mean 'build'?"),
         ("broken_mod:build", "No module named 'no_such_thing'"),
     ],
 )

@@ -47,7 +47,7 @@ def command(
     """
     from halfstep.data.image_folder import FolderLayout
     from halfstep.data.pack_folder import PackSettings, default_pack_path
-    from halfstep.errors import ConfigError
+    from halfstep.errors import ConfigError, DataError
 
     if on_bad_file not in ("error", "skip"):
         raise ConfigError(f"--on-bad-file {on_bad_file}", fix="error or skip")
@@ -55,6 +55,9 @@ def command(
     settings = PackSettings(
         size=size, limit_gb=limit_gb, workers=workers, on_bad_file="skip" if on_bad_file == "skip" else "error"
     )
+    if not folder.is_dir():
+        kind = "is a file" if folder.exists() else "does not exist"
+        raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
     path = out or default_pack_path(folder, size)
     if verify:
         summary = verified(folder, layout, path, settings)

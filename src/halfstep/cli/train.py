@@ -97,9 +97,17 @@ def command(
 ) -> None:
     """Train a workload, or what a config file describes.
 
-    [bold]halfstep train unet --data-dir data/carvana --bf16 --epochs 20 optimizer.lr=3e-4[/bold]
-
     Flags win over KEY=VALUE words, those over the file, the file over the preset. Flags take - and _ alike.
+
+    Example:
+
+        halfstep train unet --data-dir data/carvana --bf16 --epochs 20 optimizer.lr=3e-4
+
+        halfstep train resnet50 --data-dir data/photos train.fast=graph
+
+        halfstep train unet --data-dir data/carvana train.memory=low
+
+        halfstep train --resume runs/unet-20250101-120000 --epochs 40
     """
     flags = {name: value for name, value in context.params.items() if name not in NOT_SETTINGS}
     loaded = loaded_from(words or [], flags, resume)

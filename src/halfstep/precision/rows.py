@@ -45,9 +45,11 @@ def grants_by_module(model: nn.Module, default: Grant, parts: Mapping[str, Grant
     for pattern in parts:
         if not any(fnmatchcase(name, pattern) for name in names if name):
             depth = pattern.count(".")
-            near = nearest(pattern.removesuffix(".*"), [name for name in names if name and name.count(".") <= depth])
+            known = [name for name in names if name and name.count(".") <= depth]
+            none = "leave it out: the model has no parts, the default precision is all of it"
             raise PrecisionError(
-                f"precision.modules: {pattern!r} matches no module of {type(model).__name__}", fix=near
+                f"precision.modules: {pattern!r} matches no module of {type(model).__name__}",
+                fix=nearest(pattern.removesuffix(".*"), known) if known else none,
             )
     grants: dict[str | None, Grant] = {}
     for name in names:  # named_modules gives parents before their children

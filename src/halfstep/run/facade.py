@@ -87,6 +87,7 @@ class Step(GuardedStep):
         guard: GuardOptions | None = None,
         skip_spikes: bool = False,
     ) -> None:
+        _refuse_other_kinds(model, optimizer)
         device = _device_of(model)
         if guard is not None and guard.on_fault == "rollback":
             raise ConfigError(
@@ -141,6 +142,17 @@ class Step(GuardedStep):
                 price = "a copy of weights and state each step" if committer.way == "select" else "one wait each step"
                 hints.append(f"{committer.name} is not fused: skipping safely costs {price}; fused=True makes it free")
         return hints
+
+
+def _refuse_other_kinds(model: object, optimizer: object) -> None:
+    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    if isinstance(model, nn.Module) and all(isinstance(one, Optimizer) for one in optimizers):
+        return
+    given = f"{type(model).__name__}, {type(optimizer).__name__}"
+    raise ConfigError(
+        f"a step takes a model and its optimizer, or a list of them, not ({given})",
+        fix="hs.Step(model, torch.optim.AdamW(model.parameters()))",
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:

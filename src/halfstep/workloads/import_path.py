@@ -29,8 +29,8 @@ def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
         own = [
             key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module_name
         ]
-        fix = f"{nearest(name, own)} " if own else ""
-        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"{fix}It is called as {form}")
+        near = f"; {nearest(name, own)}" if own else ""
+        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}{near}")
     return found  # type: ignore[no-any-return]
 
 
