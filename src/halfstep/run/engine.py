@@ -24,6 +24,7 @@ from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.compile_reason import compile_reason
 from halfstep.run.compiled_shapes import CompiledShapes, batch_shape
+from halfstep.run.compiler_warnings import CompilerWarnings
 from halfstep.run.cudnn_trials import cudnn_trials
 from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import OutOfMemory, announce, split_window
@@ -65,6 +66,7 @@ class Engine:
     ) -> None:
         self.parts, self.way, self.notice, self.count = parts, way, notice, count
         self._before_compiling = before_compiling
+        self._compiler_warnings = CompilerWarnings(lambda text: self.notice(text, "warning"))
         self.pieces = 1
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
         self.graphs: dict[Shape, Captured] = {}
@@ -105,7 +107,7 @@ class Engine:
                 if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
                 outputs: list[Any] = []
-                with cudnn_trials(self._tries_algorithms(pieces)):
+                with cudnn_trials(self._tries_algorithms(pieces)), self._compiler_warnings.in_one_line():
                     facts = self.parts.step.compute(self._loss_into(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)
