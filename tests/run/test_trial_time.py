@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfstep.run.trial_time import CANDIDATES, MOST_S, TrialTime
+from halfstep.run.trials import LASTING_S, ROUNDS, TIMED_STEPS, lasting_step_s
 
 
 class Hands:
@@ -90,3 +91,38 @@ def test_without_a_limit_nothing_is_ever_over() -> None:
     time.expect(1e9)
     assert not time.is_over
     assert time.has_room_for(1e9)
+
+
+class HotDevice:
+    """Steps of 20 ms that take 22 once it has worked for half a second."""
+
+    def __init__(self, hands: Hands) -> None:
+        self.hands, self.began, self.steps = hands, hands.now, 0
+
+    def round(self, num_steps: int) -> float:
+        began = self.hands.now
+        for _ in range(num_steps):
+            self.hands.now += 0.020 if self.hands.now - self.began < 0.5 else 0.022
+        self.steps += num_steps
+        return (self.hands.now - began) / num_steps
+
+
+def test_a_step_is_timed_until_its_device_is_hot() -> None:
+    hands = Hands()
+    device = HotDevice(hands)
+    assert lasting_step_s(device.round, TrialTime(clock=hands), LASTING_S) == pytest.approx(0.022)
+    assert device.steps * 0.020 < 2 * LASTING_S
+
+
+def test_a_device_that_does_not_get_hot_is_timed_for_a_few_rounds() -> None:
+    hands = Hands()
+    device = HotDevice(hands)
+    assert lasting_step_s(device.round, TrialTime(clock=hands), 0.0) == pytest.approx(0.020)
+    assert device.steps == 1 + ROUNDS * TIMED_STEPS
+
+
+def test_a_short_run_has_no_time_for_a_hot_device() -> None:
+    hands = Hands()
+    device, time = HotDevice(hands), TrialTime(200, most_s=MOST_S, clock=hands)  # 4 s, so 0.2 for trials
+    assert lasting_step_s(device.round, time, LASTING_S) == pytest.approx(0.020)
+    assert time.spent_s <= 0.020 + 0.2 / CANDIDATES + 0.020  # one to begin with, and one begun in time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,25 @@ TIMED_STEPS = 5
 """In a round; fewer where the time for trials is short."""
 ROUNDS = 3
 """The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
+LASTING_S = 1.5
+"""On a GPU rounds go on for so long, and the last two thirds count: it slows at its power cap, within half a second
+on an H200, and a step that needs more energy slows down more."""
+
+
+def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
+    """Seconds of a step, once it has gone on for so long: the median of rounds, each given its steps and giving seconds
+    of one; of fewer and shorter rounds where time is short."""
+    once_s = a_round(1)
+    if time.run_s is None:
+        time.expect(once_s)
+    affordable_s = time.for_one_s
+    affordable = affordable_s / max(once_s, 1e-9)
+    num_steps = max(1, int(min(TIMED_STEPS, affordable / ROUNDS)))
+    until = time.clock() + min(lasting_s, affordable_s)
+    rounds = [a_round(num_steps)]
+    while not time.is_over and (len(rounds) < min(ROUNDS, affordable / num_steps) or time.clock() < until):
+        rounds.append(a_round(num_steps))
+    return statistics.median(rounds[-max(ROUNDS, 2 * len(rounds) // 3) :])
 
 
 def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
@@ -134,17 +153,9 @@ class Trial:
         return peak_memory_bytes(device) or 0
 
     def _timed(self, engine: Engine, time: TrialTime) -> float:
-        """Seconds of a step: the median of some rounds, or of fewer and shorter ones where time is short."""
+        lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0
         self._finish()
-        once_s = self._round(engine, time, 1)
-        if time.run_s is None:
-            time.expect(once_s)
-        affordable = time.for_one_s / max(once_s, 1e-9)
-        num_steps = max(1, int(min(TIMED_STEPS, affordable / ROUNDS)))
-        rounds = [self._round(engine, time, num_steps)]
-        while len(rounds) < min(ROUNDS, affordable / num_steps) and not time.is_over:
-            rounds.append(self._round(engine, time, num_steps))
-        return statistics.median(rounds)
+        return lasting_step_s(lambda num_steps: self._round(engine, time, num_steps), time, lasting_s)
 
     def _round(self, engine: Engine, time: TrialTime, num_steps: int) -> float:
         start = time.clock()
