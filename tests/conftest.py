@@ -4,11 +4,18 @@ Triton's kernels run in its interpreter."""
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # after the number of threads, which it reads once
+
+# A job in a script's background ignores Ctrl-C, one under nohup a closed terminal, and both hand that down: tests that
+# send themselves such a signal would wait for it for ever.
+for number, usual in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,14 +39,6 @@ from halfstep.cli.main import main
 main(sys.argv[1:])
 """
 """From this epoch on a sample takes a minute: what a user does who waits for the step to finish."""
-
-
-@pytest.fixture(autouse=True)
-def terminal_that_can_be_closed() -> Iterator[None]:
-    """Also where the tests themselves run under nohup, which is handed down to whatever they start."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 def start(out: Path, *, slow_from: int, terminal: int = subprocess.PIPE) -> subprocess.Popen[str]:
@@ -133,10 +124,13 @@ def test_a_closed_terminal_is_handled_as_a_scheduler_that_ends_the_job() -> None
 
 
 def test_nohup_keeps_its_word() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with interrupts() as asked:
-        signal.raise_signal(signal.SIGHUP)
-        assert not asked
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts() as asked:
+            signal.raise_signal(signal.SIGHUP)
+            assert not asked
+    finally:
+        signal.signal(signal.SIGHUP, former)
 
 
 @pytest.mark.parametrize(
