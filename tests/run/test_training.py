@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from halfstep.config.load import from_dict, load
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HardwareError, TrainingStopped
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
+from halfstep.run import train as training
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.memory_limit import memory_error, split_window
@@ -221,3 +224,24 @@ def test_a_loss_of_nothing_is_an_error_in_words_and_a_loss_alone_counts_by_sampl
                      plan_for(loaded.config, workload, probe("cpu")))  # fmt: skip
     with pytest.raises(ConfigError, match="the loss is None"):
         parts.step(lambda b: parts.eager(b)[:2], [batch])
+
+
+def test_a_run_does_not_begin_beside_the_model_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[weakref.ref[torch.nn.Module]] = []
+    alive: list[int] = []
+
+    def counted(config: Any, workload: Any, plan: Any) -> Any:
+        alive.append(sum(model() is not None for model in models))
+        models.append(weakref.ref(workload.model))
+        return assemble(config, workload, plan)
+
+    monkeypatch.setattr(training, "assemble", counted)
+    gc.disable()  # it might come by chance
+    try:
+        for name in ("first", "second"):
+            run(tmp_path / name, **{"train.epochs": 1})
+    finally:
+        gc.enable()
+    assert alive == [0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
 import sys
 from contextlib import ExitStack
@@ -85,10 +86,12 @@ def _start(loaded: Loaded, out: str | None) -> Path:
 
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
+    device = torch.device(plan.device)
+    gc.collect()  # a run before in this process, whose parts know each other and so outlive it
     try:
         return assemble(config, workload, plan)
     except OutOfMemory as error:
-        raise model_memory_error(error, config, workload.model, torch.device(plan.device)) from error
+        raise model_memory_error(error, config, workload.model, device) from error
 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
