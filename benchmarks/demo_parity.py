@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import store
 
 from halfstep.config.load import load
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
+from recording import store
 
 
 def one_run(precision: str, folder: Path) -> dict[str, Any]:

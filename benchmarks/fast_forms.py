@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from capture import captured
-from recording import store
 from torch import Tensor, nn
 
+from capture import captured
 from halfstep.kernels.fast_forms import Form, forced
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d, PatchConv2d
 from halfstep.models.unet import DoubleConv
 from halfstep.models.vit import VITS, EncoderBlock
+from recording import store
 
 DEVICE = torch.device("cuda")
 WINDOWS, STEPS = 5, 10

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from equivalence import equivalence
-from recording import shown_settings, store
 
+from equivalence import equivalence
 from halfstep.config.load import from_dict
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
+from recording import shown_settings, store
 
 Settings = Mapping[str, object]
 

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recording import shown_settings, store, time_steps
 from torch import Tensor
 
 from halfstep.config.load import from_dict
@@ -34,6 +33,7 @@ from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.layout import in_layout_of
+from recording import shown_settings, store, time_steps
 
 Batch = dict[str, Tensor]
 GOAL = 0.05

@@ -27,12 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import RESULTS, command, store
 from rich.console import Console
-from speed_cases import CASES, PEERS, Case, problem_of, request_of, row_requests
-from speed_goals import show_goals
-from speed_processes import fill_caches, own_decisions, starts
-from speed_turns import rows_in_turn
 
 from halfstep.bench.bench import bench, concluded
 from halfstep.bench.floor import step_flops
@@ -44,6 +39,11 @@ from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 from halfstep.report.bench_table import show_bench
+from recording import RESULTS, command, store
+from speed_cases import CASES, PEERS, Case, problem_of, request_of, row_requests
+from speed_goals import show_goals
+from speed_processes import fill_caches, own_decisions, starts
+from speed_turns import rows_in_turn
 
 AT_ONCE = 5
 WIDTH = 200

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from readme_tables import fastest
 from rich.console import Console
-from speed_cases import CASES, Goal
 
 from halfstep.report.bench_table import digits
 from halfstep.report.tables import columns_table
+from readme_tables import fastest
+from speed_cases import CASES, Goal
 
 Row = dict[str, Any]
 DEVICE = "H200"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from speed_cases import Case, problem_of, row_requests
 
 from halfstep.bench.bench import Request, runners
 from halfstep.bench.measure_row import first_step
@@ -27,6 +26,7 @@ from halfstep.bench.runner import Runner
 from halfstep.errors import HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.run.ways import keep_compiled_code
+from speed_cases import Case, problem_of, row_requests
 
 FILLING_STEPS = 3
 CHOICES = "*.best_config"

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from speed_cases import Case, problem_of, row_requests
-from speed_processes import Facts, own_decisions
 from torch import nn
 from torch._dynamo.callback import on_compile_end, on_compile_start
 from torch._inductor import config as inductor_config
@@ -35,6 +33,8 @@ from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem
 from halfstep.bench.settings import Way
 from halfstep.hardware.facts import Hardware
+from speed_cases import Case, problem_of, row_requests
+from speed_processes import Facts, own_decisions
 
 COMPILING_SHARE = 0.6
 """Of the time there is: who is not compiled by then is left out, or nothing would be timed."""

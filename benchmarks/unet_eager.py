@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from recording import store, time_steps
 
 from halfstep.hardware.probe import probe
 from halfstep.models.unet import UNet
@@ -27,6 +26,7 @@ from halfstep.train.optimizers import build_optimizer, parameter_groups
 from halfstep.train.schedule import ScheduleOptions, build_schedule
 from halfstep.train.step import Step
 from halfstep.workloads.segmentation import segmentation_loss
+from recording import store, time_steps
 
 BATCH, SIDE = 8, 512
 DEVICE = torch.device("cuda")

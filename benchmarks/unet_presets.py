@@ -15,7 +15,6 @@ import argparse
 from typing import Any
 
 import torch
-from recording import store, time_steps
 
 from halfstep.bench.problem import random_batch, random_workload
 from halfstep.config.load import load
@@ -26,6 +25,7 @@ from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.guide_memory import step_cost
 from halfstep.workloads.unet import model_from_store
+from recording import store, time_steps
 
 FULL = ["data.image_size=512"]
 DATA = {"num_classes": 2, "channels": 3, "image_size": 512}

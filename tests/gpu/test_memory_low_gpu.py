@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from capture import captured
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from capture import captured
 from halfstep.hardware.probe import probe
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import UNet
