@@ -41,6 +41,14 @@ def recompiled_too_often(said: list[str]) -> None:
             model(torch.ones(2))
 
 
+def broken_by_a_number(said: list[str]) -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * x.mean().item()
+
+    with CompilerWarnings(said.append).in_one_line():
+        torch.compile(doubled, backend="eager")(torch.ones(2))
+
+
 def warned(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
 
@@ -72,21 +80,22 @@ def test_a_number_read_from_a_tensor_is_named_with_its_line(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_LOGS", raising=False)
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    TensorVariable._warn_capture_scalar_outputs.cache_clear()  # torch itself warns once in a process
     said: list[str] = []
-
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return x * x.mean().item()
-
-    with CompilerWarnings(said.append).in_one_line():
-        torch.compile(doubled, backend="eager")(torch.ones(2))
+    broken_by_a_number(said)
     assert len(said) == 1
     assert "`Tensor.item()` waits for the device" in said[0]
     assert said[0].endswith("x * x.mean().item()")
     assert "test_compiler_warnings.py:" in said[0]
     assert warned(log) == []
+
+
+def test_a_run_hears_of_a_break_that_its_trial_met_before_it() -> None:
+    of_a_trial, of_the_run = list[str](), list[str]()
+    broken_by_a_number(of_a_trial)
+    torch.compiler.reset()
+    broken_by_a_number(of_the_run)
+    assert of_the_run == of_a_trial
+    assert len(of_the_run) == 1
 
 
 def test_other_warnings_pass_and_nothing_is_left_behind(log: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch._dynamo.variables.tensor import TensorVariable
+
 SOURCES = ("torch._dynamo.convert_frame", "torch._dynamo.variables.tensor")
 """Loggers of the warnings below; a filter holds for the logger it was given to, not for those under it."""
 
@@ -26,6 +28,8 @@ class CompilerWarnings:
     """Says each kind once; with TORCH_LOGS the compiler's own words stay as well."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
+        # torch warns of a break once in a process, and a trial, in which nobody listens, would have had it.
+        TensorVariable._warn_capture_scalar_outputs.cache_clear()
         self._say = say
         self._said: set[re.Pattern[str]] = set()
 
