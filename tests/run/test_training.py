@@ -245,3 +245,20 @@ def test_a_run_does_not_begin_beside_the_model_of_the_one_before(
     finally:
         gc.enable()
     assert alive == [0, 0]
+
+
+def test_a_run_is_compiled_however_often_others_were_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_compiled = 0
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda region, **options: real(region, backend=counted, dynamic=False))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for size in (2, 3, 4):
+            run(tmp_path / str(size), **{"train.fast": "compile", "train.batch_size": size, "train.max_steps": 1})
+    assert num_compiled == 3

@@ -87,7 +87,10 @@ def _start(loaded: Loaded, out: str | None) -> Path:
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     device = torch.device(plan.device)
-    gc.collect()  # a run before in this process, whose parts know each other and so outlive it
+    # A run before in this process: its code counts among the eight times that dynamo compiles a function, ours as well
+    # as the user's, and its parts know each other and so outlive it.
+    torch.compiler.reset()
+    gc.collect()
     try:
         return assemble(config, workload, plan)
     except OutOfMemory as error:
