@@ -18,6 +18,7 @@ from halfstep.config.load import load
 from halfstep.data.seeds import generator_for
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.compiled_shapes import CompiledShapes
 from halfstep.run.engine import UNCAPTURED, Engine
 from halfstep.run.train import train
@@ -36,11 +37,15 @@ class AnySize(nn.Module):
         return scores
 
 
+def size_of(key: tuple[int, ...]) -> int:
+    return 8 + 2 * int(torch.randint(5, (), generator=generator_for(*key)))
+
+
 def build(config: Any, store: Any = None) -> Workload:
     """The tiny workload, with each step's images in one of five sizes."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        side = 8 + 2 * int(torch.randint(5, (), generator=generator_for(*key))) if training else 8
+        side = size_of(key) if training else 8
         return batch | {"image": interpolate(batch["image"], size=(side, side))}
 
     return dataclasses.replace(tiny_workload.build(config, store), model=AnySize(), prepare=prepare)
@@ -148,24 +153,61 @@ def test_another_layout_or_dtype_is_named_where_the_size_is_known() -> None:
     assert shapes.why_eager(turned) == ""
 
 
+def rounding(region: Region, **options: Any) -> Region:
+    """Compiled code rounds differently; here it differs by far more, so that one shape mistaken shows."""
+
+    def compiled(batch: Batch) -> Any:
+        loss, weight, outputs = region(batch)
+        return loss * 1.5, weight, outputs
+
+    return compiled
+
+
+COMPILED = {"train__fast": "compile", "train__epochs": 3, "schedule__name": "constant", "schedule__warmup_steps": 0}
+
+
+def whole_and_resumed(folder: Path) -> tuple[Checkpoint, Checkpoint]:
+    """The end of a run, and of the same one stopped after six steps and resumed."""
+    whole = train(loaded(**COMPILED), out=folder / "whole")
+    part = train(loaded(**COMPILED, train__max_steps=6), out=folder / "part")
+    resume(part, "train.max_steps=0")
+    return newest(whole), newest(part)
+
+
 def test_a_resumed_run_compiles_for_the_shapes_the_run_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code rounds differently; here it differs by far more, so that one shape mistaken shows."""
-
-    def rounding(region: Region, **options: Any) -> Region:
-        def compiled(batch: Batch) -> Any:
-            loss, weight, outputs = region(batch)
-            return loss * 1.5, weight, outputs
-
-        return compiled
-
     monkeypatch.setattr(torch, "compile", rounding)
-    settings = {"train__fast": "compile", "train__epochs": 3, "schedule__name": "constant", "schedule__warmup_steps": 0}
-    whole = train(loaded(**settings), out=tmp_path / "whole")
-    part = train(loaded(**settings, train__max_steps=6), out=tmp_path / "part")
-    resume(part, "train.max_steps=0")
-    left, right = newest(whole), newest(part)
+    left, right = whole_and_resumed(tmp_path)
     assert len(left.state["compiled_shapes"]) == 2
     assert left.state["compiled_shapes"] == right.state["compiled_shapes"]
     assert_same_bits(left.model, right.model)
+
+
+def test_a_run_that_could_not_compile_a_second_shape_stays_eager_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_one_size(region: Region, **options: Any) -> Region:
+        compiled = rounding(region)
+
+        def only(batch: Batch) -> Any:
+            if batch["image"].shape[-1] != first:
+                raise RuntimeError("no code for this size")
+            return compiled(batch)
+
+        return only
+
+    first = size_of((loaded().config.train.seed, 0, 0))
+    monkeypatch.setattr(torch, "compile", of_one_size)
+    left, right = whole_and_resumed(tmp_path)
+    assert left.state["way"] == right.state["way"] == "eager"
+    assert_same_bits(left.model, right.model)
+
+
+def test_a_resumed_engine_tries_nothing_faster_that_failed_and_nothing_slower_unasked() -> None:
+    told = Told()
+    told.engine.go_on_as("graph")
+    assert (told.engine.way, told.said) == ("compile", [])
+    told.engine.go_on_as("eager")
+    assert told.engine.way == "eager"
+    assert "steps run eager, as they did when the run was stopped" in told.said[0]

@@ -37,6 +37,7 @@ UNCAPTURED = 3
 """Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""
 MOST_GRAPHS = 2
 """Each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured."""
+FROM_FASTEST: tuple[Way, ...] = ("graph", "compile", "eager")
 MOST_DROPS = 3
 """So often a step that does not fit beside the graphs gets their memory, and they are captured anew afterwards."""
 
@@ -122,6 +123,13 @@ class Engine:
                 self.shapes.ready |= compiled
                 self.parts.step.commit(facts)
                 return facts, outputs, pieces
+
+    def go_on_as(self, way: Way) -> None:
+        """What failed in an earlier part of the run is not tried again: until it fails, steps would round otherwise."""
+        if FROM_FASTEST.index(way) > FROM_FASTEST.index(self.way):
+            self.way = way
+            again = "another train.fast with --allow-changes tries anew"
+            self.notice(f"steps run {way}, as they did when the run was stopped ({again})", "info")
 
     def forget_graphs(self) -> None:
         """Give their memory back; they are captured anew when needed."""

@@ -225,6 +225,7 @@ class Loop:
         own = {
             "position": asdict(self.position),
             "pieces": self.engine.pieces,
+            "way": self.engine.way,
             "compiled_shapes": list(self.engine.shapes.taken),
             "train_metrics": self.train_metrics.state_dict(),
             "journal": self.journal.state_dict(),
@@ -243,8 +244,9 @@ class Loop:
         self._set_rate_factor()
         self.position = Position(**state["position"])
         self.engine.pieces = int(state["pieces"])
-        if not changes.are_binding:  # other settings may bring other shapes
-            self.engine.shapes.taken = list(state.get("compiled_shapes", ()))  # older runs stored none
+        if not changes.are_binding:  # other settings may bring other shapes, and a step that can be compiled
+            self.engine.shapes.taken = list(state.get("compiled_shapes", ()))  # older runs stored neither
+            self.engine.go_on_as(state.get("way", self.engine.way))
         self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
         self.journal.attempted = self.parts.step.attempted
