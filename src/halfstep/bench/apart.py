@@ -10,6 +10,7 @@ import torch
 from halfstep.bench.compile_cache import forget_our_kernels
 from halfstep.measure.memory import give_back
 from halfstep.precision.backend import read_flags, write_flags
+from halfstep.run.compiler_threads import forget_compiled
 
 
 @contextmanager
@@ -30,6 +31,6 @@ def apart(device: torch.device) -> Iterator[None]:
 def clean(device: torch.device) -> None:
     """Nothing compiled, nothing cached, nothing waiting to be freed."""
     # Compiled code keeps weights alive, and dynamo gives up on a function it has compiled eight times.
-    torch.compiler.reset()
+    forget_compiled()
     forget_our_kernels()
     give_back(device)

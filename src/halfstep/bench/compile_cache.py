@@ -75,10 +75,11 @@ def empty_cache() -> Iterator[None]:
 
 def forget_in_memory() -> None:
     """As after a restart of the process: only what is on disk is found again."""
-    import torch
     from torch._inductor.utils import clear_caches
 
-    torch.compiler.reset()
+    from halfstep.run.compiler_threads import forget_compiled
+
+    forget_compiled()
     clear_caches()
     forget_our_kernels()
 

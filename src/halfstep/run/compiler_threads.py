@@ -24,6 +24,13 @@ def before_a_thread() -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
+def forget_compiled() -> None:
+    """All that was compiled in this process, in whichever thread: `torch.compiler.reset`."""
+    if torch.cuda.is_available():
+        import_graphs()
+    torch.compiler.reset()
+
+
 def import_graphs() -> None:
     """Import the compiler's CUDA graphs, as `torch.compiler.reset` does in whatever thread calls it first."""
     if TREES in sys.modules:

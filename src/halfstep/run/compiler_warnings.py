@@ -29,7 +29,8 @@ class CompilerWarnings:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         # torch warns of a break once in a process, and a trial, in which nobody listens, would have had it.
-        TensorVariable._warn_capture_scalar_outputs.cache_clear()
+        if warned := getattr(TensorVariable, "_warn_capture_scalar_outputs", None):  # torch's own, and may go
+            warned.cache_clear()
         self._say = say
         self._said: set[re.Pattern[str]] = set()
 

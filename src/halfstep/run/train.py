@@ -28,6 +28,7 @@ from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
+from halfstep.run.compiler_threads import forget_compiled
 from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.ending import ended_early, left_nothing
 from halfstep.run.folder import RunFolder
@@ -89,7 +90,7 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     device = torch.device(plan.device)
     # A run before in this process: its code counts among the eight times that dynamo compiles a function, ours as well
     # as the user's, and its parts know each other and so outlive it.
-    torch.compiler.reset()
+    forget_compiled()
     gc.collect()
     try:
         return assemble(config, workload, plan)

@@ -15,6 +15,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.measure.memory import give_back, peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
+from halfstep.run.compiler_threads import forget_compiled
 from halfstep.run.engine import UNCAPTURED, Engine
 from halfstep.run.first_batch import first_batch
 from halfstep.run.guide_memory import LiveBytes
@@ -78,7 +79,7 @@ def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
         restore_generators(generators)
         del copied
         # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
-        torch.compiler.reset()
+        forget_compiled()
         give_back(torch.device(plan.device))
 
 
