@@ -11,6 +11,7 @@ import torch
 
 from halfstep.config.load import from_dict
 from halfstep.data.demo_segmentation import write_demo
+from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.layout import in_layout_of
@@ -40,6 +41,13 @@ def test_images_come_in_the_layout_of_the_weights(demo: Path, wish: bool) -> Non
         prepared = in_layout_of(parts.model, parts.workload.prepare(batch, key=(0, 0, 0), training=training))
         assert prepared["image"].is_contiguous(memory_format=layout)
     assert all(p.is_contiguous(memory_format=layout) for p in parts.model.parameters() if p.ndim == 4)
+
+
+def test_a_batch_that_is_prepared_into_more_than_tensors_is_refused(demo: Path) -> None:
+    parts = assembled(demo)
+    batch = next(parts.train_loader.epoch(0))
+    with pytest.raises(ConfigError, match=r"prepare\(\) gave 'scale' as float, 0\.5"):
+        in_layout_of(parts.model, {**batch, "scale": 0.5})  # type: ignore[dict-item]
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(demo: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
+from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 
 
@@ -26,12 +29,23 @@ def wants_channels_last(config: RunConfig, plan: Plan) -> bool:
 
 def in_layout_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with its images as the model's convolutions read them."""
+    _refuse_others_than_tensors(batch)
     if not is_channels_last(model):
         return batch
     return {
         name: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value
         for name, value in batch.items()
     }
+
+
+def _refuse_others_than_tensors(batch: Mapping[str, object]) -> None:
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the workload's prepare() gave {name!r} as {type(value).__name__}, {value!r:.60}",
+                why="a batch is a dict of tensors: it is moved, cut and captured as such",
+                fix="make it a tensor on the batch's device, or leave it out of the batch",
+            )
 
 
 def is_channels_last(model: nn.Module) -> bool:
