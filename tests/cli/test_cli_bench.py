@@ -78,6 +78,12 @@ def test_a_link_stays_and_the_file_it_names_is_written(tmp_path: Path) -> None:
     assert json.loads(target.read_text())["rows"]
 
 
+def test_a_workload_is_benched_where_a_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unet").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(*FP32) == 0
+
+
 def test_a_baseline_is_not_saved_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "b.json"
     assert exit_code(*FP32, "--save", str(file)) == 0

@@ -49,6 +49,15 @@ def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_explanation_is_shown_whatever_becomes_of_saving_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfstep.cli.bench_explain.save_record", None)
+    with pytest.raises(TypeError):
+        main([*EXPLAIN, "--precisions", "fp32", "--save", str(tmp_path / "kinds.json")])
+    assert "halfstep eager fp32" in capsys.readouterr().out
+
+
 def test_auto_and_no_precision_at_all_are_the_one_that_a_run_takes_here(capsys: pytest.CaptureFixture[str]) -> None:
     taken = decide("auto", probe("cpu"))
     for words in (["--precisions", "auto"], []):

@@ -12,8 +12,9 @@ from halfstep.run.compiler_warnings import CompilerWarnings
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """torch's loggers pass nothing up; here they do."""
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """torch's loggers pass nothing up; here they do. Nobody has asked for their words."""
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
     logger = logging.getLogger("torch._dynamo")
     former = logger.propagate
     logger.propagate = True
@@ -53,10 +54,7 @@ def warned(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
 
 
-def test_a_model_that_is_compiled_anew_too_often_is_told_once_with_the_reason(
-    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_LOGS", raising=False)
+def test_a_model_that_is_compiled_anew_too_often_is_told_once_with_the_reason(log: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
     recompiled_too_often(said)
     assert len(said) == 1
@@ -76,10 +74,7 @@ def test_with_torch_logs_the_compilers_own_words_stay(
     assert any("recompile_limit" in text for text in warned(log))
 
 
-def test_a_number_read_from_a_tensor_is_named_with_its_line(
-    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_LOGS", raising=False)
+def test_a_number_read_from_a_tensor_is_named_with_its_line(log: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
     broken_by_a_number(said)
     assert len(said) == 1

@@ -1,8 +1,8 @@
 """Whether a bench can fit a CPU's memory: where it cannot, the system ends the process, and no row is left to tell.
 
-Counted is only what is surely there at the same time, so that nothing is refused that would have run: weights twice
-(each row begins with a copy), gradients, AdamW's moments, and in eager rows the inputs of all convolutions and linear
-layers, which the backward pass needs for their weights' gradients.
+Counted is only what is surely there at the same time, so that nothing is refused that would have run, unless out of
+swap, whose times would mean nothing: weights twice (each row begins with a copy), gradients, AdamW's moments, and in
+eager rows the inputs of all convolutions and linear layers, which backward needs for their weights' gradients.
 """
 
 from __future__ import annotations

@@ -98,12 +98,14 @@ def show_explanations(found: Found, files: Files, *, as_json: bool) -> None:
         "not_explained": [dataclasses.asdict(row) for row in refused],
     }
     files = files if explained else files.without_outputs()
-    if files.save:
-        save_record(content, files.save)
-    if as_json:
-        typer.echo(json.dumps(content, indent=2))
-    elif explained:
-        _print(explained, found.about)
+    try:
+        if files.save:
+            save_record(content, files.save)
+    finally:
+        if as_json:
+            typer.echo(json.dumps(content, indent=2))
+        elif explained:
+            _print(explained, found.about)
     for row in refused:
         typer.secho(f"not explained: {row.title}: {row.reason}", fg="yellow", err=True)
     if files.picture:

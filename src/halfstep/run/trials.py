@@ -32,8 +32,8 @@ TIMED_STEPS = 5
 ROUNDS = 3
 """The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
 LASTING_S = 1.5
-"""On a GPU rounds go on for so long, and the last two thirds count: it slows at its power cap, within half a second
-on an H200, and a step that needs more energy slows down more."""
+"""On a GPU rounds go on for so long, and the last two thirds count: at its power cap an H200 took longer for a step
+after half a second than before (docs/log.md)."""
 
 
 def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
