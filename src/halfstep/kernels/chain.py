@@ -13,7 +13,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from halfstep.kernels.beside import Beside
-from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
+from halfstep.kernels.normalise import (
+    GradientSums,
+    Norm,
+    finished_sums,
+    gradient_of_raw,
+    gradient_sums,
+    normalisation,
+    normalised,
+)
+from halfstep.kernels.row_convolution import (
+    convolved_rows,
+    forward_fits,
+    gradient_fits,
+    row_gradient,
+    row_gradient_and_sums,
+)
 
 
 def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
@@ -21,6 +36,12 @@ def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
     w = weights_for(z, w)
     y: Tensor = torch.ops.aten.convolution(z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
     return y.contiguous(memory_format=torch.channels_last)
+
+
+def convolved_and_summed(z: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor | None]:
+    """The same, with parts of the result's statistics where a kernel has them at hand."""
+    w = weights_for(z, w)
+    return convolved_rows(z, w) if forward_fits(z, w, stride, padding) else (convolved(z, w, stride, padding), None)
 
 
 def weights_for(z: Tensor, w: Tensor) -> Tensor:
@@ -42,22 +63,52 @@ def convolution_gradients(
     That of w comes aside, behind that of z: who needs it waits for the end of `beside`.
     """
     w, dy = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last)
+    dz = _input_gradient(dy, z, w, stride, padding) if wants[0] else None
+    return dz, _weight_gradient_aside(beside, dy, z, w, stride, padding) if wants[1] else None
 
-    def gradients(*wants: bool) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
-            dy, z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [*wants, False]
-        )
-        return found
 
-    dz = gradients(True, False)[0] if wants[0] else None
+def convolution_gradients_and_sums(
+    beside: Beside, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants_w: bool, y: Tensor, norm: Norm
+) -> tuple[Tensor, Tensor | None, GradientSums]:
+    """`convolution_gradients` of z = relu(y·scale + offset), and the sums that y's own gradient needs."""
+    w, dy = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last)
+    if gradient_fits(dy, w, stride, padding):
+        dz, parts = row_gradient_and_sums(dy, w, y, norm)
+        dw = _weight_gradient_aside(beside, dy, z, w, stride, padding) if wants_w else None
+        return dz, dw, finished_sums(parts, norm)
+    dz = _input_gradient(dy, z, w, stride, padding)
+    dw = _weight_gradient_aside(beside, dy, z, w, stride, padding) if wants_w else None
+    return dz, dw, gradient_sums(dz, y, norm)
+
+
+def _input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
+    if gradient_fits(dy, w, stride, padding):
+        return row_gradient(dy, w)
+    dz = _library_gradients(dy, z, w, stride, padding, (True, False))[0]
+    assert dz is not None
+    return dz.contiguous(memory_format=torch.channels_last)
+
+
+def _weight_gradient_aside(
+    beside: Beside, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
+) -> Tensor | None:
     beside.keep(dy)  # which may be a copy of our own
     with beside.aside():
-        dw = gradients(False, True)[1] if wants[1] else None
-    return None if dz is None else dz.contiguous(memory_format=torch.channels_last), dw
+        return _library_gradients(dy, z, w, stride, padding, (False, True))[1]
+
+
+def _library_gradients(
+    dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants: tuple[bool, bool]
+) -> tuple[Tensor | None, ...]:
+    found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+        dy, z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [*wants, False]
+    )
+    return found
 
 
 class NormReluConv(torch.autograd.Function):
-    """A raw map y, BatchNorm's weight and bias, the convolution's weight to the next raw map.
+    """A raw map y, BatchNorm's weight and bias, the convolution's weight to the next raw map, and parts of that one's
+    statistics, or None.
 
     `norm` holds that weight and bias too, and its running statistics are updated. `keep`: whether the normalised map
     stays in memory for backward, or is computed there again.
@@ -74,12 +125,15 @@ class NormReluConv(torch.autograd.Function):
         stride: int,
         padding: int,
         keep: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         how, w = normalisation(y, norm), weights_for(y, w_conv)
         z = normalised(y, how)
         ctx.save_for_backward(y, w, z if keep else None, *how)
         ctx.stride, ctx.padding = stride, padding
-        return convolved(z, w, stride, padding)
+        result, parts = convolved_and_summed(z, w, stride, padding)
+        if parts is not None:
+            ctx.mark_non_differentiable(parts)
+        return result, parts
 
     @staticmethod
     @once_differentiable
@@ -87,10 +141,9 @@ class NormReluConv(torch.autograd.Function):
         y, w, z, *vectors = ctx.saved_tensors
         norm = Norm(*vectors)
         z = normalised(y, norm) if z is None else z
-        wants = (True, ctx.needs_input_grad[3])
         with Beside(y.device) as beside:
-            dz, dw = convolution_gradients(beside, gradients[0], z, w, ctx.stride, ctx.padding, wants)
-            assert dz is not None
-            sums = gradient_sums(dz, y, norm)
+            dz, dw, sums = convolution_gradients_and_sums(
+                beside, gradients[0], z, w, ctx.stride, ctx.padding, ctx.needs_input_grad[3], y, norm
+            )
             dy = gradient_of_raw(dz, y, norm, sums, masked=True)
         return dy, sums.weight, sums.g, dw, None, None, None, None

@@ -68,7 +68,7 @@ def resnet_map(image: Tensor, stem: Layer, blocks: Sequence[Block], *, is_pooled
         y, *projected = raws
         for (_, norm), (convolution, _) in pairwise(block.layers):
             w, stride = weights[convolution], convolution.stride[0]
-            y = NormReluConv.apply(  # type: ignore[no-untyped-call]
+            y, _ = NormReluConv.apply(  # type: ignore[no-untyped-call]
                 y, norm.weight, norm.bias, w, norm, stride, w.shape[2] // 2, block.keep
             )
         shortcut_norm = None if block.projection is None else block.projection[1]

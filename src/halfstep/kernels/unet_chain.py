@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from halfstep.kernels.beside import Beside
-from halfstep.kernels.chain import convolution_gradients, convolved, weights_for
+from halfstep.kernels.chain import (
+    convolution_gradients,
+    convolution_gradients_and_sums,
+    convolved,
+    convolved_and_summed,
+    weights_for,
+)
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 from halfstep.kernels.stem import PaddedImage, convolved_image, padded_image, stem_weight_gradient_through_norm
 
@@ -25,7 +31,8 @@ MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
 
 class StemNormReluConv(torch.autograd.Function):
     """An image without gradient, the first convolution's weight, BatchNorm's weight and bias, the second convolution's
-    weight to its raw map. The first raw map's gradient is used where it is computed, and never written.
+    weight to its raw map and parts of that one's statistics, or None. The first raw map's gradient is used where it is
+    computed, and never written.
 
     `keep`: whether the first raw map and the normalised one stay in memory.
     """
@@ -41,14 +48,17 @@ class StemNormReluConv(torch.autograd.Function):
         norm: nn.BatchNorm2d,
         dtype: torch.dtype,
         keep: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         padded = padded_image(image, w_stem.shape[2], 1, w_stem.shape[2] // 2, dtype)
         y = convolved_image(padded, w_stem)
         how, w = normalisation(y, norm), weights_for(y, w_conv)
         z = normalised(y, how)
         ctx.save_for_backward(padded.values, w_stem, w, y if keep else None, z if keep else None, *how)
         ctx.channels, ctx.windows = padded.channels, padded.windows
-        return convolved(z, w, 1, 1)
+        result, parts = convolved_and_summed(z, w, 1, 1)
+        if parts is not None:
+            ctx.mark_non_differentiable(parts)
+        return result, parts
 
     @staticmethod
     @once_differentiable
@@ -58,9 +68,8 @@ class StemNormReluConv(torch.autograd.Function):
         y = convolved_image(padded, w_stem) if y is None else y
         z = normalised(y, norm) if z is None else z
         with Beside(y.device) as beside:
-            dz, dw = convolution_gradients(beside, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[4]))
-            assert dz is not None
-            sums = gradient_sums(dz, y, norm)
+            wants_w = ctx.needs_input_grad[4]
+            dz, dw, sums = convolution_gradients_and_sums(beside, gradients[0], z, w, 1, 1, wants_w, y, norm)
             dw_stem = stem_weight_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
         return None, dw_stem, sums.weight, sums.g, dw, None, None, None
 

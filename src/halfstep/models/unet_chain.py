@@ -51,46 +51,48 @@ def chained_logits(
     cast = cast_together([convolution.weight for convolution in convolutions], compute_dtype(image))
     weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
     level, skips = downs[0], []
-    y = first_raw_map(image, level, weights, keep=keep)
+    y, parts = first_raw_map(image, level, weights, keep=keep)
     for below in downs[1:]:
-        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
         affine = (norm.weight, norm.bias)
         u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
         skips.append((promise, y.detach(), how))
-        level, y = below, second_raw_map(u, below, weights, keep=keep)
+        level, (y, parts) = below, second_raw_map(u, below, weights, keep=keep)
     for up, above in ups:
-        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)
         u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
-        level, y = above, second_raw_map(u, above, weights, keep=keep)
-    norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+        level, (y, parts) = above, second_raw_map(u, above, weights, keep=keep)
+    norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
     logits: Tensor = Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
     return logits
 
 
 Weights = Mapping[nn.Conv2d, Tensor]
 """Of convolutions, in the format they compute in."""
+RawMap = tuple[Tensor, Tensor | None]
+"""And parts of its statistics, where the convolution has summed them."""
 
 
-def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> RawMap:
     """What the first level's second convolution gives."""
     convolution, norm, next_convolution, _ = level
     if not stem_fits(image, convolution.weight, 1, 1):
         u: Tensor = convolution(image)
         return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
     parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
-    y: Tensor = StemNormReluConv.apply(  # type: ignore[no-untyped-call]
+    found: RawMap = StemNormReluConv.apply(  # type: ignore[no-untyped-call]
         image, *parameters, norm, compute_dtype(image), keep
     )
-    return y
+    return found
 
 
-def second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+def second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> RawMap:
     """What a level's second convolution gives, from the first one's raw map."""
     _, norm, convolution, _ = level
     parameters = (norm.weight, norm.bias, weights[convolution])
-    y: Tensor = NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
-    return y
+    found: RawMap = NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
+    return found
 
 
 def compute_dtype(image: Tensor) -> torch.dtype:

@@ -1,0 +1,152 @@
+"""3×3 convolutions on 64 channels, whose kernel of our own also sums what the BatchNorm next to them needs.
+
+A U-Net's first level is where maps are largest and channels fewest: cuDNN fetches each pixel nine times there, and
+BatchNorm reads the whole map once more for its sums. `row_convolution_gluon` says how the kernel does without. It is
+made for Hopper's tensor cores (H100, H200) alone; everything else is left to cuDNN, and gives the same but for the
+rounding of sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.kernels.normalise import Norm
+
+CHANNELS, PIXELS = 64, 128
+LEAST_FILLED = 0.85
+"""Of a strip's pixels that must lie in the image: what lies beside it is multiplied in vain."""
+LEAST_ROWS = 32
+"""For a program: each fetches and multiplies two rows more than it writes."""
+FORMATS = (torch.bfloat16, torch.float16)
+
+
+def forward_fits(z: Tensor, w: Tensor, stride: int, padding: int) -> bool:
+    """Whether `convolved_rows` can take the convolution of z with w, both channels_last, and fills the device."""
+    return w.shape[:2] == (CHANNELS, CHANNELS) and _is_centred(w, stride, padding) and _fits(z, w)
+
+
+def gradient_fits(dy: Tensor, w: Tensor, stride: int, padding: int) -> bool:
+    """The same for `row_gradient`, of the gradient dy of such a convolution, to any multiple of 64 channels."""
+    if len(w) != CHANNELS or w.shape[1] % CHANNELS or not _is_centred(w, stride, padding):
+        return False
+    return _fits(dy, w)
+
+
+def convolved_rows(z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The convolution of z with w, and parts of its statistics as `normalise.normalisation` takes them."""
+    from halfstep.kernels.row_convolution_gluon import launch
+
+    y = torch.empty_like(z, memory_format=torch.channels_last)
+    return y, launch("forward", z, w, y, _rows_each(z), norm=_unread(z), raw=y)
+
+
+def row_gradient(dy: Tensor, w: Tensor) -> Tensor:
+    """The gradient of what was convolved with w."""
+    from halfstep.kernels.row_convolution_gluon import launch
+
+    dz = _input_of(dy, w)
+    launch("gradient", dy, w, dz, _rows_each(dy), norm=_unread(dy), raw=dz)
+    return dz
+
+
+def row_gradient_and_sums(dy: Tensor, w: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """The gradient of z = relu(y·scale + offset), and parts for `normalise.finished_sums`."""
+    from halfstep.kernels.row_convolution_gluon import launch
+
+    dz = _input_of(dy, w)
+    vectors = (norm.mean, norm.scale, norm.offset)
+    return dz, launch("gradient sums", dy, w, dz, _rows_each(dy), norm=vectors, raw=y)
+
+
+def rows_for_each(num_images: int, height: int, width: int, num_processors: int) -> int | None:
+    """How many rows a program takes, so that all end together; None where the image would leave processors idle."""
+    num_strips = -(-width // PIXELS)
+    if width < LEAST_FILLED * num_strips * PIXELS or height < LEAST_ROWS:
+        return None
+    choices = {-(-height // pieces) for pieces in range(1, height // LEAST_ROWS + 1)}
+
+    def duration(rows: int) -> int:
+        num_programs = num_images * num_strips * -(-height // rows)
+        return -(-num_programs // num_processors) * (rows + 3)
+
+    best = min(choices, key=lambda rows: (duration(rows), -rows))
+    ideal = num_images * num_strips * height / num_processors
+    return best if duration(best) < 1.25 * ideal else None
+
+
+@functools.cache
+def works_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel compiles there and agrees with torch: its language is young, and changes."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        _compare_with_torch(device, dtype)
+    except Exception as error:  # whatever a compiler of another version may raise
+        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        warnings.warn(f"3x3 convolutions run in cuDNN, our kernel does not work here: {reason[0]}", stacklevel=2)
+        return False
+    return True
+
+
+def _compare_with_torch(device: torch.device, dtype: torch.dtype) -> None:
+    """All kinds of launch, on two strips and two rows, each beside a rest."""
+    from halfstep.kernels.row_convolution_gluon import launch
+
+    generator, (width, height) = torch.Generator(device).manual_seed(0), (PIXELS + 1, 3)
+    shapes = (1, CHANNELS, height, width), (CHANNELS, CHANNELS, 3, 3), (1, CHANNELS, height, width), (3, CHANNELS)
+    z, w, y, norm = (torch.randn(shape, device=device, generator=generator) / 8 for shape in shapes)
+    z, w, y = (value.to(dtype, memory_format=torch.channels_last) for value in (z, w, y))
+    out, (mean, scale, offset) = torch.empty_like(z), norm
+
+    def agree(ours: Tensor, exact: Tensor) -> None:
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=0.02, atol=0.02)
+
+    parts = launch("forward", z, w, out, 2, norm=_unread(z), raw=out)
+    agree(out, F.conv2d(z.double(), w.double(), padding=1))
+    agree((parts[:, 0] + parts[:, 2] * parts[:, 3]).sum(0), out.double().sum((0, 2, 3)))
+    launch("gradient", z, w, out, 2, norm=_unread(z), raw=out)
+    agree(out, F.conv_transpose2d(z.double(), w.double(), padding=1))
+    parts = launch("gradient sums", z, w, out, 2, norm=(mean, scale, offset), raw=y)
+    over = (slice(None), None, None)
+    g = torch.where(y * scale[over] + offset[over] > 0, out, 0).double()
+    agree(parts[:, 0].sum(0), g.sum((0, 2, 3)))
+    agree(parts[:, 1].sum(0), (g * (y - mean[over])).sum((0, 2, 3)))
+
+
+def _is_centred(w: Tensor, stride: int, padding: int) -> bool:
+    return w.shape[2:] == (3, 3) and (stride, padding) == (1, 1)
+
+
+def _fits(x: Tensor, w: Tensor) -> bool:
+    if not x.is_cuda or x.dtype not in FORMATS or w.dtype != x.dtype:
+        return False
+    if not all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (x, w)):
+        return False
+    return _rows_each_or_none(x) is not None and works_on(x.device, x.dtype)
+
+
+def _rows_each(x: Tensor) -> int:
+    rows = _rows_each_or_none(x)
+    assert rows is not None
+    return rows
+
+
+def _rows_each_or_none(x: Tensor) -> int | None:
+    n, _, height, width = x.shape
+    return rows_for_each(n, height, width, torch.cuda.get_device_properties(x.device).multi_processor_count)
+
+
+def _input_of(dy: Tensor, w: Tensor) -> Tensor:
+    n, _, height, width = dy.shape
+    shape = (n, w.shape[1], height, width)
+    return torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
+
+
+def _unread(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In the place of vectors that a kind of launch does not read."""
+    return x, x, x

@@ -1,0 +1,198 @@
+"""The Gluon kernel behind `kernels.row_convolution`: a 3×3 convolution on Hopper's tensor cores, row after row.
+
+A program walks down a strip of an image. A row of it comes from memory three times (shifted by a pixel to the left, as
+it is, and to the right) and is multiplied with all nine taps at once: it ends the row above, continues its own and
+begins the row below. So a pixel is fetched three times and not nine, and the taps stay in shared memory all along.
+What lies outside of the image arrives as zeros, as the padding it is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+PIXELS, CHANNELS = 128, 64
+"""Of a tile: the fewest rows of two warpgroups' matrices, and 128 bytes of channels, the widest that are swizzled."""
+STAGES, WARPS = 2, 8
+
+# Triton 3.9 has new names for these, and refuses the old ones.
+_copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _fetch_row(image, tiles, arrived, stage, n, row, column, is_wanted):
+    """The row's tile, shifted by -1, 0 and 1 pixels."""
+    mbarrier.expect(arrived.index(stage), 3 * image.block_type.nbytes, is_wanted)
+    for shift in gl.static_range(3):
+        _copy_in(
+            image, [n, row, column - 1 + shift, 0], arrived.index(stage), tiles.index(3 * stage + shift), is_wanted
+        )
+
+
+@gluon.jit
+def _times_taps(
+    tiles, taps, stage, tap_row: gl.constexpr, total,
+    IS_FIRST: gl.constexpr, IS_GRADIENT: gl.constexpr, PIXELS: gl.constexpr, CHANNELS: gl.constexpr,
+):  # fmt: skip
+    """total + the row's three tiles times a row of taps, begun and not waited for."""
+    for shift in gl.static_range(3):
+        tap = taps.index(3 * tap_row + shift).reshape([CHANNELS, CHANNELS])
+        if not IS_GRADIENT:
+            tap = tap.permute([1, 0])
+        tile = tiles.index(3 * stage + shift).reshape([PIXELS, CHANNELS])
+        total = warpgroup_mma(tile, tap, total, use_acc=(shift > 0) or (not IS_FIRST), is_async=True)
+    return total
+
+
+@gluon.jit
+def _write_row(out, staged, values, n, row, column, channel, PIXELS: gl.constexpr, CHANNELS: gl.constexpr):
+    """The row as it was rounded for memory."""
+    rounded = values.to(out.dtype)
+    tma.store_wait(0)
+    staged.reshape([PIXELS, CHANNELS]).store(rounded)
+    fence_async_shared()
+    _copy_out(out, [n, row, column, channel], staged)
+    return rounded.to(gl.float32)
+
+
+@gluon.jit
+def _paired(values, PIXELS: gl.constexpr, CHANNELS: gl.constexpr):
+    """Sums of a thread's own two pixels: half the registers for a sum, and nothing to exchange."""
+    return gl.sum(values.reshape([PIXELS // 16, 2, 8, CHANNELS]), axis=1)
+
+
+@gluon.jit(do_not_specialize=["num_rows_each", "height", "width", "num_strips"])
+def convolved_rows(
+    image, weights, out, raw, mean, scale, offset, parts,
+    num_rows_each, height, width, num_strips,
+    KIND: gl.constexpr, PIXELS: gl.constexpr, CHANNELS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """out = image * weights, and this program's part of sums over out's pixels.
+
+    KIND "forward": Σ d and Σ d², d = out - the mean of the program's first row, then that mean and the count.
+    KIND "gradient": weights are turned around, as for the gradient of a convolution's input; no sums.
+    KIND "gradient sums": also Σ g and Σ g·(raw - mean), g = out where raw·scale + offset > 0.
+    """
+    IS_GRADIENT: gl.constexpr = KIND != "forward"
+    WEIGHTS: gl.constexpr = STAGES
+    RAW: gl.constexpr = STAGES + 1
+    n, column = gl.program_id(0) // num_strips, gl.program_id(0) % num_strips * PIXELS
+    first_row, channel = gl.program_id(1) * num_rows_each, gl.program_id(2) * CHANNELS
+    num_rows = gl.minimum(height - first_row, num_rows_each)
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, CHANNELS, 16]
+    )
+    taps = gl.allocate_shared_memory(weights.dtype, [9, CHANNELS, 1, CHANNELS], weights.layout)
+    tiles = gl.allocate_shared_memory(image.dtype, [3 * STAGES, 1, 1, PIXELS, CHANNELS], image.layout)
+    staged = gl.allocate_shared_memory(out.dtype, [1, 1, PIXELS, CHANNELS], out.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES + 2):
+        mbarrier.init(arrived.index(index), count=1)
+    mbarrier.expect(arrived.index(WEIGHTS), 9 * weights.block_type.nbytes)
+    for tap in gl.static_range(9):
+        if IS_GRADIENT:
+            _copy_in(weights, [0, 8 - tap, channel], arrived.index(WEIGHTS), taps.index(tap))
+        else:
+            _copy_in(weights, [channel, tap, 0], arrived.index(WEIGHTS), taps.index(tap))
+    for index in gl.static_range(STAGES):
+        _fetch_row(image, tiles, arrived, index, n, first_row - 1 + index, column, index < num_rows + 2)
+    if KIND == "gradient sums":
+        held = gl.allocate_shared_memory(raw.dtype, [1, 1, PIXELS, CHANNELS], raw.layout)
+        mbarrier.expect(arrived.index(RAW), raw.block_type.nbytes)
+        _copy_in(raw, [n, first_row, column, channel], arrived.index(RAW), held)
+    zeros = gl.zeros([PIXELS, CHANNELS], gl.float32, layout)
+    num_inside = gl.minimum(width - column, PIXELS)
+    is_inside = (gl.arange(0, PIXELS, gl.SliceLayout(1, layout)) < num_inside)[:, None]
+    columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, layout))
+    nothing = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, layout))
+    middle = nothing
+    first, second = _paired(zeros, PIXELS, CHANNELS), _paired(zeros, PIXELS, CHANNELS)
+    done, above, here = zeros, zeros, zeros
+    mbarrier.wait(arrived.index(WEIGHTS), 0)
+    for step in range(num_rows + 3):
+        stage = step % STAGES
+        if step < num_rows + 2:
+            mbarrier.wait(arrived.index(stage), step // STAGES & 1)
+        # The last step has nothing left to multiply; what it computes from old tiles is thrown away.
+        ending = _times_taps(tiles, taps, stage, 2, above, False, IS_GRADIENT, PIXELS, CHANNELS)
+        going_on = _times_taps(tiles, taps, stage, 1, here, False, IS_GRADIENT, PIXELS, CHANNELS)
+        beginning = _times_taps(tiles, taps, stage, 0, zeros, True, IS_GRADIENT, PIXELS, CHANNELS)
+        # While these products run, the row that ended a step ago is written and summed.
+        if step >= 3:
+            row = first_row + step - 3
+            value = _write_row(out, staged, done, n, row, column, channel, PIXELS, CHANNELS)
+            if KIND == "forward":
+                if step == 3:
+                    middle = gl.sum(gl.where(is_inside, value, 0.0), axis=0) / num_inside
+                deviation = gl.where(is_inside, value - middle[None, :], 0.0)
+                first += _paired(deviation, PIXELS, CHANNELS)
+                second += _paired(deviation * deviation, PIXELS, CHANNELS)
+            if KIND == "gradient sums":
+                mbarrier.wait(arrived.index(RAW), step - 3 & 1)
+                y = held.reshape([PIXELS, CHANNELS]).load(layout).to(gl.float32)
+                is_wanted = step < num_rows + 2
+                mbarrier.expect(arrived.index(RAW), raw.block_type.nbytes, is_wanted)
+                _copy_in(raw, [n, row + 1, column, channel], arrived.index(RAW), held, is_wanted)
+                a, b = gl.load(scale + channel + columns)[None, :], gl.load(offset + channel + columns)[None, :]
+                value = gl.where(is_inside, value, 0.0)
+                value = gl.where(y * a + b <= 0, 0.0, value)
+                first += _paired(value, PIXELS, CHANNELS)
+                second += _paired(value * (y - gl.load(mean + channel + columns)[None, :]), PIXELS, CHANNELS)
+        done, above, here = warpgroup_mma_wait(0, deps=[ending, going_on, beginning])
+        next_row = first_row - 1 + step + STAGES
+        _fetch_row(image, tiles, arrived, stage, n, next_row, column, step + STAGES < num_rows + 2)
+    tma.store_wait(0)
+    if KIND != "gradient":
+        NUM_SUMS: gl.constexpr = 4 if KIND == "forward" else 2
+        num_channels = gl.num_programs(2) * CHANNELS
+        part = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+        to = parts + part * NUM_SUMS * num_channels + channel + columns
+        gl.store(to, gl.convert_layout(gl.sum(gl.sum(first, 0), 0), gl.SliceLayout(0, layout)))
+        gl.store(to + num_channels, gl.convert_layout(gl.sum(gl.sum(second, 0), 0), gl.SliceLayout(0, layout)))
+        if KIND == "forward":
+            gl.store(to + 2 * num_channels, middle)
+            gl.store(to + 3 * num_channels, nothing + num_rows * num_inside)
+
+
+def launch(
+    kind: str, image: Tensor, weights: Tensor, out: Tensor, num_rows_each: int, *, norm: tuple[Tensor, ...], raw: Tensor
+) -> Tensor:
+    """Fills `out` and gives the parts of the sums; `norm` is mean, scale and offset, read with `raw` by sums alone."""
+    n, num_out, height, width = out.shape
+    num_strips = triton.cdiv(width, PIXELS)
+    grid = (n * num_strips, triton.cdiv(height, num_rows_each), num_out // CHANNELS)
+    num_sums = 4 if kind == "forward" else 2
+    shape = (grid[0] * grid[1], num_sums, num_out) if kind != "gradient" else (0,)
+    parts = torch.empty(shape, dtype=torch.float32, device=out.device)
+    convolved_rows[grid](
+        _map_of(image), _taps_of(weights), _map_of(out), _map_of(raw), *norm, parts,
+        num_rows_each, height, width, num_strips,
+        KIND=kind, PIXELS=PIXELS, CHANNELS=CHANNELS, STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    return parts
+
+
+def _map_of(x: Tensor) -> TensorDescriptor:
+    """Tiles of a channels_last map, or of a slice of its channels."""
+    pixels = x.permute(0, 2, 3, 1)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(pixels, list(pixels.shape), list(pixels.stride()), [1, 1, PIXELS, CHANNELS], layout)
+
+
+def _taps_of(w: Tensor) -> TensorDescriptor:
+    """Single taps of a channels_last 3×3 weight, [channels out, 9, channels in]."""
+    taps = w.permute(0, 2, 3, 1).flatten(1, 2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor(taps, list(taps.shape), list(taps.stride()), [CHANNELS, 1, CHANNELS], layout)

@@ -1,0 +1,139 @@
+"""3×3 convolutions in our own kernel on a Hopper GPU: against torch in fp64, in a U-Net's chain, and captured."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from capture import captured
+from halfstep.kernels import chain
+from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.normalise import Norm, finished_sums, normalisation
+from halfstep.kernels.row_convolution import row_gradient, works_on
+from halfstep.kernels.row_convolution_gluon import launch
+from halfstep.models.unet import UNet
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="made for Hopper"
+    ),
+]
+SHAPES = [(2, 64, 128, 16), (1, 40, 250, 7), (3, 5, 129, 3), (1, 1, 3, 1)]
+"""Images, height, width, rows of a program: full strips and rests of them, rests of rows, and less than a tile."""
+
+
+def a_map(*shape: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16, mean: float = 0.0) -> Tensor:
+    torch.manual_seed(seed)
+    return (torch.randn(*shape, device="cuda") + mean).to(dtype, memory_format=torch.channels_last)
+
+
+def weights(num_in: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return a_map(64, num_in, 3, 3, seed=2, dtype=dtype) / 16
+
+
+def assert_near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Within a rounding of the result."""
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=step, atol=step * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_is_the_convolution_and_the_parts_are_its_statistics(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    n, height, width, rows = shape
+    z, w = a_map(n, 64, height, width, dtype=dtype, mean=2.0), weights(64, dtype)
+    y = torch.full_like(z, float("nan"))
+    parts = launch("forward", z, w, y, rows, norm=(z, z, z), raw=y)
+    assert_near(y, F.conv2d(z.double(), w.double(), padding=1), dtype)
+    found, expected = (normalisation(y, nn.BatchNorm2d(64).cuda(), given) for given in (parts, None))
+    for name, ours, theirs in zip(Norm._fields, found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("num_in", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_gradient_is_the_transposed_convolution(shape: tuple[int, ...], num_in: int) -> None:
+    n, height, width, rows = shape
+    dy, w = a_map(n, 64, height, width), weights(num_in)
+    dz = torch.full((n, num_in, height, width), float("nan"), dtype=dy.dtype, device="cuda")
+    dz = dz.contiguous(memory_format=torch.channels_last)
+    launch("gradient", dy, w, dz, rows, norm=(dy, dy, dy), raw=dz)
+    assert_near(dz, F.conv_transpose2d(dy.double(), w.double(), padding=1), torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_in", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_are_those_that_the_gradient_of_batch_norm_needs(shape: tuple[int, ...], num_in: int) -> None:
+    n, height, width, rows = shape
+    dy, w, y = a_map(n, 64, height, width), weights(num_in), a_map(n, num_in, height, width, seed=3, mean=0.5)
+    norm = normalisation(y, nn.BatchNorm2d(num_in).cuda())
+    dz = torch.empty_like(y)
+    parts = launch("gradient sums", dy, w, dz, rows, norm=(norm.mean, norm.scale, norm.offset), raw=y)
+    assert_near(dz, F.conv_transpose2d(dy.double(), w.double(), padding=1), torch.bfloat16)
+    found = finished_sums(parts, norm)
+    mean, scale, offset = (vector[:, None, None] for vector in (norm.mean, norm.scale, norm.offset))
+    g = torch.where(y * scale + offset > 0, dz, 0).double()
+    size = g.abs().sum().item() / num_in
+    torch.testing.assert_close(found.g.double(), g.sum((0, 2, 3)), rtol=1e-4, atol=1e-5 * size)
+    torch.testing.assert_close(found.gx.double(), (g * (y - mean)).sum((0, 2, 3)), rtol=1e-4, atol=1e-5 * size)
+
+
+def test_a_nan_spreads_to_its_neighbours_and_to_the_statistics_alone() -> None:
+    z, w = a_map(1, 64, 40, 256), weights(64)
+    z[0, 5, 20, 128] = float("nan")
+    y = torch.empty_like(z)
+    parts = launch("forward", z, w, y, 8, norm=(z, z, z), raw=y)
+    is_bad = y.isnan().any(1)[0]
+    assert is_bad.sum() == 9
+    assert is_bad[19:22, 127:130].all()
+    assert normalisation(y, nn.BatchNorm2d(64).cuda(), parts).inverse.isnan().all()
+
+
+def test_it_repeats_to_the_bit_and_can_be_captured() -> None:
+    z, w = a_map(8, 64, 256, 256), weights(64)
+    first, parts = chain.convolved_and_summed(z, w, 1, 1)
+    assert parts is not None
+    graph, (again, again_parts) = captured(lambda: chain.convolved_and_summed(z, w, 1, 1))
+    graph.replay()
+    assert torch.equal(first, again)
+    assert torch.equal(parts, again_parts)
+    assert torch.equal(row_gradient(z, w), row_gradient(z, w))
+
+
+def test_this_gpu_uses_it() -> None:
+    assert works_on(torch.device("cuda", 0), torch.bfloat16)
+
+
+def step(model: nn.Module, x: Tensor, *, half: bool = True) -> tuple[Tensor, ...]:
+    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+        logits = model(x)
+    return logits.detach(), *torch.autograd.grad(logits.float().square().mean(), list(model.parameters()))
+
+
+def error(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
+    mine, theirs = (torch.cat([value.double().flatten() for value in values]) for values in (ours[1:], exact[1:]))
+    return ((mine - theirs).norm() / theirs.norm()).item()
+
+
+def test_a_u_net_with_it_is_as_near_to_fp32_as_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = UNet(base_channels=64, depth=2).to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x, calls = a_map(8, 3, 256, 256, dtype=torch.float32), []
+    original = chain.row_gradient_and_sums
+    monkeypatch.setattr(chain, "row_gradient_and_sums", lambda *given: calls.append(True) or original(*given))
+    with forced(False), torch.backends.cudnn.flags(allow_tf32=False):
+        exact = step(copy.deepcopy(model), x, half=False)
+        with forced(True, "chain"):
+            ours = step(copy.deepcopy(model), x)
+            assert len(calls) == 2  # the first level's second convolution, and the last level's
+            monkeypatch.setattr(chain, "forward_fits", lambda *_: False)
+            monkeypatch.setattr(chain, "gradient_fits", lambda *_: False)
+            library = step(copy.deepcopy(model), x)
+    assert error(ours, exact) < 1.1 * error(library, exact)
