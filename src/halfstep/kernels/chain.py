@@ -24,8 +24,7 @@ from halfstep.kernels.normalise import (
 )
 from halfstep.kernels.row_convolution import (
     convolved_rows,
-    forward_fits,
-    gradient_fits,
+    row_convolution_fits,
     row_gradient,
     row_gradient_and_sums,
 )
@@ -41,7 +40,9 @@ def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
 def convolved_and_summed(z: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor | None]:
     """The same, with parts of the result's statistics where a kernel has them at hand."""
     w = weights_for(z, w)
-    return convolved_rows(z, w) if forward_fits(z, w, stride, padding) else (convolved(z, w, stride, padding), None)
+    if row_convolution_fits(z, w, stride, padding):
+        return convolved_rows(z, w)
+    return convolved(z, w, stride, padding), None
 
 
 def weights_for(z: Tensor, w: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def convolution_gradients_and_sums(
 ) -> tuple[Tensor, Tensor | None, GradientSums]:
     """`convolution_gradients` of z = relu(y·scale + offset), and the sums that y's own gradient needs."""
     w, dy = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last)
-    if gradient_fits(dy, w, stride, padding):
+    if row_convolution_fits(dy, w, stride, padding):
         dz, parts = row_gradient_and_sums(dy, w, y, norm)
         dw = _weight_gradient_aside(beside, dy, z, w, stride, padding) if wants_w else None
         return dz, dw, finished_sums(parts, norm)
@@ -82,7 +83,7 @@ def convolution_gradients_and_sums(
 
 
 def _input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
-    if gradient_fits(dy, w, stride, padding):
+    if row_convolution_fits(dy, w, stride, padding):
         return row_gradient(dy, w)
     dz = _library_gradients(dy, z, w, stride, padding, (True, False))[0]
     assert dz is not None

@@ -25,42 +25,39 @@ LEAST_ROWS = 32
 FORMATS = (torch.bfloat16, torch.float16)
 
 
-def forward_fits(z: Tensor, w: Tensor, stride: int, padding: int) -> bool:
-    """Whether `convolved_rows` can take the convolution of z with w, both channels_last, and fills the device."""
-    return w.shape[:2] == (CHANNELS, CHANNELS) and _is_centred(w, stride, padding) and _fits(z, w)
-
-
-def gradient_fits(dy: Tensor, w: Tensor, stride: int, padding: int) -> bool:
-    """The same for `row_gradient`, of the gradient dy of such a convolution, to any multiple of 64 channels."""
-    if len(w) != CHANNELS or w.shape[1] % CHANNELS or not _is_centred(w, stride, padding):
+def row_convolution_fits(x: Tensor, w: Tensor, stride: int, padding: int) -> bool:
+    """Whether the kernel can convolve x with w, both channels_last, or its gradient x, and fills the device."""
+    is_centred = w.shape == (CHANNELS, CHANNELS, 3, 3) and (stride, padding) == (1, 1)
+    if not is_centred or not x.is_cuda or x.dtype not in FORMATS or w.dtype != x.dtype:
         return False
-    return _fits(dy, w)
+    if not all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (x, w)):
+        return False
+    return _rows_each_or_none(x) is not None and works_on(x.device, x.dtype)
 
 
 def convolved_rows(z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """The convolution of z with w, and parts of its statistics as `normalise.normalisation` takes them."""
-    from halfstep.kernels.row_convolution_gluon import launch
+    from halfstep.kernels.row_convolution_gluon import convolve
 
-    y = torch.empty_like(z, memory_format=torch.channels_last)
-    return y, launch("forward", z, w, y, _rows_each(z), norm=_unread(z), raw=y)
+    y = torch.empty_like(z)
+    return y, convolve(z, w, y, _rows_each(z))
 
 
 def row_gradient(dy: Tensor, w: Tensor) -> Tensor:
     """The gradient of what was convolved with w."""
-    from halfstep.kernels.row_convolution_gluon import launch
+    from halfstep.kernels.row_convolution_gluon import input_gradient
 
-    dz = _input_of(dy, w)
-    launch("gradient", dy, w, dz, _rows_each(dy), norm=_unread(dy), raw=dz)
+    dz = torch.empty_like(dy)
+    input_gradient(dy, w, dz, _rows_each(dy))
     return dz
 
 
 def row_gradient_and_sums(dy: Tensor, w: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """The gradient of z = relu(y·scale + offset), and parts for `normalise.finished_sums`."""
-    from halfstep.kernels.row_convolution_gluon import launch
+    from halfstep.kernels.row_convolution_gluon import input_gradient_and_sums
 
-    dz = _input_of(dy, w)
-    vectors = (norm.mean, norm.scale, norm.offset)
-    return dz, launch("gradient sums", dy, w, dz, _rows_each(dy), norm=vectors, raw=y)
+    dz = torch.empty_like(dy)
+    return dz, input_gradient_and_sums(dy, w, dz, y, (norm.mean, norm.scale, norm.offset), _rows_each(dy))
 
 
 def rows_for_each(num_images: int, height: int, width: int, num_processors: int) -> int | None:
@@ -95,7 +92,7 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _compare_with_torch(device: torch.device, dtype: torch.dtype) -> None:
     """All kinds of launch, on two strips and two rows, each beside a rest."""
-    from halfstep.kernels.row_convolution_gluon import launch
+    from halfstep.kernels.row_convolution_gluon import convolve, input_gradient, input_gradient_and_sums
 
     generator, (width, height) = torch.Generator(device).manual_seed(0), (PIXELS + 1, 3)
     shapes = (1, CHANNELS, height, width), (CHANNELS, CHANNELS, 3, 3), (1, CHANNELS, height, width), (3, CHANNELS)
@@ -106,28 +103,18 @@ def _compare_with_torch(device: torch.device, dtype: torch.dtype) -> None:
     def agree(ours: Tensor, exact: Tensor) -> None:
         torch.testing.assert_close(ours.double(), exact.double(), rtol=0.02, atol=0.02)
 
-    parts = launch("forward", z, w, out, 2, norm=_unread(z), raw=out)
-    agree(out, F.conv2d(z.double(), w.double(), padding=1))
-    agree((parts[:, 0] + parts[:, 2] * parts[:, 3]).sum(0), out.double().sum((0, 2, 3)))
-    launch("gradient", z, w, out, 2, norm=_unread(z), raw=out)
-    agree(out, F.conv_transpose2d(z.double(), w.double(), padding=1))
-    parts = launch("gradient sums", z, w, out, 2, norm=(mean, scale, offset), raw=y)
-    over = (slice(None), None, None)
-    g = torch.where(y * scale[over] + offset[over] > 0, out, 0).double()
+    exact = F.conv2d(z.double(), w.double(), padding=1)
+    parts = convolve(z, w, out, 2)
+    agree(out, exact)
+    agree((parts[:, 0] + parts[:, 2] * parts[:, 3]).sum(0), exact.sum((0, 2, 3)))
+    exact = F.conv_transpose2d(z.double(), w.double(), padding=1)
+    input_gradient(z, w, out, 2)
+    agree(out, exact)
+    parts, over = input_gradient_and_sums(z, w, out, y, (mean, scale, offset), 2), (slice(None), None, None)
+    g = torch.where(y * scale[over] + offset[over] > 0, exact, 0)
+    agree(out, exact)
     agree(parts[:, 0].sum(0), g.sum((0, 2, 3)))
     agree(parts[:, 1].sum(0), (g * (y - mean[over])).sum((0, 2, 3)))
-
-
-def _is_centred(w: Tensor, stride: int, padding: int) -> bool:
-    return w.shape[2:] == (3, 3) and (stride, padding) == (1, 1)
-
-
-def _fits(x: Tensor, w: Tensor) -> bool:
-    if not x.is_cuda or x.dtype not in FORMATS or w.dtype != x.dtype:
-        return False
-    if not all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (x, w)):
-        return False
-    return _rows_each_or_none(x) is not None and works_on(x.device, x.dtype)
 
 
 def _rows_each(x: Tensor) -> int:
@@ -139,14 +126,3 @@ def _rows_each(x: Tensor) -> int:
 def _rows_each_or_none(x: Tensor) -> int | None:
     n, _, height, width = x.shape
     return rows_for_each(n, height, width, torch.cuda.get_device_properties(x.device).multi_processor_count)
-
-
-def _input_of(dy: Tensor, w: Tensor) -> Tensor:
-    n, _, height, width = dy.shape
-    shape = (n, w.shape[1], height, width)
-    return torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
-
-
-def _unread(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In the place of vectors that a kind of launch does not read."""
-    return x, x, x

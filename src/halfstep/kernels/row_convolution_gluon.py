@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 PIXELS, CHANNELS = 128, 64
 """Of a tile: the fewest rows of two warpgroups' matrices, and 128 bytes of channels, the widest that are swizzled."""
 STAGES, WARPS = 2, 8
+VARYING = ["num_rows_each", "height", "width", "num_strips"]
 
 # Triton 3.9 has new names for these, and refuses the old ones.
 _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -57,14 +58,11 @@ def _times_taps(
 
 
 @gluon.jit
-def _write_row(out, staged, values, n, row, column, channel, PIXELS: gl.constexpr, CHANNELS: gl.constexpr):
-    """The row as it was rounded for memory."""
-    rounded = values.to(out.dtype)
+def _write_row(out, staged, values, n, row, column, PIXELS: gl.constexpr, CHANNELS: gl.constexpr):
     tma.store_wait(0)
-    staged.reshape([PIXELS, CHANNELS]).store(rounded)
+    staged.reshape([PIXELS, CHANNELS]).store(values.to(out.dtype))
     fence_async_shared()
-    _copy_out(out, [n, row, column, channel], staged)
-    return rounded.to(gl.float32)
+    _copy_out(out, [n, row, column, 0], staged)
 
 
 @gluon.jit
@@ -73,8 +71,25 @@ def _paired(values, PIXELS: gl.constexpr, CHANNELS: gl.constexpr):
     return gl.sum(values.reshape([PIXELS // 16, 2, 8, CHANNELS]), axis=1)
 
 
-@gluon.jit(do_not_specialize=["num_rows_each", "height", "width", "num_strips"])
-def convolved_rows(
+@gluon.jit
+def _over_pixels(pairs, layout: gl.constexpr):
+    """Sums of all pixels, [channels], from those of threads."""
+    return gl.convert_layout(gl.sum(gl.sum(pairs, 0), 0), gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def _load_taps(weights, taps, arrived, IS_GRADIENT: gl.constexpr):
+    """All nine; turned around for a gradient."""
+    mbarrier.expect(arrived, 9 * weights.block_type.nbytes)
+    for tap in gl.static_range(9):
+        if IS_GRADIENT:
+            _copy_in(weights, [0, 8 - tap, 0], arrived, taps.index(tap))
+        else:
+            _copy_in(weights, [0, tap, 0], arrived, taps.index(tap))
+
+
+@gluon.jit
+def _walk_down(
     image, weights, out, raw, mean, scale, offset, parts,
     num_rows_each, height, width, num_strips,
     KIND: gl.constexpr, PIXELS: gl.constexpr, CHANNELS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
@@ -83,13 +98,16 @@ def convolved_rows(
 
     KIND "forward": Σ d and Σ d², d = out - the mean of the program's first row, then that mean and the count.
     KIND "gradient": weights are turned around, as for the gradient of a convolution's input; no sums.
-    KIND "gradient sums": also Σ g and Σ g·(raw - mean), g = out where raw·scale + offset > 0.
+    KIND "gradient sums": also Σ g and Σ g·(raw - mean), g = out where raw·scale + offset > 0. The mean is subtracted
+    from the sum and not from each value: registers are short, and a half format has only 8 to 11 bits to lose to it.
+
+    What is summed is not yet rounded.
     """
     IS_GRADIENT: gl.constexpr = KIND != "forward"
     WEIGHTS: gl.constexpr = STAGES
     RAW: gl.constexpr = STAGES + 1
     n, column = gl.program_id(0) // num_strips, gl.program_id(0) % num_strips * PIXELS
-    first_row, channel = gl.program_id(1) * num_rows_each, gl.program_id(2) * CHANNELS
+    first_row = gl.program_id(1) * num_rows_each
     num_rows = gl.minimum(height - first_row, num_rows_each)
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, CHANNELS, 16]
@@ -100,24 +118,21 @@ def convolved_rows(
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(STAGES + 2):
         mbarrier.init(arrived.index(index), count=1)
-    mbarrier.expect(arrived.index(WEIGHTS), 9 * weights.block_type.nbytes)
-    for tap in gl.static_range(9):
-        if IS_GRADIENT:
-            _copy_in(weights, [0, 8 - tap, channel], arrived.index(WEIGHTS), taps.index(tap))
-        else:
-            _copy_in(weights, [channel, tap, 0], arrived.index(WEIGHTS), taps.index(tap))
+    _load_taps(weights, taps, arrived.index(WEIGHTS), IS_GRADIENT)
     for index in gl.static_range(STAGES):
         _fetch_row(image, tiles, arrived, index, n, first_row - 1 + index, column, index < num_rows + 2)
     if KIND == "gradient sums":
         held = gl.allocate_shared_memory(raw.dtype, [1, 1, PIXELS, CHANNELS], raw.layout)
         mbarrier.expect(arrived.index(RAW), raw.block_type.nbytes)
-        _copy_in(raw, [n, first_row, column, channel], arrived.index(RAW), held)
+        _copy_in(raw, [n, first_row, column, 0], arrived.index(RAW), held)
     zeros = gl.zeros([PIXELS, CHANNELS], gl.float32, layout)
     num_inside = gl.minimum(width - column, PIXELS)
     is_inside = (gl.arange(0, PIXELS, gl.SliceLayout(1, layout)) < num_inside)[:, None]
     columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, layout))
     nothing = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, layout))
     middle = nothing
+    if KIND == "gradient sums":
+        a, b = gl.load(scale + columns)[None, :], gl.load(offset + columns)[None, :]
     first, second = _paired(zeros, PIXELS, CHANNELS), _paired(zeros, PIXELS, CHANNELS)
     done, above, here = zeros, zeros, zeros
     mbarrier.wait(arrived.index(WEIGHTS), 0)
@@ -132,11 +147,11 @@ def convolved_rows(
         # While these products run, the row that ended a step ago is written and summed.
         if step >= 3:
             row = first_row + step - 3
-            value = _write_row(out, staged, done, n, row, column, channel, PIXELS, CHANNELS)
+            _write_row(out, staged, done, n, row, column, PIXELS, CHANNELS)
             if KIND == "forward":
                 if step == 3:
-                    middle = gl.sum(gl.where(is_inside, value, 0.0), axis=0) / num_inside
-                deviation = gl.where(is_inside, value - middle[None, :], 0.0)
+                    middle = gl.sum(gl.where(is_inside, done, 0.0), axis=0) / num_inside
+                deviation = gl.where(is_inside, done - middle[None, :], 0.0)
                 first += _paired(deviation, PIXELS, CHANNELS)
                 second += _paired(deviation * deviation, PIXELS, CHANNELS)
             if KIND == "gradient sums":
@@ -144,44 +159,88 @@ def convolved_rows(
                 y = held.reshape([PIXELS, CHANNELS]).load(layout).to(gl.float32)
                 is_wanted = step < num_rows + 2
                 mbarrier.expect(arrived.index(RAW), raw.block_type.nbytes, is_wanted)
-                _copy_in(raw, [n, row + 1, column, channel], arrived.index(RAW), held, is_wanted)
-                a, b = gl.load(scale + channel + columns)[None, :], gl.load(offset + channel + columns)[None, :]
-                value = gl.where(is_inside, value, 0.0)
-                value = gl.where(y * a + b <= 0, 0.0, value)
-                first += _paired(value, PIXELS, CHANNELS)
-                second += _paired(value * (y - gl.load(mean + channel + columns)[None, :]), PIXELS, CHANNELS)
+                _copy_in(raw, [n, row + 1, column, 0], arrived.index(RAW), held, is_wanted)
+                g = gl.where(is_inside, done, 0.0)
+                g = gl.where(y * a + b <= 0, 0.0, g)
+                first += _paired(g, PIXELS, CHANNELS)
+                second += _paired(g * y, PIXELS, CHANNELS)
         done, above, here = warpgroup_mma_wait(0, deps=[ending, going_on, beginning])
         next_row = first_row - 1 + step + STAGES
         _fetch_row(image, tiles, arrived, stage, n, next_row, column, step + STAGES < num_rows + 2)
     tma.store_wait(0)
-    if KIND != "gradient":
-        NUM_SUMS: gl.constexpr = 4 if KIND == "forward" else 2
-        num_channels = gl.num_programs(2) * CHANNELS
-        part = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-        to = parts + part * NUM_SUMS * num_channels + channel + columns
-        gl.store(to, gl.convert_layout(gl.sum(gl.sum(first, 0), 0), gl.SliceLayout(0, layout)))
-        gl.store(to + num_channels, gl.convert_layout(gl.sum(gl.sum(second, 0), 0), gl.SliceLayout(0, layout)))
-        if KIND == "forward":
-            gl.store(to + 2 * num_channels, middle)
-            gl.store(to + 3 * num_channels, nothing + num_rows * num_inside)
+    total, of_products = _over_pixels(first, layout), _over_pixels(second, layout)
+    part = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    if KIND == "forward":
+        to = parts + part * 4 * CHANNELS + columns
+        gl.store(to, total)
+        gl.store(to + CHANNELS, of_products)
+        gl.store(to + 2 * CHANNELS, middle)
+        gl.store(to + 3 * CHANNELS, nothing + num_rows * num_inside)
+    if KIND == "gradient sums":
+        to = parts + part * 2 * CHANNELS + columns
+        gl.store(to, total)
+        gl.store(to + CHANNELS, of_products - total * gl.load(mean + columns))
 
 
-def launch(
-    kind: str, image: Tensor, weights: Tensor, out: Tensor, num_rows_each: int, *, norm: tuple[Tensor, ...], raw: Tensor
-) -> Tensor:
-    """Fills `out` and gives the parts of the sums; `norm` is mean, scale and offset, read with `raw` by sums alone."""
-    n, num_out, height, width = out.shape
-    num_strips = triton.cdiv(width, PIXELS)
-    grid = (n * num_strips, triton.cdiv(height, num_rows_each), num_out // CHANNELS)
-    num_sums = 4 if kind == "forward" else 2
-    shape = (grid[0] * grid[1], num_sums, num_out) if kind != "gradient" else (0,)
-    parts = torch.empty(shape, dtype=torch.float32, device=out.device)
-    convolved_rows[grid](
-        _map_of(image), _taps_of(weights), _map_of(out), _map_of(raw), *norm, parts,
-        num_rows_each, height, width, num_strips,
-        KIND=kind, PIXELS=PIXELS, CHANNELS=CHANNELS, STAGES=STAGES, num_warps=WARPS,
+@gluon.jit(do_not_specialize=VARYING)
+def row_forward_kernel(
+    image, weights, out, parts, num_rows_each, height, width, num_strips,
+    PIXELS: gl.constexpr, CHANNELS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    _walk_down(
+        image, weights, out, out, parts, parts, parts, parts, num_rows_each, height, width, num_strips,
+        "forward", PIXELS, CHANNELS, STAGES, num_warps,
     )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def row_gradient_kernel(
+    image, weights, out, raw, mean, scale, offset, parts, num_rows_each, height, width, num_strips,
+    KIND: gl.constexpr, PIXELS: gl.constexpr, CHANNELS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    _walk_down(
+        image, weights, out, raw, mean, scale, offset, parts, num_rows_each, height, width, num_strips,
+        KIND, PIXELS, CHANNELS, STAGES, num_warps,
+    )  # fmt: skip
+
+
+CONSTANTS = {"PIXELS": PIXELS, "CHANNELS": CHANNELS, "STAGES": STAGES, "num_warps": WARPS}
+
+
+def convolve(z: Tensor, w: Tensor, y: Tensor, num_rows_each: int) -> Tensor:
+    """y = z * w; gives the parts of its statistics, [parts, 4, channels]."""
+    grid, parts, sizes = _division(y, num_rows_each, num_sums=4)
+    row_forward_kernel[grid](_map_of(z), _taps_of(w), _map_of(y), parts, *sizes, **CONSTANTS)
     return parts
+
+
+def input_gradient(dy: Tensor, w: Tensor, dz: Tensor, num_rows_each: int) -> None:
+    """dz, the gradient of what w was convolved with to a map of gradient dy."""
+    grid, parts, sizes = _division(dz, num_rows_each, num_sums=0)
+    maps = _map_of(dy), _taps_of(w), _map_of(dz), _map_of(dz)
+    row_gradient_kernel[grid](*maps, parts, parts, parts, parts, *sizes, KIND="gradient", **CONSTANTS)
+
+
+def input_gradient_and_sums(
+    dy: Tensor, w: Tensor, dz: Tensor, y: Tensor, vectors: tuple[Tensor, Tensor, Tensor], num_rows_each: int
+) -> Tensor:
+    """The same where relu(y·scale + offset) was convolved; gives parts of Σ g and Σ g·(y - mean), [parts, 2, channels].
+
+    `vectors` are mean, scale and offset; g is dz where ReLU let the value through.
+    """
+    grid, parts, sizes = _division(dz, num_rows_each, num_sums=2)
+    maps = _map_of(dy), _taps_of(w), _map_of(dz), _map_of(y)
+    row_gradient_kernel[grid](*maps, *vectors, parts, *sizes, KIND="gradient sums", **CONSTANTS)
+    return parts
+
+
+def _division(out: Tensor, num_rows_each: int, *, num_sums: int) -> tuple[tuple[int, int], Tensor, tuple[int, ...]]:
+    """A program for each strip and some of its rows, memory for its sums, and the sizes that kernels ask for."""
+    n, _, height, width = out.shape
+    num_strips = triton.cdiv(width, PIXELS)
+    grid = (n * num_strips, triton.cdiv(height, num_rows_each))
+    parts = torch.empty(grid[0] * grid[1], num_sums, CHANNELS, dtype=torch.float32, device=out.device)
+    return grid, parts, (num_rows_each, height, width, num_strips)
 
 
 def _map_of(x: Tensor) -> TensorDescriptor:
