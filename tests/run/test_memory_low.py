@@ -45,11 +45,11 @@ def fake(costs: Costs) -> tuple[Callable[[MemorySetting], Cost], list[MemorySett
     return measure, asked
 
 
-def test_the_least_memory_within_eight_percent_wins() -> None:
-    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21.4, 4), BLOCKS: (21.9, 3), BUDGETS[0]: (20.5, 5)})
+def test_the_least_memory_within_nine_percent_wins() -> None:
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21.7, 4), BLOCKS: (21.9, 3), BUDGETS[0]: (20.5, 5)})
     choice = choose_memory(measure, [[POINTWISE, BLOCKS], BUDGETS[:1]])
     assert choice.setting == POINTWISE
-    assert choice.reason == "4.00 GB instead of 6.00 GB, -33% memory, +7% time"
+    assert choice.reason == "4.00 GB instead of 6.00 GB, -33% memory, +8% time"
 
 
 def test_the_small_optimizer_joins_the_best_activation_lever() -> None:
@@ -92,7 +92,7 @@ def test_nothing_gained_is_said() -> None:
     choice = choose_memory(measure, [[POINTWISE], [SMALL]])
     assert choice.setting == NORMAL
     assert choice.reason == (
-        "nothing lowers the peak of 6.00 GB within +8% time; "
+        "nothing lowers the peak of 6.00 GB within +9% time; "
         "too slow: 8-bit optimizer with 5.00 GB, -17% memory, +50% time"
     )
 

@@ -151,7 +151,7 @@ class TrainConfig(Section):
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: recompute, 8-bit moments, compiler's budget: the least that trials find for 8 % more time",
+        description="low: recompute, 8-bit moments, compiler's budget: the least that trials find for 9 % more time",
     )
     channels_last: Literal["auto"] | bool = Field(
         default="auto", description="NHWC memory layout of images and convolutions; auto: where it is faster"

@@ -16,7 +16,6 @@ from halfstep.kernels.beside import Beside
 from halfstep.kernels.normalise import (
     GradientSums,
     Norm,
-    dense_like,
     finished_sums,
     gradient_of_raw,
     gradient_sums,
@@ -108,17 +107,6 @@ def _library_gradients(
     return found
 
 
-def normalised_aside(beside: Beside, y: Tensor, norm: Norm) -> Tensor:
-    """relu(y·scale + offset) again, for a weight's gradient alone: it moves bytes while an input's gradient multiplies.
-
-    Its memory is of this stream, which waits for the other before it may have it back.
-    """
-    z = dense_like(y)
-    with beside.aside():
-        normalised(y, norm, out=z)
-    return z
-
-
 class NormReluConv(torch.autograd.Function):
     """A raw map y, BatchNorm's weight and bias, the convolution's weight to the next raw map, and parts of that one's
     statistics, or None.
@@ -153,8 +141,8 @@ class NormReluConv(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         y, w, z, *vectors = ctx.saved_tensors
         norm = Norm(*vectors)
+        z = normalised(y, norm) if z is None else z
         with Beside(y.device) as beside:
-            z = normalised_aside(beside, y, norm) if z is None else z
             dz, dw, sums = convolution_gradients_and_sums(
                 beside, gradients[0], z, w, ctx.stride, ctx.padding, ctx.needs_input_grad[3], y, norm
             )

@@ -8,7 +8,6 @@ concatenation, which `UpConcatConv` takes and whose gradient, that of the whole 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from halfstep.kernels.chain import (
     convolution_gradients_and_sums,
     convolved,
     convolved_and_summed,
-    normalised_aside,
     weights_for,
 )
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
@@ -68,8 +66,8 @@ class StemNormReluConv(torch.autograd.Function):
         values, w_stem, w, y, z, *vectors = ctx.saved_tensors
         padded, norm = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows), Norm(*vectors)
         y = convolved_image(padded, w_stem) if y is None else y
+        z = normalised(y, norm) if z is None else z
         with Beside(y.device) as beside:
-            z = normalised_aside(beside, y, norm) if z is None else z
             wants_w = ctx.needs_input_grad[4]
             dz, dw, sums = convolution_gradients_and_sums(beside, gradients[0], z, w, 1, 1, wants_w, y, norm)
             dw_stem = stem_weight_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
@@ -148,8 +146,8 @@ class UpConcatConv(torch.autograd.Function):
         skip, deep, w, taps, b_up, z, cat, *vectors = ctx.saved_tensors
         skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
         z = normalised(deep, norm) if z is None else z
+        cat = concatenated(skip, skip_norm, z, taps, b_up) if cat is None else cat
         with Beside(deep.device) as beside:
-            cat = concatenated(skip, skip_norm, z, taps, b_up, beside) if cat is None else cat
             dcat, dw = convolution_gradients(beside, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
             assert dcat is not None
             dhalf = dcat[:, skip.shape[1] :]
@@ -167,18 +165,15 @@ def taps_of(deep: Tensor, w_up: Tensor) -> Tensor:
     return w_up.to(deep.dtype, memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(len(w_up), -1)
 
 
-def concatenated(
-    skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Tensor, beside: Beside | None = None
-) -> Tensor:
-    """relu(skip normalised), and z doubled in size and put in its middle; aside if a weight's gradient alone waits."""
+def concatenated(skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Tensor) -> Tensor:
+    """relu(skip normalised), and z doubled in size and put in its middle."""
     from halfstep.kernels.upsample_triton import doubled_into
 
     n, channels, height, width = skip.shape
     shape = (n, channels + len(b_up), height, width)
     cat = torch.empty(shape, dtype=skip.dtype, device=skip.device, memory_format=torch.channels_last)
-    with nullcontext() if beside is None else beside.aside():
-        normalised(skip, skip_norm, out=cat[:, :channels])
-        doubled_into(cat[:, channels:], z, taps, b_up)
+    normalised(skip, skip_norm, out=cat[:, :channels])
+    doubled_into(cat[:, channels:], z, taps, b_up)
     return cat
 
 
