@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from halfstep.kernels import chain
 from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.normalise import normalised
 from halfstep.models import unet as unet_module
+from halfstep.models import unet_chain
 from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import DoubleConv, UNet
+from halfstep.run.guide_memory import LiveBytes
 
 pytest.importorskip("triton")
 
@@ -251,3 +255,32 @@ def test_a_gpu_with_little_shared_memory_runs_layer_by_layer(
     with forced(True, "chain"):
         unet(base_channels=2, depth=1)(image(4, 4))
     assert not chained
+
+
+def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Of a step that recomputes, and how many maps it normalised."""
+    original, model, counted = unet_chain.second_raw_map, unet(), 0
+    set_recompute(model, "pointwise")
+
+    def forgetting(u: Tensor, level: unet_chain.Level, weights: unet_chain.Weights, *, keep: bool) -> unet_chain.RawMap:
+        return original(u, level, weights, keep=keep and not forgets_last)
+
+    def counting(*args: object, **options: object) -> Tensor:
+        nonlocal counted
+        counted += 1
+        return normalised(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(unet_chain, "second_raw_map", forgetting)
+    monkeypatch.setattr(chain, "normalised", counting)
+    image = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    with LiveBytes() as live, forced(True, "chain"):
+        model(image).square().mean().backward()
+    monkeypatch.undo()
+    return live.peak, counted
+
+
+def test_what_is_let_go_of_before_the_peak_is_kept_and_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, num_kept = peak_bytes(forgets_last=False, monkeypatch=monkeypatch)
+    forgotten, num_forgotten = peak_bytes(forgets_last=True, monkeypatch=monkeypatch)
+    assert num_kept == num_forgotten - 1
+    assert kept < 1.01 * forgotten  # the map alone is 9 % of it

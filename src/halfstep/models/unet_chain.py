@@ -62,7 +62,8 @@ def chained_logits(
         norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)
         u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
-        level, (y, parts) = above, second_raw_map(u, above, weights, keep=keep)
+        # Memory is highest in the last concatenation's backward. What is let go of before may stay until then.
+        level, (y, parts) = above, second_raw_map(u, above, weights, keep=keep or not skips)
     norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
     logits: Tensor = Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
     return logits
