@@ -259,9 +259,10 @@ def test_no_kind_is_bound_by_memory_and_arithmetic_at_once() -> None:
 
 
 def own_kernels() -> list[str]:
-    """Names of kernels that are launched, as `name[grid](...)`, in our Triton files."""
+    """Names of kernels that are launched, as `name[grid](...)`, in our Triton and Gluon files."""
     source = Path(halfstep.__file__).parent
-    calls = [node for path in source.rglob("*_triton.py") for node in ast.walk(ast.parse(path.read_text()))]
+    files = [*source.rglob("*_triton.py"), *source.rglob("*_gluon.py")]
+    calls = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     launched = [
         call.func.value for call in calls if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
     ]
