@@ -161,6 +161,17 @@ def test_halfstep_trains_the_problem_and_repeats_itself(problem: Problem) -> Non
     assert losses[0] < runner.train(1, lambda: None)
 
 
+def test_a_row_with_less_memory_says_what_was_tried_for_it() -> None:
+    problem = problem_for(bench_config("unet", (*TINY, "train.memory=low"), {"batch_size": 2}, small=True), CPU)
+    runner = Ours(problem, "fp32", "eager", probe("cpu"), simulate=False)
+    runner.train(1, lambda: None)
+    chosen, normal, *others = runner.remarks
+    assert chosen.partition(":")[0] in {"normal", *(line.partition(":")[0] for line in others)}
+    assert normal.startswith("normal: ")
+    assert normal.endswith(" ms")
+    assert others[0].startswith("recompute pointwise: ")
+
+
 def test_a_bench_has_a_row_for_each_precision_and_way_and_says_why_one_is_missing(problem: Problem) -> None:
     told: list[str] = []
     request = Request(precisions=("fp32", "fp8"), ways=("eager", "graph"), schedule=SHORT)

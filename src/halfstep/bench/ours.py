@@ -44,7 +44,8 @@ class Ours:
         workload = self.workload()
         self._plan = plan = self._plan or self._planned(workload)
         self.remarks = [f"{plan.way}: {plan.way_reason}"] if self.variant == "auto" else []
-        self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}"] if plan.memory_reason else []
+        if plan.memory_reason:
+            self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}", *plan.memory_trials]
         with algorithms(deterministic=self.config.train.deterministic):
             parts = assemble(self.config, workload, plan)
             assert parts.way is not None, "the plan was tuned"
