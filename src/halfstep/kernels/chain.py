@@ -107,6 +107,13 @@ def _library_gradients(
     return found
 
 
+def hand_out(ctx: Any, parts: Tensor | None) -> None:
+    """Parts of statistics beside a result: no gradient is asked of them, and none is made up."""
+    if parts is not None:
+        ctx.mark_non_differentiable(parts)
+    ctx.set_materialize_grads(False)
+
+
 class NormReluConv(torch.autograd.Function):
     """A raw map y, BatchNorm's weight and bias, the convolution's weight to the next raw map, and parts of that one's
     statistics, or None.
@@ -132,8 +139,7 @@ class NormReluConv(torch.autograd.Function):
         ctx.save_for_backward(y, w, z if keep else None, *how)
         ctx.stride, ctx.padding = stride, padding
         result, parts = convolved_and_summed(z, w, stride, padding)
-        if parts is not None:
-            ctx.mark_non_differentiable(parts)
+        hand_out(ctx, parts)
         return result, parts
 
     @staticmethod

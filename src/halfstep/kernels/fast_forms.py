@@ -55,7 +55,7 @@ def chains(*, on: bool) -> contextlib.AbstractContextManager[None]:
 @functools.cache
 def has_room_for_tiles(device: torch.device) -> bool:
     """Whether a GPU lets a block have the shared memory that our kernels' tiles take: up to 147 KiB where it offers 163
-    (A100), up to 199 where it offers 227 (H100, H200, B200). T4, A10, L4 and GeForce offer 64 to 100; the CPU, where
+    (A100), up to 201 where it offers 227 (H100, H200, B200). T4, A10, L4 and GeForce offer 64 to 100; the CPU, where
     kernels are interpreted, has no such limit."""
     if device.type != "cuda":
         return True

@@ -49,6 +49,7 @@ def normalisation(y: Tensor, norm: nn.BatchNorm2d, parts: Tensor | None = None) 
     if parts is None:
         kernels.finish_statistics(kernels.statistics(y), y, norm, result)
     else:
+        assert parts.shape[1:] == (4, y.shape[1]), f"parts {tuple(parts.shape)} are not of a map {tuple(y.shape)}"
         kernels.finish_merged(parts, y.numel() // y.shape[1], norm, result)
     return Norm(*result)
 

@@ -100,8 +100,7 @@ def _walk_down(
     KIND "gradient": weights are turned around, as for the gradient of a convolution's input; no sums.
     KIND "gradient sums": also Σ g and Σ g·(raw - mean), g = out where raw·scale + offset > 0. The mean is subtracted
     from the sum and not from each value: registers are short, and a half format has only 8 to 11 bits to lose to it.
-
-    What is summed is not yet rounded.
+    This g is not rounded yet.
     """
     IS_GRADIENT: gl.constexpr = KIND != "forward"
     WEIGHTS: gl.constexpr = STAGES
@@ -149,9 +148,11 @@ def _walk_down(
             row = first_row + step - 3
             _write_row(out, staged, done, n, row, column, PIXELS, CHANNELS)
             if KIND == "forward":
+                # As it was rounded: a channel that hardly varies is normalised to what its rounding left.
+                value = staged.reshape([PIXELS, CHANNELS]).load(layout).to(gl.float32)
                 if step == 3:
-                    middle = gl.sum(gl.where(is_inside, done, 0.0), axis=0) / num_inside
-                deviation = gl.where(is_inside, done - middle[None, :], 0.0)
+                    middle = gl.sum(gl.where(is_inside, value, 0.0), axis=0) / num_inside
+                deviation = gl.where(is_inside, value - middle[None, :], 0.0)
                 first += _paired(deviation, PIXELS, CHANNELS)
                 second += _paired(deviation * deviation, PIXELS, CHANNELS)
             if KIND == "gradient sums":
@@ -244,7 +245,7 @@ def _division(out: Tensor, num_rows_each: int, *, num_sums: int) -> tuple[tuple[
 
 
 def _map_of(x: Tensor) -> TensorDescriptor:
-    """Tiles of a channels_last map, or of a slice of its channels."""
+    """Tiles of a channels_last map."""
     pixels = x.permute(0, 2, 3, 1)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(pixels, list(pixels.shape), list(pixels.stride()), [1, 1, PIXELS, CHANNELS], layout)

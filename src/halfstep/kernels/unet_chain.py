@@ -20,6 +20,7 @@ from halfstep.kernels.chain import (
     convolution_gradients_and_sums,
     convolved,
     convolved_and_summed,
+    hand_out,
     weights_for,
 )
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
@@ -56,8 +57,7 @@ class StemNormReluConv(torch.autograd.Function):
         ctx.save_for_backward(padded.values, w_stem, w, y if keep else None, z if keep else None, *how)
         ctx.channels, ctx.windows = padded.channels, padded.windows
         result, parts = convolved_and_summed(z, w, 1, 1)
-        if parts is not None:
-            ctx.mark_non_differentiable(parts)
+        hand_out(ctx, parts)
         return result, parts
 
     @staticmethod
