@@ -259,7 +259,7 @@ def test_a_gpu_with_little_shared_memory_runs_layer_by_layer(
 
 def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Of a step that recomputes, and how many maps it normalised."""
-    original, model, counted = unet_chain.second_raw_map, unet(), 0
+    original, model, counted = unet_chain.second_raw_map, unet(depth=1), 0
     set_recompute(model, "pointwise")
 
     def forgetting(u: Tensor, level: unet_chain.Level, weights: unet_chain.Weights, *, keep: bool) -> unet_chain.RawMap:
@@ -272,7 +272,7 @@ def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
     monkeypatch.setattr(unet_chain, "second_raw_map", forgetting)
     monkeypatch.setattr(chain, "normalised", counting)
-    image = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    image = torch.randn(1, 3, 24, 24).contiguous(memory_format=torch.channels_last)
     with LiveBytes() as live, forced(True, "chain"):
         model(image).square().mean().backward()
     monkeypatch.undo()
@@ -283,4 +283,4 @@ def test_what_is_let_go_of_before_the_peak_is_kept_and_costs_no_memory(monkeypat
     kept, num_kept = peak_bytes(forgets_last=False, monkeypatch=monkeypatch)
     forgotten, num_forgotten = peak_bytes(forgets_last=True, monkeypatch=monkeypatch)
     assert num_kept == num_forgotten - 1
-    assert kept < 1.01 * forgotten  # the map alone is 9 % of it
+    assert kept < 1.01 * forgotten  # the map alone is a tenth of it
