@@ -117,10 +117,20 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
     for name, found in problems.items():
         own = fastest(found["rows"], lambda row: row["name"] == "halfstep")
         peers = [fastest(found["rows"], lambda row, v=v: row["variant"] == v) for v in PEER_VARIANTS]
-        cells = [found["title"], step_time(own), *(step_time(peer, named=True) for peer in peers)]
+        cells = [
+            found["title"],
+            step_time(own) + held_against(own, found),
+            *(step_time(peer, named=True) for peer in peers),
+        ]
         cells += [", ".join(times(own, peer) for peer in peers), memory(own, *peers), start_times(starts.get(name))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def held_against(own: dict[str, Any] | None, found: dict[str, Any]) -> str:
+    """How much longer than the step it is held against, where that was measured with it."""
+    other = fastest(found.get("beside", []), lambda row: row["name"] == "halfstep")
+    return f"; {own['ms'] / other['ms'] - 1:+.1%}, normal {other['ms']:.1f} ms" if own and other else ""
 
 
 def conditions(problems: dict[str, Any]) -> str:

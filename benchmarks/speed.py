@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from halfstep.bench.bench import bench, concluded
+from halfstep.bench.bench import Benched, Request, bench, concluded
 from halfstep.bench.floor import step_flops
 from halfstep.bench.peers import require_peers
 from halfstep.bench.record import circumstances, results
 from halfstep.bench.row import Row
+from halfstep.bench.runner import Problem
 from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
@@ -77,7 +78,10 @@ def main() -> None:
         if arguments.at_once:
             found = measured_in_turn(chosen, ways, hardware, deadline, at_once=arguments.at_once)
         else:
-            found = ((name, measured(case, ways, hardware, deadline)) for name, case in chosen.items())
+            found = (
+                (name, measured(case, ways, hardware, deadline, cases.get(case.goal.beside)))
+                for name, case in chosen.items()
+            )
         problems = stored_problems(found, hardware, arguments.out)
         for name in started:
             first = starts(cases[name], ways[0], hardware)
@@ -125,14 +129,29 @@ def stored_problems(
     return dict(stored["problems"])
 
 
-def measured(case: Case, ways: tuple[Any, ...], hardware: Hardware, deadline: float | None) -> dict[str, Any]:
-    """One case's rows, as `halfstep bench --save` would write them."""
+def measured(
+    case: Case, ways: tuple[Any, ...], hardware: Hardware, deadline: float | None, beside: Case | None = None
+) -> dict[str, Any]:
+    """One case's rows, as `halfstep bench --save` would write them, and halfstep's own of the case beside."""
     problem, request = problem_of(case, hardware), request_of(case, ways, deadline)
     flops = step_flops(problem)
-    benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
-    if benched.is_stopped:
+    found = {
+        **circumstances(problem, request, hardware, flops, command()),
+        **results(benched(problem, request, hardware, flops)),
+        "title": case.title,
+    }
+    if beside is not None:
+        alone = dataclasses.replace(beside, against=())
+        other, other_request = problem_of(alone, hardware), request_of(alone, ways, deadline)
+        found["beside"] = results(benched(other, other_request, hardware, flops))["rows"]
+    return found
+
+
+def benched(problem: Problem, request: Request, hardware: Hardware, flops: int | None) -> Benched:
+    found = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
+    if found.is_stopped:
         raise KeyboardInterrupt
-    return {**circumstances(problem, request, hardware, flops, command()), **results(benched), "title": case.title}
+    return found
 
 
 def measured_in_turn(
@@ -152,8 +171,8 @@ def measured_in_turn(
             rows[name].append(row)
             if len(rows[name]) == len(row_requests(cases[name], ways)):
                 said, flops = before[name].result()
-                benched = concluded(rows[name], flops, hardware)
-                yield name, {**said, **results(benched), "title": cases[name].title}
+                concluded_rows = concluded(rows[name], flops, hardware)
+                yield name, {**said, **results(concluded_rows), "title": cases[name].title}
 
 
 def stored_parts(folder: str | None, hardware: Hardware) -> dict[str, Any]:

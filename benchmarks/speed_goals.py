@@ -33,7 +33,7 @@ def goal_line(name: str, problems: dict[str, Any]) -> dict[str, str]:
         "model, batch": found["title"],
         "goal": wording(goal),
         "ms/step": digits(own["ms"]) if own else "-",
-        "verdict": verdict(goal, own, own_row(problems.get(goal.beside, {"rows": []}))),
+        "verdict": verdict(goal, own, row_beside(name, problems)),
         **{VARIANTS[variant]: over(own, found, variant, wish) for variant, wish in asked.items()},
         "of floor": f"{own['floor_share']:.0%}" if own and own["floor_share"] is not None else "-",
         "peak GB": digits(own["peak_bytes"] / 1e9) if own and own["peak_bytes"] else "-",
@@ -53,7 +53,8 @@ def verdict(goal: Goal, own: Row | None, beside: Row | None) -> str:
     if own is None or goal.beside and beside is None:
         return "not measured"
     if goal.ms is not None:
-        return "reached" if own["ms"] <= goal.ms else f"missed by {own['ms'] / goal.ms - 1:.0%}"
+        over = own["ms"] / goal.ms - 1
+        return "reached" if over <= 0 else f"missed by {over:.0%}" if over >= 0.01 else f"missed by {over:.1%}"
     assert goal.gb is not None
     assert beside is not None
     misses = []
@@ -69,6 +70,12 @@ def over(own: Row | None, found: dict[str, Any], variant: str, asked: float | No
     if own is None or peer is None:
         return "-"
     return f"{peer['ms'] / own['ms']:.2f}" + (f" ({asked:g})" if asked else "")
+
+
+def row_beside(name: str, problems: dict[str, Any]) -> Row | None:
+    """What a case is held against: measured with it, or else the row of that other case."""
+    goal, together = CASES[name].goal, problems[name].get("beside")
+    return own_row({"rows": together} if together else problems.get(goal.beside, {"rows": []}))
 
 
 def own_row(found: dict[str, Any]) -> Row | None:

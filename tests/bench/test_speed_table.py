@@ -92,6 +92,7 @@ def test_the_fastest_of_each_kind_stand_in_a_row() -> None:
         (20.0, (21.0, 3.8), ("reached", "reached")),
         (20.5, (23.0, 3.8), ("reached", "missed time, which is +12%")),
         (22.55, (22.0, 4.29), ("missed by 10%", "missed memory by 10%")),
+        (20.6, (22.0, 3.9), ("missed by 0.5%", "reached")),
         (20.0, None, ("reached", None)),
     ],
 )
@@ -106,6 +107,19 @@ def test_goals_are_reached_or_missed_by_so_much(
         problems["unet_low_memory"] = {**unet_problem(), "rows": [row("halfstep", "auto", *low)]}
         assert goal_line("unet_low_memory", problems)["verdict"] == verdicts[1]
     assert goal_line("unet", problems)["verdict"] == verdicts[0]
+
+
+def test_a_case_is_held_against_what_was_measured_with_it_and_not_against_another_days_row() -> None:
+    from readme_tables import speed_table
+    from speed_goals import goal_line
+
+    low = {**unet_problem(), "rows": [row("halfstep", "auto", 22.0, 3.8)]}
+    problems = {"unet": unet_problem(), "unet_low_memory": low | {"beside": [row("halfstep", "auto", 21.0, 6.0)]}}
+    problems["unet"]["rows"][0] = row("halfstep", "auto", 19.0, 6.0)
+    assert goal_line("unet_low_memory", problems)["verdict"] == "reached"
+    problems["unet_low_memory"]["beside"] = [row("halfstep", "auto", 19.5, 6.0)]
+    assert goal_line("unet_low_memory", problems)["verdict"] == "missed time, which is +13%"
+    assert "22.0 ms (21.8 to 22.2), auto; +12.8%, normal 19.5 ms |" in speed_table(problems, {})
 
 
 def test_a_goal_has_the_other_numbers_beside_it_and_is_not_reached_unmeasured() -> None:
@@ -178,8 +192,9 @@ def test_a_cache_that_was_filled_before_is_found_warm(
     assert "could not fill the cache of tiny halfstep graph: HardwareError: halfstep graph fp32 cannot run" in said
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
     tiny, hardware = tiny_case(against=("plain:documented",), precision="fp32"), probe("cpu")
-    found = measured(tiny, ("eager",), hardware, deadline=None)
+    found = measured(tiny, ("eager",), hardware, deadline=None, beside=tiny)
     assert [(row["name"], row["cache"]) for row in found["rows"]] == [("halfstep", ""), ("plain", "warm")]
+    assert [row["name"] for row in found["beside"]] == ["halfstep"]
     assert speed_table({"tiny": found}, {}).splitlines()[-1].startswith("| tiny | ")
 
 
