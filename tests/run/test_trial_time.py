@@ -126,3 +126,17 @@ def test_a_short_run_has_no_time_for_a_hot_device() -> None:
     device, time = HotDevice(hands), TrialTime(200, most_s=MOST_S, clock=hands)  # 4 s, so 0.2 for trials
     assert lasting_step_s(device.round, time, LASTING_S) == pytest.approx(0.020)
     assert time.spent_s <= 0.020 + 0.2 / CANDIDATES + 0.020  # one to begin with, and one begun in time
+
+
+def test_a_device_that_rests_between_rounds_rests_seldom() -> None:
+    hands = Hands()
+    began = hands.now
+
+    def a_round(num_steps: int) -> float:
+        """Steps of 22 ms, and two of 20 after a rest."""
+        took = sum(0.020 if step < 2 else 0.022 for step in range(num_steps))
+        hands.now += took
+        return took / num_steps
+
+    assert 0.0216 < lasting_step_s(a_round, TrialTime(clock=hands), LASTING_S) < 0.022
+    assert hands.now - began < 2 * LASTING_S

@@ -28,7 +28,10 @@ from halfstep.run.ways import Way
 from halfstep.workloads.workload import Workload
 
 TIMED_STEPS = 5
-"""In a round; fewer where the time for trials is short."""
+"""In a round at least; fewer where the time for trials is short."""
+LASTING_ROUNDS = 6
+"""On a GPU a round has so many steps that this many fill the time: at its end the device waits for the host, and rests,
+which it does not in a run."""
 ROUNDS = 3
 """The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
 LASTING_S = 1.5
@@ -44,7 +47,8 @@ def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: 
         time.expect(once_s)
     affordable_s = time.for_one_s
     affordable = affordable_s / max(once_s, 1e-9)
-    num_steps = max(1, int(min(TIMED_STEPS, affordable / ROUNDS)))
+    wanted = max(TIMED_STEPS, lasting_s / LASTING_ROUNDS / max(once_s, 1e-9))
+    num_steps = max(1, int(min(wanted, affordable / ROUNDS)))
     until = time.clock() + min(lasting_s, affordable_s)
     rounds = [a_round(num_steps)]
     while not time.is_over and (len(rounds) < min(ROUNDS, affordable / num_steps) or time.clock() < until):
