@@ -29,10 +29,9 @@ def twin(wrong: str = "") -> SimpleNamespace:
         return 1.1 if name == wrong else 1.0
 
     def convolve(z: Tensor, w: Tensor, y: Tensor, num_rows: int) -> Tensor:
-        exact = F.conv2d(z.float(), w.float(), padding=1)
-        y.copy_(exact * off("convolution"))
+        y.copy_(F.conv2d(z.float(), w.float(), padding=1) * off("convolution"))
         parts = []
-        for rows in exact[0].split(num_rows, dim=1):
+        for rows in y[0].float().split(num_rows, dim=1):
             shift = rows[:, 0].mean(1)
             d = rows.flatten(1) - shift[:, None]
             total, squares = d.sum(1) * off("sum"), d.square().sum(1) * off("sum of squares")
