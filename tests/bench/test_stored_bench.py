@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.bench.baseline import compare, earlier_rows
-from halfstep.bench.record import save
+from halfstep.bench.record import command_line, save
 from halfstep.bench.row import Row
 from halfstep.bench.stored import read
 from halfstep.errors import CheckpointError, HalfstepError
@@ -114,3 +114,18 @@ def test_any_change_of_a_file_is_compared_or_refused(
     found = compare(before, [MEASURED, LOST], MEASURED)
     assert found.drift >= 1.0
     json.dumps(found.regressions + found.within_drift, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["bench", "unet", "--save", "/home/ann/results/a b.json"], "halfstep bench unet --save 'a b.json'"),
+        (["bench", "unet", "--baseline=../old/b.json", "train.memory=low"],
+         "halfstep bench unet --baseline=b.json train.memory=low"),
+        (["bench", "unet", "--picture", "p.png"], "halfstep bench unet --picture p.png"),
+        (["bench", "unet", "data.dir=/data/x"], "halfstep bench unet data.dir=/data/x"),
+    ],
+    ids=["a path", "a path behind =", "a name", "a setting that the result depends on"],
+)  # fmt: skip
+def test_a_stored_command_names_its_files_and_not_where_they_lay(words: list[str], shown: str) -> None:
+    assert command_line(words) == shown

@@ -8,10 +8,9 @@ import json
 import operator
 import platform
 import shlex
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from halfstep.run.whole_file import write_whole
 
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
 """Names under which a peer may be installed."""
+FILE_FLAGS = ("--save", "--picture", "--baseline")
 SHORT_NAMES = {
     "workload": "workload",
     "batch_size": "train.batch_size",
@@ -68,9 +68,20 @@ def circumstances(problem: Problem, request: Request, hardware: Hardware, flops:
     }
 
 
-def command_line() -> str:
-    """What the user called."""
-    return f"halfstep {shlex.join(sys.argv[1:])}"
+def command_line(words: Sequence[str]) -> str:
+    """What the user called, its files by name: where they lay on some machine is no part of a result to pass on."""
+    return f"halfstep {shlex.join(_files_by_name(words))}"
+
+
+def _files_by_name(words: Sequence[str]) -> Iterator[str]:
+    is_file = False
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if is_file:
+            yield Path(word).name
+        else:
+            yield f"{flag}={Path(value).name}" if equals and flag in FILE_FLAGS else word
+        is_file = word in FILE_FLAGS
 
 
 def results(benched: Benched) -> Record:

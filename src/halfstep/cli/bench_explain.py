@@ -71,7 +71,7 @@ def explain_request(
         rated = measured_once(hardware, cache_directory(os.environ), measure)
         status.update("counting")
         flops = step_flops(problem)
-        about = circumstances(problem, request, hardware, flops, command_line())
+        about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))
         asked = list(runners(problem, request, rated))
         left = RowsLeft(sum(not isinstance(row, Row) for row in asked), console)
         status.update(left)

@@ -29,7 +29,7 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
     """The record, with what is worse than in the baseline."""
     with progress() as console, console.status("counting") as status:
         flops = step_flops(problem)
-        about = circumstances(problem, request, hardware, flops, command_line())
+        about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))
         asked = list(runners(problem, request, hardware))
         before = earlier_rows(baseline, about) if baseline else None
         if before:
