@@ -29,12 +29,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from halfstep.bench.bench import Benched, Request, bench, concluded
+from halfstep.bench.bench import bench, concluded
 from halfstep.bench.floor import step_flops
 from halfstep.bench.peers import require_peers
 from halfstep.bench.record import circumstances, results
 from halfstep.bench.row import Row
-from halfstep.bench.runner import Problem
 from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
@@ -135,22 +134,13 @@ def measured(
     """One case's rows, as `halfstep bench --save` would write them, and halfstep's own of the case beside."""
     problem, request = problem_of(case, hardware), request_of(case, ways, deadline)
     flops = step_flops(problem)
-    found = {
-        **circumstances(problem, request, hardware, flops, command()),
-        **results(benched(problem, request, hardware, flops)),
-        "title": case.title,
-    }
-    if beside is not None:
-        alone = dataclasses.replace(beside, against=())
-        other, other_request = problem_of(alone, hardware), request_of(alone, ways, deadline)
-        found["beside"] = results(benched(other, other_request, hardware, flops))["rows"]
-    return found
-
-
-def benched(problem: Problem, request: Request, hardware: Hardware, flops: int | None) -> Benched:
-    found = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
-    if found.is_stopped:
+    benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
+    if benched.is_stopped:
         raise KeyboardInterrupt
+    said = circumstances(problem, request, hardware, flops, command())
+    found = {**said, **results(benched), "title": case.title}
+    if beside is not None:
+        found["beside"] = measured(dataclasses.replace(beside, against=()), ways, hardware, deadline)["rows"]
     return found
 
 
@@ -171,8 +161,8 @@ def measured_in_turn(
             rows[name].append(row)
             if len(rows[name]) == len(row_requests(cases[name], ways)):
                 said, flops = before[name].result()
-                concluded_rows = concluded(rows[name], flops, hardware)
-                yield name, {**said, **results(concluded_rows), "title": cases[name].title}
+                benched = concluded(rows[name], flops, hardware)
+                yield name, {**said, **results(benched), "title": cases[name].title}
 
 
 def stored_parts(folder: str | None, hardware: Hardware) -> dict[str, Any]:

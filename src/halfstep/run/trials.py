@@ -42,12 +42,12 @@ after half a second than before (docs/log.md)."""
 def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
     """Seconds of a step, once it has gone on for so long: the median of rounds, each given its steps and giving seconds
     of one; of fewer and shorter rounds where time is short."""
-    once_s = a_round(1)
+    once_s = max(a_round(1), 1e-9)
     if time.run_s is None:
         time.expect(once_s)
     affordable_s = time.for_one_s
-    affordable = affordable_s / max(once_s, 1e-9)
-    wanted = max(TIMED_STEPS, lasting_s / LASTING_ROUNDS / max(once_s, 1e-9))
+    affordable = affordable_s / once_s
+    wanted = max(TIMED_STEPS, lasting_s / LASTING_ROUNDS / once_s)
     num_steps = max(1, int(min(wanted, affordable / ROUNDS)))
     until = time.clock() + min(lasting_s, affordable_s)
     rounds = [a_round(num_steps)]
