@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from capture import captured
+from chain_steps import error, step
 from halfstep.kernels import chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import finished_sums, normalisation
-from halfstep.kernels.row_convolution import row_gradient, works_on
-from halfstep.kernels.row_convolution_gluon import convolve, input_gradient, input_gradient_and_sums
+from halfstep.kernels.row_convolution import works_on
+from halfstep.kernels.row_convolution_gluon import convolve, input_gradient
 from halfstep.models.unet import UNet
 
 pytestmark = [
@@ -60,21 +61,14 @@ def test_forward_is_the_convolution_and_the_parts_are_its_statistics(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_gradient_is_the_transposed_convolution(shape: tuple[int, ...]) -> None:
-    n, height, width, rows = shape
-    dy, w = a_map(n, 64, height, width), weights()
-    dz = torch.full_like(dy, float("nan"))
-    input_gradient(dy, w, dz, rows)
-    assert_near(dz, F.conv_transpose2d(dy.double(), w.double(), padding=1), torch.bfloat16)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_sums_are_those_that_the_gradient_of_batch_norm_needs(shape: tuple[int, ...]) -> None:
+def test_the_gradient_is_the_transposed_convolution_and_the_sums_are_what_batch_norm_needs(
+    shape: tuple[int, ...],
+) -> None:
     n, height, width, rows = shape
     dy, w, y = a_map(n, 64, height, width), weights(), a_map(n, 64, height, width, seed=3, mean=0.5)
     norm = normalisation(y, nn.BatchNorm2d(64).cuda())
-    dz = torch.empty_like(y)
-    parts = input_gradient_and_sums(dy, w, dz, y, (norm.mean, norm.scale, norm.offset), rows)
+    dz = torch.full_like(y, float("nan"))
+    parts = input_gradient(dy, w, dz, y, (norm.mean, norm.scale, norm.offset), rows)
     exact = F.conv_transpose2d(dy.double(), w.double(), padding=1)
     assert_near(dz, exact, torch.bfloat16)
     found = finished_sums(parts, norm)
@@ -113,30 +107,21 @@ def test_it_repeats_to_the_bit_and_can_be_captured() -> None:
     graph.replay()
     assert torch.equal(first, again)
     assert torch.equal(parts, again_parts)
-    assert torch.equal(row_gradient(z, w), row_gradient(z, w))
+    norm = normalisation(first, nn.BatchNorm2d(64).cuda())
+    once, again = (chain.row_gradient(z, w, first, norm) for _ in range(2))
+    assert all(map(torch.equal, once, again))
 
 
 def test_this_gpu_uses_it() -> None:
     assert works_on(torch.device("cuda", 0), torch.bfloat16)
 
 
-def step(model: nn.Module, x: Tensor, *, half: bool = True) -> tuple[Tensor, ...]:
-    with torch.autocast("cuda", torch.bfloat16, enabled=half):
-        logits = model(x)
-    return logits.detach(), *torch.autograd.grad(logits.float().square().mean(), list(model.parameters()))
-
-
-def error(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
-    mine, theirs = (torch.cat([value.double().flatten() for value in values]) for values in (ours[1:], exact[1:]))
-    return ((mine - theirs).norm() / theirs.norm()).item()
-
-
 def test_a_u_net_with_it_is_as_near_to_fp32_as_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model: nn.Module = UNet(base_channels=64, depth=2).to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
     x, calls = a_map(8, 3, 256, 256, dtype=torch.float32), []
-    original = chain.row_gradient_and_sums
-    monkeypatch.setattr(chain, "row_gradient_and_sums", lambda *given: calls.append(True) or original(*given))
+    original = chain.row_gradient
+    monkeypatch.setattr(chain, "row_gradient", lambda *given: calls.append(True) or original(*given))
     with forced(False), torch.backends.cudnn.flags(allow_tf32=False):
         exact = step(copy.deepcopy(model), x, half=False)
         with forced(True, "chain"):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
+from chain_steps import error, step
 from halfstep.kernels.fast_forms import forced
 from halfstep.models import unet as unet_module
 from halfstep.models.recompute import Recompute, set_recompute
@@ -26,20 +27,6 @@ def unet(**options: int) -> nn.Module:
 def image(*size: int) -> Tensor:
     torch.manual_seed(1)
     return torch.randn(4, 3, *size, device="cuda").contiguous(memory_format=torch.channels_last)
-
-
-def step(model: nn.Module, x: Tensor, *, half: bool = True) -> tuple[Tensor, ...]:
-    """Logits and the gradients of all parameters."""
-    with torch.autocast("cuda", torch.bfloat16, enabled=half):
-        logits = model(x)
-    # Detached: a graph that stays alive would hold on to the stream it was made on.
-    return logits.detach(), *torch.autograd.grad(logits.float().square().mean(), list(model.parameters()))
-
-
-def error(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
-    """Of all of them together, beside their size."""
-    mine, theirs = (torch.cat([value.double().flatten() for value in values]) for values in (ours[1:], exact[1:]))
-    return ((mine - theirs).norm() / theirs.norm()).item()
 
 
 @pytest.mark.parametrize(("size", "classes"), [((64, 96), 2), ((53, 47), 5)])

@@ -58,7 +58,7 @@ def test_sums_of_convolutions_reach_the_norms_of_their_maps(monkeypatch: pytest.
     expected = step(model, image)
     monkeypatch.setattr(chain, "row_convolution_fits", lambda _, w, *how: w.shape[0] == w.shape[1])
     monkeypatch.setattr(chain, "convolved_rows", summing_rows)
-    monkeypatch.setattr(chain, "row_gradient_and_sums", summing_gradient)
+    monkeypatch.setattr(chain, "row_gradient", summing_gradient)
     found = step(model, image)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())

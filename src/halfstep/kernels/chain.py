@@ -22,12 +22,7 @@ from halfstep.kernels.normalise import (
     normalisation,
     normalised,
 )
-from halfstep.kernels.row_convolution import (
-    convolved_rows,
-    row_convolution_fits,
-    row_gradient,
-    row_gradient_and_sums,
-)
+from halfstep.kernels.row_convolution import convolved_rows, row_convolution_fits, row_gradient
 
 
 def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
@@ -72,19 +67,16 @@ def convolution_gradients_and_sums(
     beside: Beside, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants_w: bool, y: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor | None, GradientSums]:
     """`convolution_gradients` of z = relu(y·scale + offset), and the sums that y's own gradient needs."""
-    w, dy = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last)
+    w, dy, parts = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last), None
     if row_convolution_fits(dy, w, stride, padding):
-        dz, parts = row_gradient_and_sums(dy, w, y, norm)
-        dw = _weight_gradient_aside(beside, dy, z, w, stride, padding) if wants_w else None
-        return dz, dw, finished_sums(parts, norm)
-    dz = _input_gradient(dy, z, w, stride, padding)
+        dz, parts = row_gradient(dy, w, y, norm)
+    else:
+        dz = _input_gradient(dy, z, w, stride, padding)
     dw = _weight_gradient_aside(beside, dy, z, w, stride, padding) if wants_w else None
-    return dz, dw, gradient_sums(dz, y, norm)
+    return dz, dw, gradient_sums(dz, y, norm) if parts is None else finished_sums(parts, norm)
 
 
 def _input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
-    if row_convolution_fits(dy, w, stride, padding):
-        return row_gradient(dy, w)
     dz = _library_gradients(dy, z, w, stride, padding, (True, False))[0]
     assert dz is not None
     return dz.contiguous(memory_format=torch.channels_last)

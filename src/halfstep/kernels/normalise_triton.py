@@ -137,12 +137,12 @@ def _finish_merged(
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, num_parts, PARTS):
         first, second, shift, size = _merged_part(partials, start, columns, num_parts, num_channels, PARTS)
-        total += tl.sum(first + tl.where(size > 0, shift - common[None, :], 0.0) * size, 0)
+        total += tl.sum(first + (shift - common[None, :]) * size, 0)
     mean = common + total / count
     squares = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, num_parts, PARTS):
         first, second, shift, size = _merged_part(partials, start, columns, num_parts, num_channels, PARTS)
-        away = tl.where(size > 0, mean[None, :] - shift, 0.0)
+        away = mean[None, :] - shift
         squares += tl.sum(second - 2 * first * away + size * away * away, 0)
     _publish(
         mean, squares / count, weight, bias, norm, running_mean, running_var, num_batches_tracked,

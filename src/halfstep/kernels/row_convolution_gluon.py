@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-PIXELS, CHANNELS = 128, 64
-"""Of a tile: the fewest rows of two warpgroups' matrices, and 128 bytes of channels, the widest that are swizzled."""
+from halfstep.kernels.row_convolution import CHANNELS, PIXELS
+
 STAGES, WARPS = 2, 8
 VARYING = ["num_rows_each", "height", "width", "num_strips"]
 
@@ -72,6 +72,31 @@ def _paired(values, PIXELS: gl.constexpr, CHANNELS: gl.constexpr):
 
 
 @gluon.jit
+def _with_statistics(first, second, value, middle, is_inside, PIXELS: gl.constexpr, CHANNELS: gl.constexpr):
+    deviation = gl.where(is_inside, value - middle[None, :], 0.0)
+    squares = deviation * deviation
+    return first + _paired(deviation, PIXELS, CHANNELS), second + _paired(squares, PIXELS, CHANNELS)
+
+
+@gluon.jit
+def _with_gradient(first, second, g, y, a, b, is_inside, PIXELS: gl.constexpr, CHANNELS: gl.constexpr):
+    g = gl.where(is_inside, g, 0.0)
+    g = gl.where(y * a + b <= 0, 0.0, g)
+    return first + _paired(g, PIXELS, CHANNELS), second + _paired(g * y, PIXELS, CHANNELS)
+
+
+@gluon.jit
+def _taken(raw, held, arrived, parity, n, next_row, column, is_wanted, layout: gl.constexpr,
+           PIXELS: gl.constexpr, CHANNELS: gl.constexpr):  # fmt: skip
+    """The raw row that has come; the next one is sent for."""
+    mbarrier.wait(arrived, parity)
+    y = held.reshape([PIXELS, CHANNELS]).load(layout).to(gl.float32)
+    mbarrier.expect(arrived, raw.block_type.nbytes, is_wanted)
+    _copy_in(raw, [n, next_row, column, 0], arrived, held, is_wanted)
+    return y
+
+
+@gluon.jit
 def _over_pixels(pairs, layout: gl.constexpr):
     """Sums of all pixels, [channels], from those of threads."""
     return gl.convert_layout(gl.sum(gl.sum(pairs, 0), 0), gl.SliceLayout(0, layout))
@@ -92,17 +117,17 @@ def _load_taps(weights, taps, arrived, IS_GRADIENT: gl.constexpr):
 def _walk_down(
     image, weights, out, raw, mean, scale, offset, parts,
     num_rows_each, height, width, num_strips,
-    KIND: gl.constexpr, PIXELS: gl.constexpr, CHANNELS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    IS_GRADIENT: gl.constexpr, PIXELS: gl.constexpr, CHANNELS: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """out = image * weights, and this program's part of sums over out's pixels.
 
-    KIND "forward": Σ d and Σ d², d = out - the mean of the program's first row, then that mean and the count.
-    KIND "gradient": weights are turned around, as for the gradient of a convolution's input; no sums.
-    KIND "gradient sums": also Σ g and Σ g·(raw - mean), g = out where raw·scale + offset > 0. The mean is subtracted
-    from the sum and not from each value: registers are short, and a half format has only 8 to 11 bits to lose to it.
-    This g is not rounded yet.
+    Forward: Σ d and Σ d², d = out - the mean of the program's first row, then that mean and the count. Of out as it was
+    rounded: a channel that hardly varies is normalised to what its rounding left.
+    IS_GRADIENT: weights are turned around, as for the gradient of a convolution's input, and the sums are Σ g and
+    Σ g·(raw - mean), g = out where raw·scale + offset > 0, not yet rounded. The mean is subtracted from the sum and not
+    from each value: registers are short, and a half format has only 8 to 11 bits to lose to it.
     """
-    IS_GRADIENT: gl.constexpr = KIND != "forward"
     WEIGHTS: gl.constexpr = STAGES
     RAW: gl.constexpr = STAGES + 1
     n, column = gl.program_id(0) // num_strips, gl.program_id(0) % num_strips * PIXELS
@@ -120,7 +145,7 @@ def _walk_down(
     _load_taps(weights, taps, arrived.index(WEIGHTS), IS_GRADIENT)
     for index in gl.static_range(STAGES):
         _fetch_row(image, tiles, arrived, index, n, first_row - 1 + index, column, index < num_rows + 2)
-    if KIND == "gradient sums":
+    if IS_GRADIENT:
         held = gl.allocate_shared_memory(raw.dtype, [1, 1, PIXELS, CHANNELS], raw.layout)
         mbarrier.expect(arrived.index(RAW), raw.block_type.nbytes)
         _copy_in(raw, [n, first_row, column, 0], arrived.index(RAW), held)
@@ -130,7 +155,7 @@ def _walk_down(
     columns = gl.arange(0, CHANNELS, gl.SliceLayout(0, layout))
     nothing = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, layout))
     middle = nothing
-    if KIND == "gradient sums":
+    if IS_GRADIENT:
         a, b = gl.load(scale + columns)[None, :], gl.load(offset + columns)[None, :]
     first, second = _paired(zeros, PIXELS, CHANNELS), _paired(zeros, PIXELS, CHANNELS)
     done, above, here = zeros, zeros, zeros
@@ -147,40 +172,33 @@ def _walk_down(
         if step >= 3:
             row = first_row + step - 3
             _write_row(out, staged, done, n, row, column, PIXELS, CHANNELS)
-            if KIND == "forward":
-                # As it was rounded: a channel that hardly varies is normalised to what its rounding left.
+            if IS_GRADIENT:
+                y = _taken(
+                    raw, held, arrived.index(RAW), step - 3 & 1, n, row + 1, column, step < num_rows + 2,
+                    layout, PIXELS, CHANNELS,
+                )  # fmt: skip
+                first, second = _with_gradient(first, second, done, y, a, b, is_inside, PIXELS, CHANNELS)
+            else:
                 value = staged.reshape([PIXELS, CHANNELS]).load(layout).to(gl.float32)
                 if step == 3:
                     middle = gl.sum(gl.where(is_inside, value, 0.0), axis=0) / num_inside
-                deviation = gl.where(is_inside, value - middle[None, :], 0.0)
-                first += _paired(deviation, PIXELS, CHANNELS)
-                second += _paired(deviation * deviation, PIXELS, CHANNELS)
-            if KIND == "gradient sums":
-                mbarrier.wait(arrived.index(RAW), step - 3 & 1)
-                y = held.reshape([PIXELS, CHANNELS]).load(layout).to(gl.float32)
-                is_wanted = step < num_rows + 2
-                mbarrier.expect(arrived.index(RAW), raw.block_type.nbytes, is_wanted)
-                _copy_in(raw, [n, row + 1, column, 0], arrived.index(RAW), held, is_wanted)
-                g = gl.where(is_inside, done, 0.0)
-                g = gl.where(y * a + b <= 0, 0.0, g)
-                first += _paired(g, PIXELS, CHANNELS)
-                second += _paired(g * y, PIXELS, CHANNELS)
+                first, second = _with_statistics(first, second, value, middle, is_inside, PIXELS, CHANNELS)
         done, above, here = warpgroup_mma_wait(0, deps=[ending, going_on, beginning])
         next_row = first_row - 1 + step + STAGES
         _fetch_row(image, tiles, arrived, stage, n, next_row, column, step + STAGES < num_rows + 2)
     tma.store_wait(0)
     total, of_products = _over_pixels(first, layout), _over_pixels(second, layout)
     part = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-    if KIND == "forward":
+    if IS_GRADIENT:
+        to = parts + part * 2 * CHANNELS + columns
+        gl.store(to, total)
+        gl.store(to + CHANNELS, of_products - total * gl.load(mean + columns))
+    else:
         to = parts + part * 4 * CHANNELS + columns
         gl.store(to, total)
         gl.store(to + CHANNELS, of_products)
         gl.store(to + 2 * CHANNELS, middle)
         gl.store(to + 3 * CHANNELS, nothing + num_rows * num_inside)
-    if KIND == "gradient sums":
-        to = parts + part * 2 * CHANNELS + columns
-        gl.store(to, total)
-        gl.store(to + CHANNELS, of_products - total * gl.load(mean + columns))
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -190,18 +208,18 @@ def row_forward_kernel(
 ):  # fmt: skip
     _walk_down(
         image, weights, out, out, parts, parts, parts, parts, num_rows_each, height, width, num_strips,
-        "forward", PIXELS, CHANNELS, STAGES, num_warps,
+        False, PIXELS, CHANNELS, STAGES, num_warps,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def row_gradient_kernel(
     image, weights, out, raw, mean, scale, offset, parts, num_rows_each, height, width, num_strips,
-    KIND: gl.constexpr, PIXELS: gl.constexpr, CHANNELS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    PIXELS: gl.constexpr, CHANNELS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     _walk_down(
         image, weights, out, raw, mean, scale, offset, parts, num_rows_each, height, width, num_strips,
-        KIND, PIXELS, CHANNELS, STAGES, num_warps,
+        True, PIXELS, CHANNELS, STAGES, num_warps,
     )  # fmt: skip
 
 
@@ -215,23 +233,17 @@ def convolve(z: Tensor, w: Tensor, y: Tensor, num_rows_each: int) -> Tensor:
     return parts
 
 
-def input_gradient(dy: Tensor, w: Tensor, dz: Tensor, num_rows_each: int) -> None:
-    """dz, the gradient of what w was convolved with to a map of gradient dy."""
-    grid, parts, sizes = _division(dz, num_rows_each, num_sums=0)
-    maps = _map_of(dy), _taps_of(w), _map_of(dz), _map_of(dz)
-    row_gradient_kernel[grid](*maps, parts, parts, parts, parts, *sizes, KIND="gradient", **CONSTANTS)
-
-
-def input_gradient_and_sums(
+def input_gradient(
     dy: Tensor, w: Tensor, dz: Tensor, y: Tensor, vectors: tuple[Tensor, Tensor, Tensor], num_rows_each: int
 ) -> Tensor:
-    """The same where relu(y·scale + offset) was convolved; gives parts of Σ g and Σ g·(y - mean), [parts, 2, channels].
+    """dz, of z = relu(y·scale + offset), which w was convolved with to a map of gradient dy.
 
-    `vectors` are mean, scale and offset; g is dz where ReLU let the value through.
+    Gives parts of Σ g and Σ g·(y - mean), [parts, 2, channels], g = dz where ReLU let the value through. `vectors` are
+    mean, scale and offset.
     """
     grid, parts, sizes = _division(dz, num_rows_each, num_sums=2)
     maps = _map_of(dy), _taps_of(w), _map_of(dz), _map_of(y)
-    row_gradient_kernel[grid](*maps, *vectors, parts, *sizes, KIND="gradient sums", **CONSTANTS)
+    row_gradient_kernel[grid](*maps, *vectors, parts, *sizes, **CONSTANTS)
     return parts
 
 
