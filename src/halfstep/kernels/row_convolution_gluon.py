@@ -103,6 +103,28 @@ def _over_pixels(pairs, layout: gl.constexpr):
 
 
 @gluon.jit
+def _own_part(parts, columns, NUM_SUMS: gl.constexpr, CHANNELS: gl.constexpr):
+    part = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    return parts + part * NUM_SUMS * CHANNELS + columns
+
+
+@gluon.jit
+def _store_gradient_sums(parts, total, of_products, mean, columns, CHANNELS: gl.constexpr):
+    to = _own_part(parts, columns, 2, CHANNELS)
+    gl.store(to, total)
+    gl.store(to + CHANNELS, of_products - total * gl.load(mean + columns))
+
+
+@gluon.jit
+def _store_statistics(parts, total, of_products, middle, count, columns, CHANNELS: gl.constexpr):
+    to = _own_part(parts, columns, 4, CHANNELS)
+    gl.store(to, total)
+    gl.store(to + CHANNELS, of_products)
+    gl.store(to + 2 * CHANNELS, middle)
+    gl.store(to + 3 * CHANNELS, count)
+
+
+@gluon.jit
 def _load_taps(weights, taps, arrived, IS_GRADIENT: gl.constexpr):
     """All nine; turned around for a gradient."""
     mbarrier.expect(arrived, 9 * weights.block_type.nbytes)
@@ -188,17 +210,10 @@ def _walk_down(
         _fetch_row(image, tiles, arrived, stage, n, next_row, column, step + STAGES < num_rows + 2)
     tma.store_wait(0)
     total, of_products = _over_pixels(first, layout), _over_pixels(second, layout)
-    part = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
     if IS_GRADIENT:
-        to = parts + part * 2 * CHANNELS + columns
-        gl.store(to, total)
-        gl.store(to + CHANNELS, of_products - total * gl.load(mean + columns))
+        _store_gradient_sums(parts, total, of_products, mean, columns, CHANNELS)
     else:
-        to = parts + part * 4 * CHANNELS + columns
-        gl.store(to, total)
-        gl.store(to + CHANNELS, of_products)
-        gl.store(to + 2 * CHANNELS, middle)
-        gl.store(to + 3 * CHANNELS, nothing + num_rows * num_inside)
+        _store_statistics(parts, total, of_products, middle, nothing + num_rows * num_inside, columns, CHANNELS)
 
 
 @gluon.jit(do_not_specialize=VARYING)
