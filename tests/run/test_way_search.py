@@ -78,6 +78,17 @@ def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path, monkeypat
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("run_s", "is_taken"), [(1200.0, False), (3 * HOUR, True)])
+def test_cudnns_trials_are_taken_for_little_where_the_run_is_long(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, run_s: float, is_taken: bool
+) -> None:
+    machine = on_machine(monkeypatch, Machine({**USUAL, "graph cudnn": 14.8, "graph tuned": 14.8}))
+    found = searched(demo, machine, run_s)  # of 40,000 steps 8 s are saved, of 360,000 72
+    assert found.fields["cudnn_benchmark"] is is_taken
+    gain = next(gain for gain in found.fields["gains"] if gain.part == "cudnn.benchmark")
+    assert gain.is_taken is is_taken
+
+
 def test_a_short_run_is_not_compiled_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = on_machine(monkeypatch, Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1))
     found = searched(demo, machine, 600.0)

@@ -28,6 +28,8 @@ from halfstep.workloads.workload import Workload
 
 WORTH = 1.02
 """A way must be this much faster to be preferred to a simpler one: trials differ by that much."""
+WORTH_SEARCHING = 1.01
+"""What cuDNN's own trials must gain, and over the run more than they take: nothing else changes by them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +134,7 @@ class WaySearch:
             return best
         way: Way = self.fields["way"]
         cost = self._tried(trial, way, f"{way} + cudnn.benchmark", cudnn_benchmark=True)
-        return self._better(best, cost, "cudnn.benchmark", "cudnn_benchmark")
+        return self._better(best, cost, "cudnn.benchmark", "cudnn_benchmark", WORTH_SEARCHING, CUDNN_TRIALS_S)
 
     def _with_tuned_kernels(self, best: Cost | None) -> Cost | None:
         way: Way = self.fields["way"]
@@ -173,11 +175,14 @@ class WaySearch:
     def _note(self, part: str, before: Cost, after: Cost) -> None:
         self.gains.append(Gain(part=part, before_ms=before.ms, after_ms=after.ms, is_taken=False))
 
-    def _better(self, best: Cost, cost: Cost | None, part: str, field: str) -> Cost:
+    def _better(
+        self, best: Cost, cost: Cost | None, part: str, field: str, worth: float = WORTH, start_s: float = 0.0
+    ) -> Cost:
         if cost is None:
             return best
         self._note(part, best, cost)
-        self.fields[field] = cost.ms * WORTH <= best.ms
+        saved_s = (best.ms - cost.ms) / 1e3 * self.time.num_steps
+        self.fields[field] = cost.ms * worth <= best.ms and saved_s > start_s
         return cost if self.fields[field] else best
 
     def _remarks(self) -> list[str]:
