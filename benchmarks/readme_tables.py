@@ -122,7 +122,7 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
             step_time(own) + held_against(own, found),
             *(step_time(peer, named=True) for peer in peers),
         ]
-        cells += [", ".join(times(own, peer) for peer in peers), memory(own, *peers), start_times(starts.get(name))]
+        cells += [", ".join(times(own, peer) for peer in peers), memory(own, *peers), start_times(starts.get(name), own)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -173,8 +173,11 @@ def memory(*rows: dict[str, Any] | None) -> str:
     return " / ".join(sizes) + " GB"
 
 
-def start_times(starts: dict[str, Any] | None) -> str:
-    return f"{starts['cold']['s']:.0f} s / {starts['warm']['s']:.0f} s" if starts else "not measured"
+def start_times(starts: dict[str, Any] | None, own: dict[str, Any] | None) -> str:
+    if not starts:
+        return "not measured"
+    way = "" if own is None or own["variant"] == starts["way"] else f", {starts['way']}"
+    return f"{starts['cold']['s']:.0f} s / {starts['warm']['s']:.0f} s{way}"
 
 
 def tables() -> str:

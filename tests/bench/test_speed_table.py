@@ -76,7 +76,7 @@ def test_the_fastest_of_each_kind_stand_in_a_row() -> None:
 
     problem = unet_problem()
     alone = {**problem, "title": "U-Net, low", "rows": problem["rows"][:1]}
-    starts = {"unet": {"cold": {"s": 42.2}, "warm": {"s": 9.1}}}
+    starts = {"unet": {"way": "auto", "cold": {"s": 42.2}, "warm": {"s": 9.1}}}
     *_, table, low = speed_table({"unet": problem, "low": alone}, starts).splitlines()
     assert table == (
         "| U-Net, 8 | 20.0 ms (19.8 to 20.2), auto | 40.0 ms (39.6 to 40.4), lightning | 26.0 ms (25.7 to 26.3), plain "
@@ -84,6 +84,8 @@ def test_the_fastest_of_each_kind_stand_in_a_row() -> None:
     )
     assert low.startswith("| U-Net, low | 20.0 ms (19.8 to 20.2), auto | not measured | not measured | not measured |")
     assert low.endswith("| not measured |")
+    starts["unet"]["way"] = "graph"  # another way's than the row's
+    assert speed_table({"unet": problem}, starts).endswith("| 42 s / 9 s, graph |")
 
 
 @pytest.mark.parametrize(
