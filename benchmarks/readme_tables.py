@@ -122,7 +122,11 @@ def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
             step_time(own) + held_against(own, found),
             *(step_time(peer, named=True) for peer in peers),
         ]
-        cells += [", ".join(times(own, peer) for peer in peers), memory(own, *peers), start_times(starts.get(name), own)]
+        cells += [
+            ", ".join(times(own, peer) for peer in peers),
+            memory(own, *peers),
+            start_times(starts.get(name), own),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
