@@ -79,8 +79,10 @@ def other_table() -> str:
     )
     for folder, rows in pipeline.items():
         lines.append(
-            f"| images into the device against the usual PIL loop, two cores, {folder} | files "
-            f"{rows['files']['cpu_times_usual']:.1f}x, packed {rows['packed']['cpu_times_usual']:.0f}x | "
+            "| pictures a second of processor time against the usual PIL loop, for a device that flips and normalises "
+            f"itself (and with that work on the same two cores), {folder} | files "
+            f"{rows['files']['cpu_times_usual']:.1f}x ({rows['files, ready']['cpu_times_usual']:.2f}x), packed "
+            f"{rows['packed']['cpu_times_usual']:.0f}x ({rows['packed, ready']['cpu_times_usual']:.1f}x) | "
             "`python benchmarks/input_pipeline.py DIR` |"
         )
     return "\n".join(lines)
@@ -137,13 +139,24 @@ def held_against(own: dict[str, Any] | None, found: dict[str, Any]) -> str:
     return f"; {own['ms'] / other['ms'] - 1:+.1%}, normal {other['ms']:.1f} ms" if own and other else ""
 
 
-def conditions(problems: dict[str, Any]) -> str:
-    """By which command each case was measured, and where clocks were held down."""
+def conditions(problems: dict[str, Any], starts: dict[str, Any]) -> str:
+    """By which command each case and its start was measured, and where clocks were held down."""
     by_command: dict[str, list[dict[str, Any]]] = {}
     for found in problems.values():
         by_command.setdefault(found["command"], []).append(found)
     lines = [f"- `{command}`: {'; '.join(map(held_down, cases))}" for command, cases in by_command.items()]
+    lines += [
+        f"- `python benchmarks/speed.py --cold-start {','.join(names)} --ways {way}`: first steps"
+        for way, names in by_way(starts).items()
+    ]
     return "\n".join(["Commands, and where the device held its clocks down:", "", *lines])
+
+
+def by_way(starts: dict[str, Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, start in starts.items():
+        found.setdefault(start["way"], []).append(name)
+    return found
 
 
 def held_down(case: dict[str, Any]) -> str:
@@ -188,7 +201,7 @@ def tables() -> str:
     parts = [unet_table(), other_table()]
     if (HERE / "results" / "speed.json").exists():
         speed = result("speed")
-        parts[:0] = [speed_table(speed["problems"], speed["starts"]), conditions(speed["problems"])]
+        parts[:0] = [speed_table(speed["problems"], speed["starts"]), conditions(speed["problems"], speed["starts"])]
     return "\n\n".join(parts).join((f"{START}\n", f"\n{END}"))
 
 
