@@ -34,13 +34,14 @@ from halfstep.bench.floor import step_flops
 from halfstep.bench.peers import require_peers
 from halfstep.bench.record import circumstances, results
 from halfstep.bench.row import Row
+from halfstep.bench.settings import FAST
 from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 from halfstep.report.bench_table import show_bench
 from recording import RESULTS, command, store
-from speed_cases import CASES, PEERS, Case, problem_of, request_of, row_requests
+from speed_cases import CASES, PEERS, Case, config_of, problem_of, request_of, row_requests
 from speed_goals import show_goals
 from speed_processes import fill_caches, own_decisions, starts
 from speed_turns import rows_in_turn
@@ -59,18 +60,22 @@ def main() -> None:
     against = words(arguments.against)
     if unknown := set(against) - set(PEERS):
         parser.error(f"peers are {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
-    try:
-        require_peers(against)
-        hardware = measure(probe("cuda"))
-    except HalfstepError as error:
-        parser.error(str(error))
+    ways = words(arguments.ways)
+    if not ways or set(ways) - set(FAST):
+        parser.error(f"--ways takes {', '.join(FAST)}, not {arguments.ways!r}")
     cases = {
         name: dataclasses.replace(case, against=wanted(case, against), words=(*case.words, *arguments.settings))
         for name, case in CASES.items()
     }
+    try:
+        for name in (*timed, *started):
+            config_of(cases[name])  # a setting that there is not is told before minutes of others
+        require_peers(against)
+        hardware = measure(probe("cuda"))
+    except HalfstepError as error:
+        parser.error(str(error))
     chosen = {name: cases[name] for name in timed}
     deadline = began + arguments.seconds if arguments.seconds else None
-    ways = words(arguments.ways)
     with own_decisions():
         if arguments.warm:
             fill_caches(chosen, ways, hardware, at_once=arguments.warm, deadline=deadline)

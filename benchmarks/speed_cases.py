@@ -13,6 +13,7 @@ from halfstep.bench.peers import peer_name, variants_of
 from halfstep.bench.problem import problem_for
 from halfstep.bench.runner import Problem
 from halfstep.bench.settings import bench_config
+from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 
 PEERS = ("plain:tuned", "plain:graphs", "lightning:documented", "lightning:tuned", "accelerate:documented")
@@ -84,10 +85,14 @@ CASES = {
 }
 
 
+def config_of(case: Case) -> RunConfig:
+    size = {"batch_size": case.batch_size, "image_size": case.image_size}
+    return bench_config(case.workload, case.words, size, small=False)
+
+
 def problem_of(case: Case, hardware: Hardware) -> Problem:
     """The case with its weights and its batch."""
-    size = {"batch_size": case.batch_size, "image_size": case.image_size}
-    return problem_for(bench_config(case.workload, case.words, size, small=False), torch.device(hardware.device))
+    return problem_for(config_of(case), torch.device(hardware.device))
 
 
 def request_of(case: Case, ways: tuple[Any, ...], deadline: float | None = None) -> Request:

@@ -6,7 +6,6 @@ import fcntl
 import io
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -137,11 +136,25 @@ def test_a_goal_has_the_other_numbers_beside_it_and_is_not_reached_unmeasured() 
     assert goal_line("unet_low_memory", {"unet_low_memory": unet_problem()})["verdict"] == "not measured"
 
 
-def test_the_speed_script_names_its_cases_and_refuses_others() -> None:
-    script = [sys.executable, str(BENCHMARKS / "speed.py")]
-    done = subprocess.run([*script, "--only", "gpt9"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "unet, unet_low_memory, resnet50_64, resnet50_256, vit_l_64" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "gpt9"], "there are unet, unet_low_memory, resnet50_64, resnet50_256, vit_l_64, not gpt9"),
+        (["--ways", "graph,warp"], "--ways takes eager, compile, graph, auto, not 'graph,warp'"),
+        (["--ways", ","], "--ways takes eager, compile, graph, auto, not ','"),
+        (["train.fats=off"], "train.fats"),
+    ],
+)
+def test_the_speed_script_says_what_it_takes_and_refuses_the_rest(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import speed
+
+    monkeypatch.setattr(sys, "argv", ["speed.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        speed.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_every_row_of_a_case_has_a_request_of_its_own() -> None:
