@@ -94,6 +94,17 @@ def test_a_kernel_that_does_not_compile_is_told_once_and_not_used(failing: list[
     assert not works_on(torch.device("cuda", 0), torch.bfloat16)
 
 
+@pytest.mark.parametrize(("before", "switched"), [(0, []), (2, ["default", 2])])
+def test_complaints_about_waiting_are_switched_only_where_they_are_on(
+    failing: list[Exception], monkeypatch: pytest.MonkeyPatch, before: int, switched: list[object]
+) -> None:
+    calls: list[object] = []  # each would warn, and where warnings are errors the kernel counted as broken
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: before)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", calls.append)
+    assert works_on(torch.device("cuda", 0), torch.bfloat16)
+    assert calls == switched
+
+
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
 )
