@@ -32,7 +32,7 @@ from halfstep.data.stored_images import TrainingImages
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
-from halfstep.run.layout import in_layout_of
+from halfstep.tune.layout import in_layout_of
 from recording import shown_settings, store, time_steps
 
 Batch = dict[str, Tensor]

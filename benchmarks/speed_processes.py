@@ -25,7 +25,7 @@ from halfstep.bench.row import Row
 from halfstep.bench.runner import Runner
 from halfstep.errors import HardwareError
 from halfstep.hardware.facts import Hardware
-from halfstep.run.ways import keep_compiled_code
+from halfstep.tune.modes import keep_compiled_code
 from speed_cases import Case, problem_of, row_requests
 
 FILLING_STEPS = 3

@@ -20,12 +20,12 @@ import torch
 from halfstep.hardware.probe import probe
 from halfstep.models.unet import UNet
 from halfstep.precision.decide import decide
-from halfstep.train.clip import Clip
-from halfstep.train.guard import Guard
-from halfstep.train.optimizers import build_optimizer, parameter_groups
-from halfstep.train.schedule import ScheduleOptions, build_schedule
-from halfstep.train.step import Step
-from halfstep.workloads.segmentation import segmentation_loss
+from halfstep.step.clip import Clip
+from halfstep.step.guard import Guard
+from halfstep.step.optimizers import build_optimizer, parameter_groups
+from halfstep.step.schedule import ScheduleOptions, build_schedule
+from halfstep.step.step import Step
+from halfstep.workloads.segmentation.scores import segmentation_loss
 from recording import store, time_steps
 
 BATCH, SIDE = 8, 512

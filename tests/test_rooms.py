@@ -11,6 +11,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "formats": {"errors"},
     "islands": set(),
+    "disk": {"errors"},
     "kernels": {"errors"},
     "models": {"kernels", "islands", "errors"},
     "config": {"formats", "errors"},
@@ -18,15 +19,19 @@ ROOMS: dict[str, set[str]] = {
     "precision": {"config", "hardware", "formats", "islands", "errors"},
     "data": {"errors"},
     "workloads": {"config", "models", "data", "islands", "errors"},
-    "train": {"precision", "formats", "errors"},
+    "step": {"precision", "formats", "errors"},
     "report": {"config", "formats", "errors"},
     "align": {"config", "hardware.gpus", "formats", "errors"},
     "measure": {"errors"},
-    "evidence": {"train", "precision", "formats", "errors"},
+    "evidence": {"step", "precision", "formats", "errors"},
 }
+ROOMS["tune"] = set(ROOMS) - {"align", "report", "evidence"}
 ROOMS["run"] = set(ROOMS) - {"align"}
-ROOMS["bench"] = ROOMS["run"] | {"run"}
+for room in ("use", "guide", "bench"):
+    ROOMS[room] = ROOMS["run"] | {"run"}
 ROOMS["cli"] = set(ROOMS)
+for room in set(ROOMS) - {"errors", "formats", "islands", "disk"}:
+    ROOMS[room] = ROOMS[room] | {"disk"}
 
 TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus"}
 """Rooms and files that must work where torch is not installed."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.precision.plan import Plan
-from halfstep.train.clip import Clip
-from halfstep.train.ema import Ema
-from halfstep.train.optimizers import build_optimizer, parameter_groups
-from halfstep.train.schedule import ScheduleOptions, build_schedule
-from halfstep.train.step import Step
+from halfstep.step.clip import Clip
+from halfstep.step.ema import Ema
+from halfstep.step.optimizers import build_optimizer, parameter_groups
+from halfstep.step.schedule import ScheduleOptions, build_schedule
+from halfstep.step.step import Step
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "nesterov": True},

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
 
-from halfstep.train import adamw_triton
+from halfstep.step import adamw_triton
 
 H200 = GPUTarget("cuda", 90, 32)
 CONSTANTS = {"COUNTER": 4, "LENGTH": 5, "COUNTED": 256}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from halfstep.bench.settings import bench_config, default_precisions, in_precision, run_by, stated_rows
-from halfstep.config.classification import ResNetConfig
-from halfstep.config.unet import UNetConfig
 from halfstep.errors import ConfigError
 from halfstep.hardware.gpus import known_gpu
+from halfstep.workloads.classification.config import ResNetConfig
+from halfstep.workloads.segmentation.config import UNetConfig
 
 
 def test_every_model_is_timed_with_the_same_optimizer_at_the_same_rate() -> None:

@@ -28,8 +28,8 @@ from halfstep.config.load import load
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, forced, wanted
 from halfstep.precision.backend import effective_leaves, read_flags
-from halfstep.run.own_thread import in_own_thread
-from halfstep.workloads.segmentation import segmentation_loss
+from halfstep.tune.own_thread import in_own_thread
+from halfstep.workloads.segmentation.scores import segmentation_loss
 
 STEPS = 4
 INSTALLED = [

@@ -10,8 +10,8 @@ from halfstep.bench.problem import RandomSamples, problem_for, random_workload
 from halfstep.bench.runner import Problem
 from halfstep.bench.settings import bench_config
 from halfstep.errors import ConfigError
-from halfstep.run.first_batch import first_batch
-from halfstep.run.guide_memory import step_cost
+from halfstep.guide.memory import step_cost
+from halfstep.tune.first_batch import first_batch
 
 CPU = torch.device("cpu")
 SMALL = {"unet": ("data.image_size=32",), "resnet18": ("data.image_size=32",), "vit_s_16": ("data.image_size=48",)}

@@ -17,9 +17,9 @@ from halfstep.bench import explain_rows as explain_rows_module
 from halfstep.bench.explain import Explanation
 from halfstep.bench.explain_kernels import Kind
 from halfstep.cli.main import main
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
+from halfstep.workloads.segmentation.demo import write_demo
 
 TINY = ["bench", "unet", "model.base_channels=4", "model.depth=1", "--batch-size", "2", "--image-size", "16"]
 EXPLAIN = [*TINY, "--device", "cpu", "--ways", "eager", "--explain"]

@@ -14,9 +14,9 @@ from halfstep.config.keys import fields_of
 from halfstep.config.load import Loaded, from_dict, load
 from halfstep.config.schema import RunConfig
 from halfstep.config.statements import DEFAULT
-from halfstep.config.unet import UNetConfig
 from halfstep.config.workloads import SCHEMAS
 from halfstep.errors import ConfigError
+from halfstep.workloads.segmentation.config import UNetConfig
 
 
 def load_text(tmp_path: Path, text: str, overrides: Sequence[str] = (), **flags: object) -> Loaded:

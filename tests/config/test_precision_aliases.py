@@ -10,8 +10,8 @@ import pytest
 from halfstep.config.aliases import FOREIGN_KEYS, KEY_ALIASES, PRECISION_NAMES, PRECISIONS, precision_name
 from halfstep.config.keys import fields_of
 from halfstep.config.load import from_dict, load
-from halfstep.config.unet import UNetConfig
 from halfstep.errors import ConfigError
+from halfstep.workloads.segmentation.config import UNetConfig
 
 TABLE = """
 fp32: fp32 float32 float single full 32 32-true 32-bit amp_fp32 highest no none None null ~ off false False FP32

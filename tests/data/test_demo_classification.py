@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.data.demo_classification import CLASSES, draw_image, write_demo
 from halfstep.data.image_folder import FolderLayout, Listing, find_images
 from halfstep.errors import DataError
+from halfstep.workloads.classification.demo import CLASSES, draw_image, write_demo
 
 
 def pixels_of(listing: Listing, side: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from colour_threshold import best_threshold_iou
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.data.files import BadFiles
 from halfstep.data.pairs import PairLayout, find_pairs
 from halfstep.errors import DataError
+from halfstep.workloads.segmentation.demo import write_demo
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from halfstep.config.load import load
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.errors import DataError
 from halfstep.workloads import build
+from halfstep.workloads.segmentation.demo import write_demo
 
 
 def spoil(folder: Path) -> None:

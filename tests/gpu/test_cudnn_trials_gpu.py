@@ -14,11 +14,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.run.assemble import assemble
-from halfstep.run.cudnn_trials import cudnn_trials
 from halfstep.run.engine import UNCAPTURED, Engine
-from halfstep.run.own_thread import in_own_thread
-from halfstep.run.randomness import algorithms
-from halfstep.run.trials import trial_run
+from halfstep.step.randomness import algorithms
+from halfstep.tune.cudnn_trials import cudnn_trials
+from halfstep.tune.own_thread import in_own_thread
+from halfstep.tune.trials import trial_run
 
 pytestmark = pytest.mark.gpu
 

@@ -19,10 +19,10 @@ from halfstep.bench.ours import Ours
 from halfstep.bench.problem import problem_for
 from halfstep.bench.runner import AfterStep
 from halfstep.bench.settings import bench_config
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.data.loader import Samples
 from halfstep.hardware.probe import probe
 from halfstep.models.unet import UNet
+from halfstep.workloads.segmentation.demo import write_demo
 
 pytestmark = pytest.mark.gpu
 

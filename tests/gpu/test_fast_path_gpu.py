@@ -15,7 +15,6 @@ from test_run_gpu import tensors_of
 from torch import Tensor, nn
 
 from halfstep.config.load import from_dict, load
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.errors import Interrupted
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.probe import probe
@@ -23,15 +22,16 @@ from halfstep.measure.clock import Stopwatch
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import UNCAPTURED, Engine
-from halfstep.run.randomness import algorithms
 from halfstep.run.train import train
-from halfstep.run.trials import trial_run
-from halfstep.run.tune import tuned
-from halfstep.train.clip import Clip
-from halfstep.train.facts import Facts, Reading
-from halfstep.train.graph import CaptureFailed, GraphedStep
-from halfstep.train.guard import Guard
-from halfstep.train.step import Step
+from halfstep.step.clip import Clip
+from halfstep.step.facts import Facts, Reading
+from halfstep.step.graph import CaptureFailed, GraphedStep
+from halfstep.step.guard import Guard
+from halfstep.step.randomness import algorithms
+from halfstep.step.step import Step
+from halfstep.tune.choose import tuned
+from halfstep.tune.trials import trial_run
+from halfstep.workloads.segmentation.demo import write_demo
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, batch, bits, everything, loss_of, make_step, plan, poisoned
 
@@ -235,7 +235,7 @@ def test_a_shape_that_changes_all_the_time_runs_uncaptured(tmp_path: Path) -> No
 def test_a_captured_run_outlives_its_table_of_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with algorithms(deterministic=False):
         expected, _ = curve(tmp_path, "eager")
-        monkeypatch.setattr("halfstep.train.rates.TABLE_CHUNK", 7)  # grows at 7, 14 and 28 of 30 steps
+        monkeypatch.setattr("halfstep.step.rates.TABLE_CHUNK", 7)  # grows at 7, 14 and 28 of 30 steps
         found, engine = curve(tmp_path, "graph")
     assert [reading.lr for reading in found] == [reading.lr for reading in expected]
     assert engine.way == "graph"
@@ -327,7 +327,7 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         assert again.way_reason.startswith("measured before")
         short, _, _ = made(tmp_path, **{"train.epochs": 2, "train.tune_kernels": False})
         assert tuned(short.config, workload, plan, said.append).way == "eager"  # 12 steps do not pay for a start
-        monkeypatch.setattr("halfstep.run.kept_ways.WARM_START_S", -1e3)
+        monkeypatch.setattr("halfstep.tune.mode_cache.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
     stored = json.loads((folder / "plan.json").read_text())
     assert (stored["way"], stored["cudnn_benchmark"]) == (first.way, first.cudnn_benchmark)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from halfstep.measure.memory import give_back, peak_memory_bytes
 from halfstep.run.engine import UNCAPTURED
-from halfstep.run.own_thread import in_own_thread
-from halfstep.train.graph import GraphedStep
-from halfstep.train.graph_memory import SAID, SETTING, growing_segments
-from halfstep.train.step import Step
+from halfstep.step.graph import GraphedStep
+from halfstep.step.graph_memory import SAID, SETTING, growing_segments
+from halfstep.step.step import Step
+from halfstep.tune.own_thread import in_own_thread
 from tiny_training import batch, loss_of, make_step
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from halfstep.config.load import from_dict
-from halfstep.run.guide_memory import step_cost
-from halfstep.workloads import image_classification, unet
+from halfstep.guide.memory import step_cost
+from halfstep.workloads.classification.scores import build as image_classification
+from halfstep.workloads.segmentation.scores import build as unet
 
 
 @pytest.mark.gpu

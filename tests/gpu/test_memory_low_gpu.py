@@ -16,10 +16,10 @@ from halfstep.hardware.probe import probe
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import UNet
 from halfstep.precision.decide import decide
-from halfstep.run.memory_levers import levers_of, optimizer_for
-from halfstep.run.memory_low import NORMAL, TIME_LIMIT, Cost, MemorySetting, choose_memory
-from halfstep.train import adamw8bit_triton
-from halfstep.train.adamw8bit import AdamW8bit, Setting, empty_state, update
+from halfstep.step import adamw8bit_triton
+from halfstep.step.adamw8bit import AdamW8bit, Setting, empty_state, update
+from halfstep.tune.memory_levers import levers_of, optimizer_for
+from halfstep.tune.memory_low import NORMAL, TIME_LIMIT, Cost, MemorySetting, choose_memory
 from memory_settings import memory_setting
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits

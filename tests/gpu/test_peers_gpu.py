@@ -15,8 +15,8 @@ from halfstep.bench.runner import Batch, Problem
 from halfstep.config.load import load
 from halfstep.models.unet import UNet
 from halfstep.precision.backend import effective_leaves
-from halfstep.run.own_thread import in_own_thread
-from halfstep.workloads.segmentation import segmentation_loss
+from halfstep.tune.own_thread import in_own_thread
+from halfstep.workloads.segmentation.scores import segmentation_loss
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.run.engine import UNCAPTURED
-from halfstep.train.graph import GraphedStep
-from halfstep.train.single_pass import SinglePass, takes
-from halfstep.train.step import Step
+from halfstep.step.graph import GraphedStep
+from halfstep.step.single_pass import SinglePass, takes
+from halfstep.step.step import Step
 from tiny_training import assert_same_bits, batch, loss_of, make_step
 
 pytestmark = pytest.mark.gpu

@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 
-from halfstep.run.randomness import algorithms
-from halfstep.train.clip import Clip
-from halfstep.train.guard import Guard
-from halfstep.train.optimizers import OPTIMIZERS, build_optimizer, parameter_groups
-from halfstep.train.schedule import ScheduleOptions, build_schedule
-from halfstep.train.step import Step
+from halfstep.step.clip import Clip
+from halfstep.step.guard import Guard
+from halfstep.step.optimizers import OPTIMIZERS, build_optimizer, parameter_groups
+from halfstep.step.randomness import algorithms
+from halfstep.step.schedule import ScheduleOptions, build_schedule
+from halfstep.step.step import Step
 from no_waiting import no_host_wait
 from tiny_training import OPTIONS, assert_same_bits, batch, everything, loss_of, make_model, make_step, plan, poisoned
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.guide.memory import LiveBytes
 from halfstep.kernels.fast_forms import forced
 from halfstep.models.recompute import COMPUTE_BOUND_TERMS, Recompute, how_it_recomputes, set_recompute
 from halfstep.models.resnet import resnet
 from halfstep.models.unet import UNet
 from halfstep.models.vit import vit
-from halfstep.run.guide_memory import LiveBytes
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": lambda: UNet(base_channels=4, depth=2),

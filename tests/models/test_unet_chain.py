@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from halfstep.guide.memory import LiveBytes
 from halfstep.kernels import chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import normalised
@@ -18,7 +19,6 @@ from halfstep.models import unet_chain
 from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import DoubleConv, UNet
-from halfstep.run.guide_memory import LiveBytes
 
 pytest.importorskip("triton")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from whole_runs import TINY, learning_rates, newest, resume, run
 
 from halfstep.config.load import load
 from halfstep.errors import CheckpointError, Interrupted
@@ -18,9 +17,10 @@ from halfstep.run import train as train_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.loop import Loop
-from halfstep.run.randomness import algorithms, generator_states, restore_generators
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
+from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from whole_runs import TINY, learning_rates, newest, resume, run
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from halfstep.config.load import from_dict
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.layout import in_layout_of
+from halfstep.tune.layout import in_layout_of
+from halfstep.workloads.segmentation.demo import write_demo
 
 
 @pytest.fixture(scope="module")

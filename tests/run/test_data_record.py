@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from whole_runs import run
 
 from halfstep.config.load import load
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.run.train import train
+from halfstep.workloads.segmentation.demo import write_demo
+from whole_runs import run
 
 SMALL = {"data.image_size": 16, "model.base_channels": 2, "model.depth": 1, "train.batch_size": 2, "device": "cpu",
          "train.max_steps": 1, "data.num_workers": 0, "train.fast": "off"}  # fmt: skip

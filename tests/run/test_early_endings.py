@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from whole_runs import events, newest, resume, run, small_disk
 
 from halfstep.config.load import load
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.errors import CheckpointError, DataError, HalfstepError, TrainingStopped
 from halfstep.run.train import train
+from halfstep.workloads.segmentation.demo import write_demo
+from whole_runs import events, newest, resume, run, small_disk
 
 SMALL = {"data.image_size": 16, "model.base_channels": 2, "model.depth": 1, "train.batch_size": 2, "device": "cpu",
          "log.quiet": True, "data.num_workers": 0, "precision.default": "fp32", "data.val_fraction": 0.25}  # fmt: skip
@@ -118,7 +118,7 @@ def test_a_folder_that_was_killed_before_its_first_checkpoint_is_not_advised_to_
 def test_skipped_steps_and_the_end_of_a_run_name_the_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import halfstep.workloads.unet as workload
+    import halfstep.workloads.segmentation.build as workload
 
     monkeypatch.setattr(workload, "segmentation_loss", lambda logits, *_, **__: logits.sum() * float("nan"))
     with pytest.raises(TrainingStopped) as stopped:

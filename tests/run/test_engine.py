@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from whole_runs import TINY
 
 from halfstep.config.load import load
 from halfstep.hardware.probe import probe
@@ -22,10 +21,11 @@ from halfstep.kernels.fast_forms import decided
 from halfstep.run import engine as engine_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.step.facts import Facts
+from halfstep.step.graph import Batch, CaptureFailed, GraphedStep
+from halfstep.step.step import LossFn, Step
 from halfstep.train import rates
-from halfstep.train.facts import Facts
-from halfstep.train.graph import Batch, CaptureFailed, GraphedStep
-from halfstep.train.step import LossFn, Step
+from whole_runs import TINY
 
 
 class OnTheHost(GraphedStep):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.data.demo_segmentation import write_demo
+from halfstep.workloads.segmentation.demo import write_demo
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -7,7 +7,7 @@ import torch
 
 import halfstep as hs
 from halfstep.errors import ConfigError, ModelError, PrecisionError, TrainingStopped
-from halfstep.train.guard import GuardOptions
+from halfstep.step.guard import GuardOptions
 from tiny_training import batch, loss_of, make_model, poisoned
 
 

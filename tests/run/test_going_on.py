@@ -15,7 +15,7 @@ from halfstep.config.load import load
 from halfstep.errors import CheckpointError
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
-from halfstep.run.open_run import open_run, with_weights
+from halfstep.use.open_run import open_run, with_weights
 from tiny_workload import Net
 
 

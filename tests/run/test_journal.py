@@ -16,7 +16,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.journal import COMPILING, Journal
 from halfstep.run.waiting import Waiting
-from halfstep.train.facts import Reading
+from halfstep.step.facts import Reading
 
 
 @pytest.fixture

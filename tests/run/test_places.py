@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from halfstep.config.load import load
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.errors import DataError
-from halfstep.run.evaluate import evaluate
 from halfstep.run.folder import RunFolder
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.train import train
+from halfstep.use.evaluate import evaluate
+from halfstep.workloads.segmentation.demo import write_demo
 from tiny_runs import Told, unet_run
 
 

@@ -92,7 +92,7 @@ class Counting(TinyNet):
 
 
 def test_buffers_that_state_dict_leaves_out_go_back_too() -> None:
-    from halfstep.train.step import Step
+    from halfstep.step.step import Step
     from tiny_training import plan
 
     model: nn.Module = Counting()

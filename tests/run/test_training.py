@@ -20,8 +20,8 @@ from halfstep.report.metrics_file import read
 from halfstep.run import train as training
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoints
-from halfstep.run.memory_limit import memory_error, split_window
 from halfstep.run.train import train
+from halfstep.tune.memory_limit import memory_error, split_window
 
 QUIET = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True, "train.batch_size": 4}
 
@@ -151,7 +151,7 @@ BAD_INPUT = [
 def test_bad_input_is_a_clear_error_and_leaves_no_run_behind(
     tmp_path: Path, values: dict[str, Any], kind: type[HalfstepError], said: str
 ) -> None:
-    from halfstep.data.demo_segmentation import write_demo
+    from halfstep.workloads.segmentation.demo import write_demo
 
     write_demo(tmp_path / "demo", num_images=4, side=16)
     settings = {key: str(tmp_path / "demo") if value == "{demo}" else value for key, value in values.items()}

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.workloads.classification import Mixing, classification_loss, cut_box, mix, pasted
+from halfstep.workloads.classification.scores import Mixing, classification_loss, cut_box, mix, pasted
 
 BOTH = Mixing(mixup=0.2, cutmix=1.0)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.workloads.classification import ClassificationMetrics, ranks
+from halfstep.workloads.classification.scores import ClassificationMetrics, ranks
 
 
 def counted(logits: Tensor, labels: Tensor, sizes: list[int], num_classes: int) -> ClassificationMetrics:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.workloads.classification import classification_loss
-from halfstep.workloads.segmentation import segmentation_loss
+from halfstep.workloads.classification.scores import classification_loss
+from halfstep.workloads.segmentation.scores import segmentation_loss
 
 
 def of_masks(logits: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from halfstep.data.masks import IGNORED
-from halfstep.workloads.classification_evaluate import ClassificationDetails
-from halfstep.workloads.segmentation import SegmentationMetrics
-from halfstep.workloads.segmentation_evaluate import SegmentationDetails
+from halfstep.workloads.classification.per_image import ClassificationDetails
+from halfstep.workloads.segmentation.per_image import SegmentationDetails
+from halfstep.workloads.segmentation.scores import SegmentationMetrics
 
 NUM = 3
 

@@ -18,7 +18,7 @@ from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.resnet import ResNet, resnet
 from halfstep.workloads import build
-from halfstep.workloads.classification import ClassificationMetrics
+from halfstep.workloads.classification.scores import ClassificationMetrics
 from halfstep.workloads.workload import Workload
 
 TINY = ["data.image_size=32", "model.width=4", "model.blocks=[1, 1]", "model.stem=small", "data.num_workers=0"]

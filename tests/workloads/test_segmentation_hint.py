@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from halfstep.config.load import load
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.report.evaluation_view import show_evaluation
-from halfstep.run.evaluate import evaluate
 from halfstep.run.train import train
-from halfstep.workloads.segmentation import SegmentationMetrics, one_class_everywhere
+from halfstep.use.evaluate import evaluate
+from halfstep.workloads.segmentation.demo import write_demo
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, one_class_everywhere
 from tiny_runs import Told
 
 
@@ -50,7 +50,7 @@ def test_the_hint_names_the_class_that_was_predicted_everywhere(
 def test_a_collapsed_run_is_hinted_at_in_training_and_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import halfstep.workloads.unet as workload
+    import halfstep.workloads.segmentation.build as workload
 
     write_demo(tmp_path / "data", num_images=6, side=16)
     values = {"data.dir": str(tmp_path / "data"), "data.image_size": 16, "model.base_channels": 2, "model.depth": 1,

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.data.masks import IGNORED
-from halfstep.workloads.segmentation import SegmentationMetrics, segmentation_loss
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 
 
 def case(num_classes: int, *, size: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:

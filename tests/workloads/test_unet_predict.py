@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.data.masks import IGNORED
 from halfstep.errors import ConfigError
 from halfstep.models.unet import UNet
-from halfstep.workloads.segmentation_pictures import (
+from halfstep.workloads.segmentation.pictures import (
     CELL,
     CLASS_COLOURS,
     COLUMNS,
@@ -24,7 +24,7 @@ from halfstep.workloads.segmentation_pictures import (
     error_picture,
     overlay,
 )
-from halfstep.workloads.unet_predict import predict_file, predict_image
+from halfstep.workloads.segmentation.tiles import predict_file, predict_image
 
 DEPTH = 2
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from halfstep.config.unet import UNetConfig
-from halfstep.data.demo_segmentation import write_demo
 from halfstep.data.loader import Batch, Loader
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.unet import UNet
 from halfstep.workloads import build
+from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.workload import Workload
 
 
@@ -163,7 +163,7 @@ def test_an_unknown_workload_is_explained(demo: Path, name: str, said: str) -> N
 
 def test_a_workload_of_the_users_own_is_an_import_path(demo: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "my_workload.py").write_text(
-        "from halfstep.workloads import unet\ndef build(config, store): return unet.build(config, store)\n"
+        "from halfstep.workloads.segmentation import build as unet\ndef build(config, store): return unet.build(config, store)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert build(config(demo).model_copy(update={"workload": "my_workload:build"})).name == "unet"

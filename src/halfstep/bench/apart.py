@@ -10,7 +10,7 @@ import torch
 from halfstep.bench.compile_cache import forget_our_kernels
 from halfstep.measure.memory import give_back
 from halfstep.precision.backend import read_flags, write_flags
-from halfstep.run.compiler_threads import forget_compiled
+from halfstep.tune.compiler_threads import forget_compiled
 
 
 @contextmanager

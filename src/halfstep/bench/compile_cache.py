@@ -77,7 +77,7 @@ def forget_in_memory() -> None:
     """As after a restart of the process: only what is on disk is found again."""
     from torch._inductor.utils import clear_caches
 
-    from halfstep.run.compiler_threads import forget_compiled
+    from halfstep.tune.compiler_threads import forget_compiled
 
     forget_compiled()
     clear_caches()

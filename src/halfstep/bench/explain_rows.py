@@ -21,10 +21,10 @@ from halfstep.bench.runner import Problem, Runner
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import plan_for
-from halfstep.run.layout import wants_channels_last
-from halfstep.run.own_thread import in_own_thread
 from halfstep.run.waiting import num_cores, way_out
-from halfstep.train.optimizers import FUSED, FUSED_DEVICES
+from halfstep.step.optimizers import FUSED, FUSED_DEVICES
+from halfstep.tune.layout import wants_channels_last
+from halfstep.tune.own_thread import in_own_thread
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from halfstep.bench.problem import stored_facts
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError
+from halfstep.guide.memory import model_for
 from halfstep.measure.memory import format_bytes
-from halfstep.run.guide_memory import model_for
 
 WEIGHTED = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
 MOMENTS = {"adam": 2, "adamw": 2}

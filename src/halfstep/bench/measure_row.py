@@ -19,8 +19,8 @@ from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem, Runner
 from halfstep.errors import HalfstepError, MemoryLimitError
 from halfstep.measure.memory import format_bytes
-from halfstep.run.memory_limit import first_line
-from halfstep.run.own_thread import in_own_thread
+from halfstep.tune.memory_limit import first_line
+from halfstep.tune.own_thread import in_own_thread
 
 NOTHING_COMPILED = "it compiles nothing, so its start is the same with an empty cache: no cold start"
 START_MATTERS = 1.05

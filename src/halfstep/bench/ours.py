@@ -16,11 +16,11 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, plan_for
 from halfstep.run.engine import Engine
-from halfstep.run.memory_low import MemorySetting
-from halfstep.run.randomness import algorithms, seed_everything
-from halfstep.run.tune import tuned
-from halfstep.train.facts import Facts
-from halfstep.train.guard import Action
+from halfstep.step.facts import Facts
+from halfstep.step.guard import Action
+from halfstep.step.randomness import algorithms, seed_everything
+from halfstep.tune.choose import tuned
+from halfstep.tune.memory_low import MemorySetting
 from halfstep.workloads.workload import Workload
 
 

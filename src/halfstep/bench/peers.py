@@ -19,7 +19,7 @@ from halfstep.bench.peer_plain import train_plain
 from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant
 from halfstep.bench.runner import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, nearest
-from halfstep.run.compiler_threads import place_for_graphs
+from halfstep.tune.compiler_threads import place_for_graphs
 
 __all__ = [
     "PEERS",

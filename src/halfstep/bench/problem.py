@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.bench.runner import Batch, Problem
-from halfstep.config.classification import ClassifierConfig
 from halfstep.config.schema import RunConfig
-from halfstep.config.unet import UNetConfig
 from halfstep.data.classification_augment import SCALE, SHIFT, model_images
 from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError
-from halfstep.run.guide_memory import model_for
-from halfstep.run.randomness import seed_everything
-from halfstep.workloads import BUILDERS, image_classification, unet
-from halfstep.workloads.classification import ClassificationMetrics, classification_loss
-from halfstep.workloads.segmentation import SegmentationMetrics, segmentation_loss
+from halfstep.guide.memory import model_for
+from halfstep.step.randomness import seed_everything
+from halfstep.workloads import BUILDERS
+from halfstep.workloads.classification import build as image_classification
+from halfstep.workloads.classification.config import ClassifierConfig
+from halfstep.workloads.classification.scores import ClassificationMetrics, classification_loss
+from halfstep.workloads.segmentation import build as unet
+from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.workload import Loss, Workload
 
 IMAGENET_CLASSES = 1000

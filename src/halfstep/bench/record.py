@@ -24,9 +24,9 @@ from halfstep.bench.stored import VERSION
 from halfstep.config.dump import plain
 from halfstep.config.keys import fields_of
 from halfstep.config.schema import RunConfig
+from halfstep.disk import write_whole
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
-from halfstep.run.whole_file import write_whole
 
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
 """Names under which a peer may be installed."""

@@ -40,7 +40,7 @@ def command(
 
     from halfstep.report.evaluation_view import result_console, show_evaluation
     from halfstep.report.run_report import RunReport
-    from halfstep.run.evaluate import evaluate
+    from halfstep.use.evaluate import evaluate
 
     # Progress and warnings go to stderr: what is printed can be piped.
     report = RunReport(run, console=Console(stderr=True))

@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from halfstep.run.guide import Machine, Outcome
-    from halfstep.run.guide_ask import Asker
+    from halfstep.guide.ask import Asker
+    from halfstep.guide.guide import Machine, Outcome
 
 
 def command(
@@ -57,7 +57,7 @@ def conversation(*, yes: bool, answers: Path | None, device: str | None, no_meas
     from rich.console import Console
 
     from halfstep.errors import Interrupted
-    from halfstep.run.guide import guide
+    from halfstep.guide.guide import guide
 
     console = Console()
     try:
@@ -70,8 +70,8 @@ def conversation(*, yes: bool, answers: Path | None, device: str | None, no_meas
 
 
 def chosen_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
-    from halfstep.run.guide import QUESTIONS
-    from halfstep.run.guide_ask import Prompt, Scripted, read_answers
+    from halfstep.guide.ask import Prompt, Scripted, read_answers
+    from halfstep.guide.guide import QUESTIONS
 
     if answers is not None:
         return Scripted(console, read_answers(answers, QUESTIONS))
@@ -81,7 +81,7 @@ def chosen_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
 
 def machine_here(device: str | None, *, no_measure: bool) -> Machine:
     from halfstep.cli.detect import devices_here
-    from halfstep.run.guide import Machine
+    from halfstep.guide.guide import Machine
     from halfstep.run.waiting import num_cores
 
     (hardware,) = devices_here(device or "auto", look_only=no_measure, fresh=False)

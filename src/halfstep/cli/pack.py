@@ -110,7 +110,7 @@ def summary_of(pack: Pack) -> Summary:
 
 def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
     """The settings with which training finds this file fitting."""
-    from halfstep.config.classification import ImageDataConfig
+    from halfstep.workloads.classification.config import ImageDataConfig
 
     usual = ImageDataConfig()
     chosen: dict[str, object] = {

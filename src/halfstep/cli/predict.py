@@ -43,8 +43,8 @@ def command(
     from halfstep.report.evaluation_view import result_console
     from halfstep.report.prediction_view import refuse_existing, show_predictions, write_csv
     from halfstep.report.run_report import RunReport
-    from halfstep.run.predict import predict
-    from halfstep.run.predictor import Wishes
+    from halfstep.use.predict import predict
+    from halfstep.use.predictor import Wishes
 
     if csv:
         refuse_existing(csv)

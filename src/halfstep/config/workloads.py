@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from halfstep.config.classification import CLASSIFIER_SCHEMAS
 from halfstep.config.schema import RunConfig
-from halfstep.config.unet import UNetConfig
 from halfstep.errors import ConfigError, nearest
+from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS
+from halfstep.workloads.segmentation.config import UNetConfig
 
 SCHEMAS: dict[str, type[RunConfig]] = {"unet": UNetConfig, **CLASSIFIER_SCHEMAS}
 

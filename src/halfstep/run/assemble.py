@@ -20,22 +20,22 @@ from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.run.fp8_trial import fp8_gains
-from halfstep.run.layout import wants_channels_last
-from halfstep.run.memory_levers import optimizer_for
-from halfstep.run.memory_low import MemorySetting
-from halfstep.run.randomness import seed_everything
 from halfstep.run.snapshots import Snapshots
 from halfstep.run.stopping import EarlyStopping
-from halfstep.run.ways import Region, Way, asked_way, compiled
-from halfstep.train.clip import Clip
-from halfstep.train.ema import Ema
-from halfstep.train.guard import Guard, GuardOptions
-from halfstep.train.optimizers import parameter_groups
-from halfstep.train.scaler import ScalerOptions
-from halfstep.train.schedule import Plateau, ScheduleOptions, build_schedule
-from halfstep.train.spike import SpikeMeter
-from halfstep.train.step import Step
+from halfstep.step.clip import Clip
+from halfstep.step.ema import Ema
+from halfstep.step.guard import Guard, GuardOptions
+from halfstep.step.optimizers import parameter_groups
+from halfstep.step.randomness import seed_everything
+from halfstep.step.scaler import ScalerOptions
+from halfstep.step.schedule import Plateau, ScheduleOptions, build_schedule
+from halfstep.step.spike import SpikeMeter
+from halfstep.step.step import Step
+from halfstep.tune.fp8_trial import fp8_gains
+from halfstep.tune.layout import wants_channels_last
+from halfstep.tune.memory_levers import optimizer_for
+from halfstep.tune.memory_low import MemorySetting
+from halfstep.tune.modes import Region, Way, asked_way, compiled
 from halfstep.workloads.workload import Workload
 
 

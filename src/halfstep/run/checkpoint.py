@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from halfstep.disk import flush, write_whole
 from halfstep.errors import CheckpointError
 from halfstep.run.tree import pack, unpack
-from halfstep.run.whole_file import flush, write_whole
 
 STATE = "state.json"
 AVERAGE = "ema.safetensors"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples
+from halfstep.disk import write_whole
 from halfstep.run.folder import RunFolder
-from halfstep.run.whole_file import write_whole
 from halfstep.workloads.workload import Workload
 
 SHOWN = 3

@@ -22,16 +22,16 @@ from torch._dynamo.exc import TorchDynamoException
 from halfstep.errors import HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
-from halfstep.run.compile_reason import compile_reason
-from halfstep.run.compiled_shapes import CompiledShapes, batch_shape
-from halfstep.run.compiler_warnings import CompilerWarnings
-from halfstep.run.cudnn_trials import cudnn_trials
-from halfstep.run.layout import in_layout_of
-from halfstep.run.memory_limit import OutOfMemory, announce, split_window
-from halfstep.run.ways import Batch, Way
-from halfstep.train.facts import Facts
-from halfstep.train.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
-from halfstep.train.step import batch_length
+from halfstep.step.facts import Facts
+from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
+from halfstep.step.step import batch_length
+from halfstep.tune.compile_reason import compile_reason
+from halfstep.tune.compiled_shapes import CompiledShapes, batch_shape
+from halfstep.tune.compiler_warnings import CompilerWarnings
+from halfstep.tune.cudnn_trials import cudnn_trials
+from halfstep.tune.layout import in_layout_of
+from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
+from halfstep.tune.modes import Batch, Way
 
 UNCAPTURED = 3
 """Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""

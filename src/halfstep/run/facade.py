@@ -22,16 +22,16 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.apply import STORAGE_DTYPES, apply
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import ROOT, Plan
-from halfstep.train.clip import Clip
-from halfstep.train.commit import READS_FLAG_IN_KERNEL
-from halfstep.train.ema import Ema
-from halfstep.train.facts import Facts, Reading
-from halfstep.train.guard import Action, Guard, GuardOptions
-from halfstep.train.schedule import Schedule
-from halfstep.train.spike import SpikeMeter
-from halfstep.train.step import LossFn, Window
-from halfstep.train.step import Step as GuardedStep
-from halfstep.train.torch_schedulers import from_torch
+from halfstep.step.clip import Clip
+from halfstep.step.commit import READS_FLAG_IN_KERNEL
+from halfstep.step.ema import Ema
+from halfstep.step.facts import Facts, Reading
+from halfstep.step.guard import Action, Guard, GuardOptions
+from halfstep.step.schedule import Schedule
+from halfstep.step.spike import SpikeMeter
+from halfstep.step.step import LossFn, Window
+from halfstep.step.step import Step as GuardedStep
+from halfstep.step.torch_schedulers import from_torch
 
 
 class Outcome:

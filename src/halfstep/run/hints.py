@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from halfstep.workloads.segmentation import one_class_everywhere
+from halfstep.workloads.segmentation.scores import one_class_everywhere
 
 Scores = Mapping[str, float]
 HINTS: dict[str, Callable[[Scores], str]] = {"unet": one_class_everywhere}

@@ -18,8 +18,8 @@ from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
 from halfstep.run.stopping import EarlyStopping
 from halfstep.run.waiting import Waiting
-from halfstep.train.facts import Reading
-from halfstep.train.guard import Guard, Verdict
+from halfstep.step.facts import Reading
+from halfstep.step.guard import Guard, Verdict
 
 METRIC_EVERY_S = 2.0
 """The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""

@@ -17,13 +17,13 @@ from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.engine import Engine
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
-from halfstep.run.memory_limit import OutOfMemory, explained
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import validate
 from halfstep.run.waiting import Waiting
-from halfstep.train.facts import Facts
-from halfstep.train.guard import Action, Verdict
+from halfstep.step.facts import Facts
+from halfstep.step.guard import Action, Verdict
+from halfstep.tune.memory_limit import OutOfMemory, explained
 
 
 class AskedToLeave(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from halfstep.train.flat import is_writable_in_place
+from halfstep.step.flat import is_writable_in_place
 
 
 def loose_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from halfstep.run.loose_buffers import loose_buffers, put_back
-from halfstep.train.guard import LAG
-from halfstep.train.step import Step
+from halfstep.step.guard import LAG
+from halfstep.step.step import Step
 
 
 class Snapshots:

@@ -12,8 +12,8 @@ from halfstep.errors import CheckpointError
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.loose_buffers import loose_buffers, put_back
-from halfstep.run.randomness import generator_states, restore_generators
 from halfstep.run.resume import Changes
+from halfstep.step.randomness import generator_states, restore_generators
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.decay_norms_and_biases")
 """Changes after which the stored moments belong to other parameters or to nothing."""

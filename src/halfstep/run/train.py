@@ -16,6 +16,7 @@ import torch
 from halfstep.config.dump import to_yaml
 from halfstep.config.load import Loaded, load
 from halfstep.config.schema import RunConfig
+from halfstep.disk import write_whole
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
@@ -28,7 +29,6 @@ from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
-from halfstep.run.compiler_threads import forget_compiled
 from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.ending import ended_early, left_nothing
 from halfstep.run.folder import RunFolder
@@ -36,13 +36,13 @@ from halfstep.run.hints import hint_about
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
-from halfstep.run.memory_limit import OutOfMemory, model_memory_error
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
-from halfstep.run.randomness import algorithms
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
-from halfstep.run.tune import MEASURED_FOR, Say, tuned, untuned
-from halfstep.run.whole_file import write_whole
+from halfstep.step.randomness import algorithms
+from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
+from halfstep.tune.compiler_threads import forget_compiled
+from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.workloads import has_demo, write_demo
 from halfstep.workloads.workload import Workload
 

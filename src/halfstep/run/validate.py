@@ -11,8 +11,8 @@ from torch import nn
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.precision.plan import Plan
-from halfstep.run.layout import in_layout_of
-from halfstep.run.memory_limit import split_window
+from halfstep.tune.layout import in_layout_of
+from halfstep.tune.memory_limit import split_window
 from halfstep.workloads.workload import Workload
 
 

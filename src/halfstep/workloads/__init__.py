@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 CLASSIFIERS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vit_s_16", "vit_b_16", "vit_l_16")
 BUILDERS = {
-    "unet": "halfstep.workloads.unet:build",
-    **dict.fromkeys(CLASSIFIERS, "halfstep.workloads.image_classification:build"),
+    "unet": "halfstep.workloads.segmentation.build:build",
+    **dict.fromkeys(CLASSIFIERS, "halfstep.workloads.classification.build:build"),
 }
 DEMOS = {
-    "unet": "halfstep.data.demo_segmentation:write_demo",
-    **dict.fromkeys(CLASSIFIERS, "halfstep.data.demo_classification:write_demo"),
+    "unet": "halfstep.workloads.segmentation.demo:write_demo",
+    **dict.fromkeys(CLASSIFIERS, "halfstep.workloads.classification.demo:write_demo"),
 }
 """What writes demo data in the layout that a workload reads."""
 FORM = "build(config, store) -> halfstep.workloads.workload.Workload"

@@ -1,0 +1,261 @@
+"""`halfstep guide`: questions, a look at machine and data, configs to choose from, and one file at the end.
+
+Nothing is written outside `scratch` before the last question has its answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from halfstep.config.workloads import is_import_path
+from halfstep.errors import ConfigError, DataError
+from halfstep.guide.ask import Asker, Question, path_in
+from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
+from halfstep.guide.rules import Situation
+from halfstep.guide.suggest import Suggestion, suggestions
+from halfstep.guide.trial import Trials
+from halfstep.hardware.describe import identity
+from halfstep.hardware.facts import Hardware
+from halfstep.precision.advice import advise
+from halfstep.report.tables import pairs_table
+from halfstep.workloads.import_path import imported
+
+TASK = Question(
+    key="task",
+    text="What do you want to train?",
+    choices={
+        "classification": "one label a picture: train/<class>/*.jpg",
+        "segmentation": "a class a pixel: imgs/<id>.png, masks/<id>_mask.png",
+        "own": "a workload of your own, by import path pkg.module:build",
+    },
+    default="classification",
+)
+MODEL = Question(
+    key="model",
+    text="Which model? Larger ones want more data and time.",
+    choices={
+        "resnet18": "11.7 M parameters",
+        "resnet34": "21.8 M",
+        "resnet50": "25.6 M, the usual choice on a GPU",
+        "resnet101": "44.5 M",
+        "resnet152": "60.2 M",
+        "vit_s_16": "22 M, a transformer: for large data, or with model.weights",
+        "vit_b_16": "86.6 M",
+        "vit_l_16": "304 M",
+    },
+)
+WORKLOAD = Question(key="workload", text="Import path of your workload (pkg.module:build)?")
+DATA = Question(key="data", text="Where are your data?", empty_means="demo data, generated")
+GOAL = Question(
+    key="goal",
+    text="What matters most?",
+    choices={
+        "fast": "done soon",
+        "quality": "the best result, however long it takes",
+        "lowmem": "little memory",
+        "stable": "no surprises: strict fp32",
+    },
+    aliases={"lowmemory": "lowmem", "memory": "lowmem", "low-memory": "lowmem", "low_memory": "lowmem"},
+    default="fast",
+)
+PICK = Question(key="pick", text="Which one?", default="1")
+FILE = Question(key="file", text="Write it to which file?")
+START = Question(
+    key="start",
+    text="Start the training now?",
+    choices={"no": "only write the file", "yes": "start"},
+    aliases={"true": "yes", "false": "no"},
+    default="no",
+)
+QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
+LARGE_MODEL, SMALL_MODEL = "resnet50", "resnet18"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where the training will run."""
+
+    hardware: Hardware
+    num_cores: int
+    device: str | None = None
+    """As the user named it; None: halfstep chose."""
+    may_measure: bool = True
+    """Whether suggestions may be tried on the device, for a few seconds each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What the conversation led to; the file is written."""
+
+    file: Path
+    command: str
+    start: bool
+
+
+def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Outcome:
+    """Ask, suggest, write. `scratch` is a folder for demo data and pictures that the caller removes."""
+    show_machine(console, machine)
+    workload = _workload(asker, machine)
+    data_dir, look = _data(asker, console, workload, scratch)
+    goal = asker.ask(GOAL, str)
+    situation = Situation(
+        workload=workload,
+        goal=goal,
+        hardware=machine.hardware,
+        num_cores=machine.num_cores,
+        look=look,
+        data_dir=data_dir,
+        device=machine.device,
+        try_out=Trials(machine.hardware) if machine.may_measure else None,
+    )
+    chosen = _choice(asker, console, situation)
+    file = asker.ask(dataclasses.replace(FILE, default=str(_unused(_file_name(workload, chosen)))), new_yaml_file)
+    start = asker.ask(START, lambda answer: answer == "yes")
+    asker.finish()
+    files = {file: chosen.to_yaml().encode()}
+    if look is not None:
+        files[_unused(file.with_name(f"{file.stem}-samples.png"))] = _grid_path(scratch).read_bytes()
+    write_new(files)
+    command = shlex.join(["halfstep", "train", str(file)])
+    _show_outcome(console, tuple(files), command)
+    return Outcome(file=file, command=command, start=start)
+
+
+def _workload(asker: Asker, machine: Machine) -> str:
+    task = asker.ask(TASK, str)
+    if task == "segmentation":
+        return "unet"
+    if task == "own":
+        return asker.ask(WORKLOAD, own_workload)
+    default = SMALL_MODEL if machine.hardware.kind == "cpu" else LARGE_MODEL
+    return asker.ask(dataclasses.replace(MODEL, default=default), str)
+
+
+def own_workload(answer: str) -> str:
+    """An import path that leads to a callable."""
+    if not is_import_path(answer):
+        raise ConfigError(f"workload: {answer!r} is not an import path", fix="such as my_pkg.my_mod:build")
+    imported(answer, what="workload", form="build(config, store) -> Workload")
+    return answer
+
+
+def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataLook | None]:
+    """The folder for the config (None: demo data) and what is in it (None: only the user's workload knows)."""
+
+    def look(answer: str) -> DataLook:
+        with console.status("looking at the data"):
+            if not answer:
+                return look_at_demo(workload, scratch / "demo")
+            return look_at(workload, path_in(answer).absolute())
+
+    if is_import_path(workload):
+        return asker.ask(dataclasses.replace(DATA, empty_means=""), existing_folder), None
+    found = asker.ask(DATA, look)
+    grid = _grid_path(scratch)
+    save_grid(found, grid)
+    console.print(pairs_table(describe(found)))
+    if asker.is_watched:
+        console.print(Text(f"A few samples, for you to look at: {grid}"), soft_wrap=True)
+        console.print(Text("  (there while you answer, then beside your config)", style="dim"))
+    return (None if found.source == "demo" else str(found.folder)), found
+
+
+def existing_folder(answer: str) -> str:
+    """A folder that is there; what it holds is for the user's own workload to say."""
+    folder = path_in(answer).absolute()
+    if not answer or not folder.is_dir():
+        raise DataError(f"data: no folder {answer!r}", why="your own workload has no demo data", fix="name its folder")
+    return str(folder)
+
+
+def _choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
+    with console.status("working out batch, memory and workers, with a few steps of each"):
+        offered = {one.name: one for one in suggestions(situation)}
+    for number, one in enumerate(offered.values(), 1):
+        console.print()
+        console.print(Rule(Text(f"{number} {one.name}", style="bold"), align="left"))
+        console.print(pairs_table(one.facts))
+    question = dataclasses.replace(PICK, choices={name: _in_short(one) for name, one in offered.items()})
+    return asker.ask(question, lambda name: offered[name])
+
+
+def _in_short(one: Suggestion) -> str:
+    train, data = one.config.train, one.config.data
+    times = f" x {train.accumulate}" if train.accumulate > 1 else ""
+    size = f"batch {train.batch_size}{times} at {data.image_size} pixels"
+    return f"{one.config.precision.default}, {size}, {train.epochs} epochs"
+
+
+def new_yaml_file(answer: str) -> Path:
+    """A file that is not there yet, by a name that `halfstep train` takes for a file."""
+    path = path_in(answer)
+    if path.suffix.lower() not in (".yaml", ".yml") or "=" in answer or answer.startswith("-"):
+        raise ConfigError(f"file: {answer!r} is no name for a config", fix="NAME.yaml, without = and no - in front")
+    try:
+        is_taken, has_folder = path.exists(), path.parent.is_dir()
+    except OSError as error:
+        raise ConfigError(f"file: {answer}: {error.strerror}", fix="another name") from error
+    if is_taken:
+        raise ConfigError(f"file: {answer} exists already", why="nothing is overwritten", fix="another name")
+    if not has_folder:
+        raise ConfigError(f"file: no folder {path.parent}", fix="make it first, or name another")
+    return path
+
+
+def _file_name(workload: str, chosen: Suggestion) -> Path:
+    name = workload.replace(":", "-").replace(".", "-")
+    return Path(f"{name}-{chosen.name}.yaml")
+
+
+def _unused(path: Path) -> Path:
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], numbered) if not one.exists())
+
+
+def _grid_path(scratch: Path) -> Path:
+    return scratch / "samples.png"
+
+
+def write_new(files: Mapping[Path, bytes]) -> None:
+    """All of these files or none; an existing one is never touched."""
+    made: list[Path] = []
+    try:
+        for path, content in files.items():
+            with path.open("xb") as file:
+                made.append(path)
+                file.write(content)
+    except BaseException as error:
+        for path in made:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot write {path}: {error.strerror}", fix="another place") from error
+        raise
+
+
+def show_machine(console: Console, machine: Machine) -> None:
+    hardware = machine.hardware
+    advice = advise(hardware)
+    rows = [
+        *(row for row in identity(hardware) if row[0] in ("architecture", "memory")),
+        ("CPU cores", str(machine.num_cores)),
+        ("precision", advice.headline),
+        *(("warning", warning) for warning in advice.warnings),
+    ]
+    console.print(Rule(Text(f"{hardware.device}  {hardware.name}", style="bold"), align="left"))
+    console.print(pairs_table(rows))
+
+
+def _show_outcome(console: Console, files: tuple[Path, ...], command: str) -> None:
+    console.print()
+    console.print(Text(f"Wrote {', '.join(map(str, files))}", style="green"), soft_wrap=True)
+    console.print(Text("Train with:"))
+    console.print(Text(f"  {command}", style="bold"), soft_wrap=True)

@@ -1,0 +1,104 @@
+"""A short real trial of a suggestion: its model learns from made-up images on the device itself, and is timed.
+
+The batch doubles from two samples on, up to the suggested one, while there is time: a few seconds for each trial, which
+a slow device spends on a small batch and a fast one on the whole. Steps are eager, without the guard.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfstep.config.schema import RunConfig
+from halfstep.guide.memory import model_for
+from halfstep.hardware.facts import Hardware
+from halfstep.precision.decide import decide
+from halfstep.run.assemble import placed
+from halfstep.step.optimizers import build_optimizer, parameter_groups
+from halfstep.tune.layout import in_layout_of
+from halfstep.tune.memory_limit import OutOfMemory
+
+TRIAL_S = 3.0
+"""No step is begun that would end later."""
+ENOUGH = 4
+"""Steps at the largest size, of which the first is slower."""
+SMALLEST = 2
+"""BatchNorm refuses to learn from one value a channel."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What one trial found."""
+
+    samples_per_s: float
+    batch_size: int
+
+
+class Trials:
+    """Trials on one device, each made once: suggestions often differ only in how long they train."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._found: dict[str, Trial | None] = {}
+
+    def __call__(self, config: RunConfig, store: Mapping[str, Any], batch_size: int) -> Trial | None:
+        """The rate of steps with up to `batch_size` samples; None where not even the smallest fits the memory."""
+        shape = (config.workload, config.model, config.data.image_size, config.precision, config.optimizer.name)
+        key = repr((shape, config.train.activation_checkpointing, config.train.channels_last, batch_size))
+        if key not in self._found:
+            self._found[key] = measured_trial(_step(config, store, self.hardware), batch_size)
+        return self._found[key]
+
+
+def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | None:
+    """The best rate that was seen, since other work only slows; `step` takes a number of samples, gives its seconds."""
+    best: Trial | None = None
+    began, size, num_at_last_size = time.perf_counter(), min(SMALLEST, batch_size), 0
+    while num_at_last_size < ENOUGH:
+        try:
+            seconds = step(size)
+        except OutOfMemory:
+            break
+        if best is None or size / seconds > best.samples_per_s:
+            best = Trial(samples_per_s=size / seconds, batch_size=size)
+        left_s = TRIAL_S - (time.perf_counter() - began)
+        if left_s < seconds:
+            break
+        if 2 * size <= batch_size and left_s > 4 * seconds:  # the first one of a size also sets kernels up
+            size *= 2
+        else:
+            num_at_last_size += 1
+    return best
+
+
+def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
+    plan = decide(config.precision, hardware)
+    model = placed(config, model_for(config, store), plan).train()
+    groups = parameter_groups(model, config.optimizer.weight_decay)
+    optimizer = build_optimizer(config.optimizer.name, groups, lr=1e-6, options=config.optimizer.options())
+    device, side = torch.device(plan.device), config.data.image_size
+
+    def step(num_samples: int) -> float:
+        image = torch.rand(num_samples, int(store.get("channels", 3)), side, side, device=device)
+        image = in_layout_of(model, {"image": image})["image"]
+        _wait_for(device)
+        start = time.perf_counter()
+        with plan.forward():
+            loss = model(image).float().square().mean()
+        with plan.backend():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait_for(device)
+        return time.perf_counter() - start
+
+    return step
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,241 @@
+"""AdamW whose two moments take a byte a value (Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization).
+
+A moment is a code (codes.py) times one scale for each block of 256. A step decodes, updates in fp32 and encodes again,
+so weights see exact arithmetic on rounded moments: on CUDA one kernel a parameter (adamw8bit_triton.py), elsewhere its
+twin, `update`. Parameters below MIN_VALUES keep fp32 moments, since norms and biases are few and sensitive, and are
+updated together by torch's fused AdamW.
+
+torchao has the same optimizer, and ours gives its numbers. It was not used because its state is a tensor subclass that
+safetensors cannot store, its step counter lives on the host, so a captured step would never count, and it knows no
+found_inf. Here a bad step is dropped in the very kernel, as in torch's fused optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError
+from halfstep.step.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_table, unsigned_codes, unsigned_table
+from halfstep.step.flat import flat_view, is_dense, shaped_like
+
+MIN_VALUES = 4096
+"""The bound of bitsandbytes and torchao."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Setting(NamedTuple):
+    """What all parameters of a group share in a step; tensors have one value, on the device."""
+
+    lr: Tensor
+    found_inf: Tensor
+    grad_scale: Tensor | None
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class AdamW8bit(Optimizer):
+    """`torch.optim.AdamW` by its arguments and its arithmetic, with small moments."""
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        if not (float(lr) >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ConfigError(f"AdamW with lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999")
+        # `fused` says that step() reads found_inf on the device.
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; nothing changes where the attribute `found_inf`, a device tensor, is not 0. Gradients are divided
+        by `grad_scale`, where there is one, and written back: torch's fused optimizers do so."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for device in dict.fromkeys(parameter.device for parameter in trained):
+                self._update_all([p for p in trained if p.device == device], self._setting(group, device))
+        return loss
+
+    def _setting(self, group: dict[str, Any], device: torch.device) -> Setting:
+        scale = getattr(self, "grad_scale", None)
+        return Setting(
+            lr=_on_device(group["lr"], device),
+            found_inf=_on_device(getattr(self, "found_inf", 0.0), device),
+            grad_scale=scale if scale is None else _on_device(scale, device),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+
+    def _update_all(self, parameters: list[Tensor], setting: Setting) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(empty_state(parameter))
+        states = [self.state[parameter] for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, [(setting.found_inf == 0).float()] * len(steps))
+        pieces = [Piece.of(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
+        _update_exact([piece for piece in pieces if not piece.is_coded], setting)
+        _update_coded([piece for piece in pieces if piece.is_coded], setting)
+        for piece in pieces:
+            piece.put_back(scaled=setting.grad_scale is not None)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """torch casts all state to the parameter's dtype, which codes and scales must not be."""
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, stored in state_dict["state"].items():
+            own = self.state[parameters[index]]
+            own.update({name: value.to(parameters[index].device, copy=True) for name, value in stored.items()})
+
+
+def empty_state(parameter: Tensor) -> dict[str, Tensor]:
+    """Moments lie flat, in the order of the parameter's memory."""
+    count, device = parameter.numel(), parameter.device
+    state = {"step": torch.zeros((), device=device)}
+    if count < MIN_VALUES or count % BLOCK:
+        return state | {name: torch.zeros(count, device=device) for name in MOMENTS}
+    for name, table in zip(MOMENTS, (signed_table(), unsigned_table()), strict=True):
+        zero = table.index(0.0)
+        state[f"{name}_codes"] = torch.full((count,), zero, dtype=torch.uint8, device=device)
+        state[f"{name}_scale"] = torch.zeros(count // BLOCK, device=device)
+        state[f"{name}_table"] = torch.tensor(table, device=device)
+    return state
+
+
+def _in_order_of(parameter: Tensor, grad: Tensor) -> Tensor:
+    """The gradient flat, in the order of the parameter's memory."""
+    if grad.stride() == parameter.stride() and is_dense(parameter):
+        return flat_view(grad)
+    if not is_dense(parameter):
+        return grad.reshape(-1)
+    return flat_view(torch.empty_like(parameter, dtype=grad.dtype).copy_(grad))
+
+
+class Piece(NamedTuple):
+    """A parameter and its gradient as vectors in one order: that of the parameter's memory, where it has no gaps."""
+
+    parameter: Tensor
+    weights: Tensor
+    gradients: Tensor
+    state: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, parameter: Tensor, state: dict[str, Tensor]) -> Piece:
+        assert parameter.grad is not None
+        weights = flat_view(parameter) if is_dense(parameter) else parameter.reshape(-1)
+        return cls(parameter, weights, _in_order_of(parameter, parameter.grad), state)
+
+    @property
+    def is_coded(self) -> bool:
+        return MOMENTS[0] not in self.state
+
+    def put_back(self, *, scaled: bool) -> None:
+        """Where the vectors are copies."""
+        grad = self.parameter.grad
+        assert grad is not None
+        if scaled and self.gradients.data_ptr() != grad.data_ptr():
+            grad.copy_(shaped_like(self.gradients, self.parameter))
+        if not is_dense(self.parameter):
+            self.parameter.copy_(self.weights.view_as(self.parameter))
+
+
+def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """A number is written by the device itself: copying it there would be a wait, and no part of a graph."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32)
+    return torch.full((), value, device=device)
+
+
+def _update_exact(pieces: Sequence[Piece], setting: Setting) -> None:
+    """All at once; half-precision parameters as fp32 copies, since the kernel wants one dtype."""
+    if not pieces:
+        return
+    weights, gradients = [piece.weights.float() for piece in pieces], [piece.gradients.float() for piece in pieces]
+    first, second = ([piece.state[name] for piece in pieces] for name in MOMENTS)
+    torch._fused_adamw_(
+        weights, gradients, first, second, [], [piece.state["step"] for piece in pieces],
+        lr=setting.lr, beta1=setting.betas[0], beta2=setting.betas[1], weight_decay=setting.weight_decay,
+        eps=setting.eps, amsgrad=False, maximize=False, grad_scale=setting.grad_scale, found_inf=setting.found_inf,
+    )  # fmt: skip
+    for piece, weight, gradient in zip(pieces, weights, gradients, strict=True):
+        if weight is not piece.weights:
+            piece.weights.copy_(weight)
+        if gradient is not piece.gradients and setting.grad_scale is not None:
+            piece.gradients.copy_(gradient)
+
+
+def _update_coded(pieces: Sequence[Piece], setting: Setting) -> None:
+    if not pieces:
+        return
+    steps = [piece.state["step"] for piece in pieces]
+    run = _kernel(steps[0].device.type)
+    for piece, *corrections in zip(pieces, *(_corrections(steps, beta) for beta in setting.betas), strict=True):
+        run(piece.weights, piece.gradients, piece.state, corrections, setting)
+
+
+def _corrections(steps: list[Tensor], beta: float) -> tuple[Tensor, ...]:
+    """1 - beta**step: how much of a moment that began at zero is there."""
+    found = torch._foreach_pow(beta, steps)
+    torch._foreach_neg_(found)
+    torch._foreach_add_(found, 1.0)
+    return found
+
+
+def _kernel(device_type: str) -> Callable[[Tensor, Tensor, dict[str, Tensor], Sequence[Tensor], Setting], None]:
+    if device_type != "cuda":
+        return update
+    from halfstep.step import adamw8bit_triton
+
+    return adamw8bit_triton.update
+
+
+def update(
+    weights: Tensor, gradients: Tensor, state: dict[str, Tensor], corrections: Sequence[Tensor], setting: Setting
+) -> None:
+    """AdamW (Loshchilov & Hutter 2019) on one vector, everything left as it was where the step is bad."""
+    keep = setting.found_inf != 0
+    theta, grad = weights.float(), gradients.float()
+    if setting.grad_scale is not None:
+        grad = grad / setting.grad_scale
+        gradients.copy_(torch.where(keep, gradients, grad.to(gradients.dtype)))
+    first, second = (_decoded(state, name) for name in MOMENTS)
+    first = first + (grad - first) * (1 - setting.betas[0])
+    second = second + (grad * grad - second) * (1 - setting.betas[1])
+    theta = theta - setting.lr * setting.weight_decay * theta
+    denominator = second.sqrt() * corrections[1].sqrt().reciprocal() + setting.eps
+    theta = theta - setting.lr / corrections[0] * first / denominator
+    weights.copy_(torch.where(keep, weights, theta.to(weights.dtype)))
+    for name, moment, codes in zip(MOMENTS, (first, second), (signed_codes, unsigned_codes), strict=True):
+        _store(state, name, moment, codes, keep)
+
+
+def _decoded(state: dict[str, Tensor], name: str) -> Tensor:
+    values = state[f"{name}_table"][state[f"{name}_codes"].int()]
+    return (values.view(-1, BLOCK) * state[f"{name}_scale"][:, None]).view(-1)
+
+
+def _store(
+    state: dict[str, Tensor], name: str, moment: Tensor, codes_of: Callable[[Tensor], Tensor], keep: Tensor
+) -> None:
+    codes, scale = state[f"{name}_codes"], state[f"{name}_scale"]
+    blocks = moment.view(-1, BLOCK)
+    largest = blocks.abs().amax(dim=1).clamp(min=SMALLEST_SCALE)
+    nearest = codes_of(blocks * largest.reciprocal()[:, None]).view(-1)
+    codes.copy_(torch.where(keep, codes, nearest))
+    scale.copy_(torch.where(keep, scale, largest))

@@ -1,0 +1,106 @@
+"""AdamW on one-byte moments in one pass: what `adamw8bit.update` computes, bit for bit.
+
+The twin rounds after every operation, and so does the kernel: division and square root are the rounded ones, and
+nothing is contracted into fused multiply-adds (`enable_fp_fusion`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfstep.step.adamw8bit import MOMENTS, Setting
+from halfstep.step.codes import BLOCK, SIGNED, SMALLEST_SCALE, UNSIGNED
+
+ROWS, WARPS = 8, 4
+"""Blocks of 256 of a program: sixteen values a thread, so that codes, too, are read in sixteen bytes."""
+
+
+@triton.jit
+def _decoded(codes, scale, table, inside):
+    """A moment's blocks: a byte and a shared scale."""
+    return tl.load(table + tl.load(codes, inside, 0).to(tl.int32)) * scale[:, None]
+
+
+@triton.jit
+def _ranks(magnitudes, LEVELS: tl.constexpr):
+    """`codes.ranks`: where in the table's upper half the value nearest to each one stands."""
+    slope = tl.zeros_like(magnitudes)
+    offset = tl.zeros_like(magnitudes)
+    last = tl.zeros_like(magnitudes)
+    for k in tl.static_range(len(LEVELS)):
+        reached = magnitudes >= LEVELS[k][0]
+        slope = tl.where(reached, LEVELS[k][1], slope)
+        offset = tl.where(reached, LEVELS[k][2], offset)
+        last = tl.where(reached, LEVELS[k][3], last)
+    return tl.minimum(magnitudes * slope + offset, last).to(tl.int32)
+
+
+@triton.jit
+def _encoded(moment, SMALLEST: tl.constexpr, LEVELS: tl.constexpr, IS_SIGNED: tl.constexpr):
+    """Codes, and the scale of each block."""
+    largest = tl.maximum(tl.max(tl.abs(moment), 1), SMALLEST)
+    values = moment * tl.div_rn(1.0, largest)[:, None]
+    if IS_SIGNED:
+        ranks = _ranks(tl.abs(values), LEVELS)
+        ranks = tl.where(values < 0, tl.maximum(127 - ranks, 0), 127 + ranks)
+    else:
+        ranks = _ranks(values, LEVELS)
+    return ranks.to(tl.uint8), largest
+
+
+@triton.jit
+def _update(
+    weights, gradients, grad_scale,
+    first_codes, first_scale, first_table, second_codes, second_scale, second_table,
+    rate, found_inf, first_correction, second_correction,
+    first_share, second_share, eps, weight_decay, num_blocks,
+    IS_SCALED: tl.constexpr, LEVELS: tl.constexpr, UNSIGNED_LEVELS: tl.constexpr, SMALLEST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Reads weight, gradient and two codes (10 bytes where both are fp32), writes weight and codes (6), and the
+    gradient (4) where it is scaled. Nothing where the step is bad."""
+    if tl.load(found_inf) == 0:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        is_row = row < num_blocks
+        at = tl.cast(row, tl.int64)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = is_row[:, None]
+        theta = tl.load(weights + at, inside, 0.0).to(tl.float32)
+        g = tl.load(gradients + at, inside, 0.0).to(tl.float32)
+        if IS_SCALED:
+            g = tl.div_rn(g, tl.load(grad_scale))
+            tl.store(gradients + at, g.to(gradients.dtype.element_ty), inside)
+        first = _decoded(first_codes + at, tl.load(first_scale + row, is_row, 0.0), first_table, inside)
+        first += (g - first) * first_share
+        second = _decoded(second_codes + at, tl.load(second_scale + row, is_row, 0.0), second_table, inside)
+        second += (g * g - second) * second_share
+        lr = tl.load(rate)
+        theta -= lr * weight_decay * theta
+        size = tl.div_rn(lr, tl.load(first_correction))
+        root = tl.sqrt_rn(tl.load(second_correction))
+        denominator = tl.sqrt_rn(second) * tl.div_rn(1.0, root) + eps
+        theta -= tl.div_rn(size * first, denominator)
+        tl.store(weights + at, theta.to(weights.dtype.element_ty), inside)
+        codes, largest = _encoded(first, SMALLEST, LEVELS, True)
+        tl.store(first_codes + at, codes, inside)
+        tl.store(first_scale + row, largest, is_row)
+        codes, largest = _encoded(second, SMALLEST, UNSIGNED_LEVELS, False)
+        tl.store(second_codes + at, codes, inside)
+        tl.store(second_scale + row, largest, is_row)
+
+
+def update(
+    weights: Tensor, gradients: Tensor, state: dict[str, Tensor], corrections: Sequence[Tensor], setting: Setting
+) -> None:
+    """One vector, by one kernel."""
+    num_blocks = weights.numel() // BLOCK
+    moments = [state[f"{name}_{part}"] for name in MOMENTS for part in ("codes", "scale", "table")]
+    _update[(triton.cdiv(num_blocks, ROWS),)](
+        weights, gradients, setting.grad_scale, *moments, setting.lr, setting.found_inf, *corrections,
+        1 - setting.betas[0], 1 - setting.betas[1], setting.eps, setting.weight_decay, num_blocks,
+        IS_SCALED=setting.grad_scale is not None, LEVELS=SIGNED, UNSIGNED_LEVELS=UNSIGNED, SMALLEST=SMALLEST_SCALE,
+        ROWS=ROWS, COLUMNS=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip

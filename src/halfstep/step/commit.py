@@ -1,0 +1,164 @@
+"""How a verdict reaches an optimizer: three ways, chosen by what the optimizer can do, shown with their price.
+
+    found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit read the flag inside their kernel: free; in a CUDA
+                graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
+    select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
+    host        anything else, and where an optimizer's own state lives on the host: one wait a step
+
+Only torch's own classes are selected: a foreign optimizer may keep Python numbers or replace its state tensors, and
+what it changed could not be put back from outside.
+
+The first commit of a parameter is always decided on the host, with one wait: optimizers build their state then, and
+fused SGD with momentum leaves an *uninitialised* buffer behind a skipped first step (seen on torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError
+from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.step.flat import Snapshot
+from halfstep.step.optimizers import OPTIMIZERS
+from halfstep.step.rates import Rates
+from halfstep.step.single_pass import SinglePass, takes
+
+Way = Literal["found_inf", "select", "host"]
+
+READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit)
+REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it evaluates the model several times inside one step, so no single verdict exists",
+    torch.optim.SparseAdam: "it updates rows in place without a flag, and a skipped step could not be undone",
+}
+
+
+def way_to_commit(optimizer: Optimizer) -> Way:
+    """The cheapest way that leaves everything bit-identical on a bad step."""
+    for kind, reason in REFUSED.items():
+        if isinstance(optimizer, kind):
+            raise ConfigError(
+                f"{kind.__name__} cannot be used in a guarded step", why=reason, fix="use adamw, sgd or another of ours"
+            )
+    groups = optimizer.param_groups
+    # The exact class: a subclass may override step() and ignore the flag.
+    if type(optimizer) in READS_FLAG_IN_KERNEL and all(group.get("fused") for group in groups):
+        return "found_inf"
+    on_host = all(p.device.type == "cpu" for group in groups for p in group["params"])
+    is_torchs = type(optimizer) in OPTIMIZERS.values()
+    return "select" if is_torchs and (on_host or _is_capturable(optimizer)) else "host"
+
+
+def _is_capturable(optimizer: Optimizer) -> bool:
+    return all(group.get("capturable") for group in optimizer.param_groups)
+
+
+class Committer:
+    """One optimizer and its way to commit."""
+
+    def __init__(self, optimizer: Optimizer, rates: Rates | None) -> None:
+        self.optimizer, self.rates = optimizer, rates
+        self.way = way_to_commit(optimizer)
+        self.takes_tensor_lr = self.way == "found_inf" or self.way == "select" and _is_capturable(optimizer)
+        self.settled: set[int] = set()
+        self.snapshot: Snapshot | None = None
+        self.single_pass: SinglePass | None = None
+        """While a step is captured: what takes the place of torch's kernel."""
+        if rates is not None and self.takes_tensor_lr:
+            rates.bind(optimizer)
+
+    @property
+    def name(self) -> str:
+        return type(self.optimizer).__name__
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the way costs in memory while a step commits."""
+        if self.way != "select":
+            return 0
+        return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    def commit(self, bad: Tensor, factor: Tensor | None = None) -> None:
+        """Step the optimizer with gradients times `factor`, or leave everything as it was where `bad` is set."""
+        by_host = self.way == "host" or self._has_unsettled()
+        if self.way == "found_inf" and not by_host:
+            return self._commit_in_kernel(bad, factor)
+        if factor is not None:
+            torch._foreach_mul_([p.grad for p in self._with_grad() if p.grad is not None], factor)
+        return self._commit_by_host(bad) if by_host else self._commit_by_selection(bad)
+
+    def forget(self) -> None:
+        """After the state was loaded: the tensors are new ones."""
+        self.snapshot = None
+        self.settled = {id(p) for p in self.optimizer.state}
+        if self.rates is not None and self.takes_tensor_lr:
+            self.rates.bind(self.optimizer)
+
+    def open_capture(self, device: torch.device) -> SinglePass | None:
+        """Before a capture; what comes back has to live as long as the graph, and be filled after the capture."""
+        self.single_pass = SinglePass(self.optimizer, device) if takes(self.optimizer, device) else None
+        return self.single_pass
+
+    def close_capture(self) -> None:
+        """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
+        self.snapshot = self.single_pass = None
+
+    def _commit_by_host(self, bad: Tensor) -> None:
+        if bool(bad):
+            return
+        self._begin_momentum()
+        self._step()
+        self.settled |= {id(p) for p in self._with_grad()}
+        self.snapshot = None
+
+    def _begin_momentum(self) -> None:
+        """Fused SGD cannot begin the momentum of one parameter after the others: what it starts from is put there."""
+        if type(self.optimizer) is not torch.optim.SGD or self.way != "found_inf" or not self.settled:
+            return
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if group["momentum"] and p.grad is not None and not self.optimizer.state[p]:
+                    # A first step makes the buffer the gradient g; m * b + (1 - d) * g is g for b = g * d / m.
+                    first = p.grad * (group["dampening"] / group["momentum"])
+                    self.optimizer.state[p]["momentum_buffer"] = first
+
+    def _commit_in_kernel(self, bad: Tensor, factor: Tensor | None) -> None:
+        if self.single_pass is not None and self.single_pass.fits_gradients:
+            return self.single_pass.record(bad, factor)
+        # The attributes are how torch's GradScaler talks to fused optimizers; they divide, and write the gradient back.
+        said = {"found_inf": bad.float()}
+        if factor is not None:
+            said["grad_scale"] = factor.float().reciprocal()
+        vars(self.optimizer).update(said)
+        try:
+            self._step()
+        finally:
+            for name in said:
+                delattr(self.optimizer, name)
+
+    def _commit_by_selection(self, bad: Tensor) -> None:
+        if self.snapshot is None:
+            self.snapshot = Snapshot(self._tensors())
+        self.snapshot.save()
+        self._step()
+        self.snapshot.restore_where(bad)
+
+    def _step(self) -> None:
+        if self.rates is not None and not self.takes_tensor_lr:
+            self.rates.write_floats(self.optimizer)
+        self.optimizer.step()
+
+    def _has_unsettled(self) -> bool:
+        return any(id(p) not in self.settled for p in self._with_grad())
+
+    def _with_grad(self) -> Iterator[Tensor]:
+        return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    def _tensors(self) -> list[Tensor]:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        state = [value for own in self.optimizer.state.values() for value in own.values() if torch.is_tensor(value)]
+        return parameters + state

@@ -1,0 +1,111 @@
+"""An average of the weights, in fp32, moved once per committed step, buffers included.
+
+A bf16 average with decay 0.9999 never moves (the update is below its spacing), an average moved on skipped steps
+drifts, and averaged weights with the raw model's BatchNorm statistics are a model nobody trained. So: fp32 always,
+selection by the step's flag, floating buffers averaged with the same decay, integer buffers copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import CheckpointError
+from halfstep.step.flat import gather, is_writable_in_place, scatter, shaped_like
+
+
+class Ema:
+    """Shadow copies of a model's parameters and buffers."""
+
+    def __init__(
+        self, model: nn.Module, *, decay: float = 0.9999, warmup_power: float = 2 / 3, inv_gamma: float = 1.0
+    ) -> None:
+        self.decay, self.warmup_power, self.inv_gamma = decay, warmup_power, inv_gamma
+        self.slots = _slots(model)
+        kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, tensor in self._live().items():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(name)
+        self.groups = list(kinds.values())
+        self.shadows = [self._start(group) for group in self._live_groups()]
+
+    def _live(self) -> dict[str, Tensor]:
+        """The tensors by name as they are now: a module may have replaced a buffer."""
+        found = {name: owner[key] for name, (owner, key) in self.slots.items()}
+        return {name: t for name, t in found.items() if t is not None and is_writable_in_place(t)}
+
+    def _live_groups(self) -> list[list[Tensor]]:
+        live = self._live()
+        return [[live[name] for name in group] for group in self.groups]
+
+    @torch.no_grad()
+    def _start(self, group: list[Tensor]) -> Tensor:
+        flat = gather(group)
+        return flat.float() if flat.is_floating_point() else flat
+
+    @torch.no_grad()
+    def update(self, committed: Tensor, bad: Tensor) -> None:
+        """Move towards the model, unless the step was bad. `committed` counts the step that just committed."""
+        keep = self._decay_at(committed)
+        for position, group in enumerate(self._live_groups()):
+            shadow, now = self.shadows[position], gather(group)
+            if shadow.is_floating_point():
+                now = torch.lerp(now.float(), shadow, keep)
+            shadow.copy_(torch.where(bad, shadow, now))
+
+    def _decay_at(self, committed: Tensor) -> Tensor:
+        """Rises with the steps up to `decay`: an early average must not hold on to the random start."""
+        rising = 1 - (1 + (committed - 1) / self.inv_gamma) ** -self.warmup_power
+        return rising.clamp(max=self.decay)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model holds the averaged values inside; its own bits come back afterwards."""
+        with torch.no_grad():
+            own = [gather(group) for group in self._live_groups()]
+            self._write(self.shadows)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._write(own)
+
+    def _write(self, flats: list[Tensor]) -> None:
+        for group, flat in zip(self._live_groups(), flats, strict=True):
+            scatter(flat.to(group[0].dtype), group)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Averaged values by the model's names, in fp32 and the model's shapes. Live, as those of torch's optimizers
+        are: a checkpoint is written before the next step, snapshots copy."""
+        state: dict[str, Tensor] = {}
+        for names, group, shadow in zip(self.groups, self._live_groups(), self.shadows, strict=True):
+            pieces = shadow.split([tensor.numel() for tensor in group])
+            state |= {n: shaped_like(piece, t) for n, t, piece in zip(names, group, pieces, strict=True)}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            differing = sorted(own.keys() ^ state.keys())
+            raise CheckpointError(
+                f"the stored average has other names than the model: {', '.join(differing[:5])}",
+                fix="resume with the model the run was started with",
+            )
+        for name, shadow in own.items():
+            shadow.copy_(state[name])
+
+
+def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+    """Where each parameter and buffer is held, by full name; a tied one counts once."""
+    found: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for owner in (module._parameters, module._buffers):
+            for key, tensor in owner.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{prefix}.{key}" if prefix else key] = (owner, key)
+    return found

@@ -1,0 +1,170 @@
+"""A whole step as one CUDA graph: forward, backward, verdict, clipping, optimizer, average and counters in one launch.
+
+A graph replays the same kernels on the same memory. So it holds for windows of one shape, its inputs are copied into
+tensors of its own, and whatever the step writes it writes in place. The verdict, the loss scale and the schedule are
+device tensors already (see step.py), so a bad step is dropped inside the graph as it is outside of it.
+
+Capturing runs nothing: weights, counters and generators are the same before and after, whether it works or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfstep.step.facts import Facts, restore_rng, rng_state
+from halfstep.step.graph_memory import growing_segments
+from halfstep.step.single_pass import SinglePass
+from halfstep.step.step import LossFn, Step, sample_ids
+
+Batch: TypeAlias = dict[str, Tensor]
+Shape: TypeAlias = tuple[object, ...]
+Pool: TypeAlias = Any
+"""What `torch.cuda.graph_pool_handle()` gives: memory that several graphs share."""
+
+
+class CaptureFailed(Exception):
+    """The step cannot be captured; the message says why in one line."""
+
+
+def shape_of(window: list[Batch]) -> Shape:
+    """What must be equal for two windows to share a graph."""
+    return tuple(
+        (name, tuple(value.shape), value.stride(), value.dtype)
+        for batch in window
+        for name, value in sorted(batch.items())
+    )
+
+
+def why_not_copied_in(window: list[Batch], device: torch.device) -> str:
+    """What a replay would not read anew: of a number on the host a kernel keeps what it was captured with."""
+    elsewhere = sorted({name for batch in window for name, value in batch.items() if value.device != device})
+    return f"{', '.join(map(repr, elsewhere))} of the batch not on {device}" if elsewhere else ""
+
+
+class GraphedStep:
+    """A step captured for windows of one shape."""
+
+    def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Pool) -> None:
+        reason = step.why_not_captured() or why_not_copied_in(window, step.device)
+        if reason:
+            raise CaptureFailed(reason)
+        self.step, self.generation = step, step.generation
+        self.table = step.rates.table if step.rates is not None else None
+        self.inputs = [
+            {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
+        ]
+        self.graph = torch.cuda.CUDAGraph()
+        self.passes: list[SinglePass] = []
+        """Its kernels read their tables at every replay: they are kept here."""
+        self.facts = self._captured(loss_fn, pool)
+        for single_pass in self.passes:
+            single_pass.fill()
+
+    def __del__(self) -> None:
+        """Replays that were asked for end before their memory is given back.
+
+        The allocator waits for the stream of the capture only, and replays run on another."""
+        with contextlib.suppress(Exception):  # at the end of the process
+            if not torch.cuda.is_current_stream_capturing():  # then it began with a wait, and another would break it
+                torch.cuda.synchronize(self.step.device)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the tensors it was captured with are still the step's."""
+        rates = self.step.rates
+        return self.generation == self.step.generation and (rates is None or rates.table is self.table)
+
+    def __call__(self, window: list[Batch]) -> Facts:
+        """Make one step; nothing is waited for."""
+        step = self.step
+        rng = rng_state(step.device)
+        for own, batch in zip(self.inputs, window, strict=True):
+            for name, value in batch.items():
+                own[name].copy_(value, non_blocking=True)
+        self.graph.replay()
+        facts = self.facts.replayed(step.attempted)
+        facts.ids, facts.rng = sample_ids(window), rng
+        step.attempted += 1
+        facts.send()
+        return facts
+
+    def _captured(self, loss_fn: LossFn, pool: Pool) -> Facts:
+        stream = torch.cuda.current_stream(self.step.device)
+        reason = ""
+        with opened_for_capture(self.step) as self.passes:
+            try:
+                # Other threads (a loader's, a logger's) may use the device meanwhile.
+                capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
+                with growing_segments(), capture:
+                    try:
+                        return self._recorded(loss_fn)
+                    except Exception as error:
+                        reason = _first_line(error)  # ending the capture may fail as well, in words that tell less
+                        raise
+            except CaptureFailed:
+                raise
+            except Exception as error:
+                reason = reason or _first_line(error)
+            # Not while the error is handled: its frames hold the activations.
+            _end_what_broke_off(stream, pool)
+            raise CaptureFailed(reason)
+
+    def _recorded(self, loss_fn: LossFn) -> Facts:
+        facts = self.step.judge(loss_fn, self.inputs)
+        self.step.settle(facts)
+        reason = self.step.why_not_captured()
+        if reason:
+            raise CaptureFailed(reason)
+        return facts
+
+
+@contextlib.contextmanager
+def opened_for_capture(step: Step) -> Iterator[list[SinglePass]]:
+    """All optimizers, or none, are ready to be captured within; whatever happens there, none is afterwards."""
+    rng = rng_state(step.device)
+    _let_fused_optimizers_in(step)
+    step.clear_gradients()
+    try:
+        yield _passes(step)
+    finally:
+        step.forget_capture()
+        restore_rng(rng, step.device)
+
+
+def _passes(step: Step) -> list[SinglePass]:
+    try:
+        return [made for c in step.committers if (made := c.open_capture(step.device)) is not None]
+    except Exception as error:  # out of memory, or Triton's
+        raise CaptureFailed(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _end_what_broke_off(stream: torch.cuda.Stream, pool: Pool) -> None:
+    """Put back what torch leaves behind where a capture cannot be ended.
+
+    Its stream stays the current one: cached memory of the old one would lie idle. Up to torch 2.11 the allocator, too,
+    believes that the capture goes on, so that it never gives memory back, and the generator, so that dropout fails."""
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize(stream.device)
+    with contextlib.suppress(RuntimeError):  # of the first, where torch has done it
+        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+        torch._C._cuda_releasePool(stream.device.index, pool)
+    # A capture that ends well takes the generator out of it.
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros((), device=stream.device)
+
+
+def _let_fused_optimizers_in(step: Step) -> None:
+    """Fused optimizers keep their counters on the device anyway, but refuse to be captured without this word."""
+    for optimizer in step.optimizers:
+        for group in optimizer.param_groups:
+            if group.get("fused") and "capturable" in group:
+                group["capturable"] = True

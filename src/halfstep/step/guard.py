@@ -1,0 +1,173 @@
+"""The guard: the device drops bad steps by itself; the guard decides from their facts whether to go on.
+
+It looks at the facts of exactly K = 2 steps ago, on every device and path alike, so that runs are reproducible and
+the host waits for a step that is long done, never for the one in flight.
+
+    fp16      an overflow is routine: the scale halves. N in a row with the scale at its floor: STOP.
+    the rest  a non-finite step is a fault: skipped, reported with its samples; after `max_consecutive` in a row
+              ROLLBACK (weights back, data forward, learning rate cut, a limited number of times) or STOP.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from halfstep.errors import ConfigError
+from halfstep.step.facts import Facts, Reading
+
+LAG = 2
+"""Steps between a step and the guard's look at it: enough for the host to stay ahead of the device."""
+
+
+class Action(Enum):
+    CONTINUE = "continue"
+    ROLLBACK = "rollback"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What to do next, and why."""
+
+    action: Action
+    reason: str = ""
+    fix: str = ""
+    first_fault_committed: int = 0
+    """Committed steps when the first fault of the series happened: a rollback goes to well before it."""
+
+
+CONTINUE = Verdict(action=Action.CONTINUE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardOptions:
+    """When enough is enough."""
+
+    on_fault: Literal["stop", "rollback"] = "stop"
+    max_consecutive: int = 5
+    margin: int = 50
+    """Committed steps that a rollback keeps away from the first fault."""
+    max_rollbacks: int = 3
+    lr_cut: float = 0.5
+    floor_patience: int = 10
+    """Overflows in a row at the smallest loss scale that end an fp16 run."""
+
+    def __post_init__(self) -> None:
+        if self.on_fault not in ("stop", "rollback"):
+            raise ConfigError(f"guard.on_fault is {self.on_fault!r}", fix="stop or rollback")
+        if self.max_consecutive < 1 or self.floor_patience < 1 or not 0 < self.lr_cut <= 1:
+            raise ConfigError(
+                f"guard cannot work with max_consecutive={self.max_consecutive}, "
+                f"floor_patience={self.floor_patience}, lr_cut={self.lr_cut}",
+                fix="counts of at least 1, and 0 < lr_cut <= 1",
+            )
+
+
+class Guard:
+    """Watches the facts of earlier steps and decides: continue, roll back, or stop."""
+
+    def __init__(
+        self,
+        options: GuardOptions | None = None,
+        *,
+        scaling: bool,
+        min_scale: float = 1.0,
+        on_reading: Callable[[Reading], None] = lambda reading: None,
+    ) -> None:
+        self.options = options or GuardOptions()
+        self.scaling, self.min_scale, self.on_reading = scaling, min_scale, on_reading
+        self.pending: deque[Facts | Reading] = deque()
+        self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
+        self.first_fault_committed = 0
+
+    def watch(self, facts: Facts) -> Verdict:
+        """Take the facts of the newest step; judge those of `LAG` steps ago."""
+        self.pending.append(facts)
+        return self._judge_oldest() if len(self.pending) > LAG else CONTINUE
+
+    def drain(self) -> Verdict:
+        """Judge what is left, at the end of a run."""
+        while self.pending:
+            verdict = self._judge_oldest()
+            if verdict.action is not Action.CONTINUE:
+                return verdict
+        return CONTINUE
+
+    def rolled_back(self) -> None:
+        """The run went back: what is in flight belongs to the abandoned path."""
+        self.num_rollbacks += 1
+        self.num_faults = self.num_at_floor = 0
+        self.pending.clear()
+
+    @property
+    def rate_factor(self) -> float:
+        return self.options.lr_cut**self.num_rollbacks
+
+    def _judge_oldest(self) -> Verdict:
+        oldest = self.pending.popleft()
+        reading = oldest.read() if isinstance(oldest, Facts) else oldest
+        self.on_reading(reading)
+        if not reading.is_bad:
+            self.num_faults = self.num_at_floor = 0
+            return CONTINUE
+        self.num_skipped += 1
+        if reading.is_empty:
+            return CONTINUE
+        return self._judge_overflow(reading) if self.scaling and not reading.is_spike else self._judge_fault(reading)
+
+    def _judge_overflow(self, reading: Reading) -> Verdict:
+        self.num_at_floor = self.num_at_floor + 1 if reading.scale <= self.min_scale else 0
+        if self.num_at_floor < self.options.floor_patience:
+            return CONTINUE
+        return Verdict(
+            action=Action.STOP,
+            reason=f"{self.num_at_floor} steps in a row overflowed with the loss scale at its floor of "
+            f"{self.min_scale:g} (step {reading.attempted}: {reading.reason})",
+            fix="the model itself produces infinities: try --precision bf16, a lower learning rate, or look at "
+            f"the samples {_few(reading.sample_ids)}",
+        )
+
+    def _judge_fault(self, reading: Reading) -> Verdict:
+        if self.num_faults == 0:
+            self.first_fault_committed = reading.committed
+        self.num_faults += 1
+        if self.num_faults < self.options.max_consecutive:
+            return CONTINUE
+        reason = f"{self.num_faults} bad steps in a row, the last one step {reading.attempted}: {reading.reason}"
+        if self.options.on_fault == "rollback" and self.num_rollbacks < self.options.max_rollbacks:
+            return Verdict(action=Action.ROLLBACK, reason=reason, first_fault_committed=self.first_fault_committed)
+        tried = f" after {self.num_rollbacks} rollbacks" if self.num_rollbacks else ""
+        return Verdict(
+            action=Action.STOP,
+            reason=reason + tried,
+            fix="lower the learning rate, clip gradients (train.clip_norm), or let halfstep go back by itself with "
+            f"guard.on_fault=rollback; samples of the last step: {_few(reading.sample_ids)}",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and the facts not looked at yet as plain numbers: a resumed run judges them at the same step."""
+        pending = [item.read() if isinstance(item, Facts) else item for item in self.pending]
+        self.pending = deque(pending)
+        return {
+            "pending": [asdict(reading) for reading in pending],
+            "num_faults": self.num_faults,
+            "num_at_floor": self.num_at_floor,
+            "num_rollbacks": self.num_rollbacks,
+            "num_skipped": self.num_skipped,
+            "first_fault_committed": self.first_fault_committed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        readings = ({**r, "sample_ids": tuple(r["sample_ids"])} for r in state["pending"])
+        self.pending = deque(Reading(**reading) for reading in readings)
+        for name in ("num_faults", "num_at_floor", "num_rollbacks", "num_skipped", "first_fault_committed"):
+            setattr(self, name, int(state[name]))
+
+
+def _few(sample_ids: tuple[int, ...], most: int = 8) -> str:
+    shown = ", ".join(str(i) for i in sample_ids[:most])
+    return shown + (", ..." if len(sample_ids) > most else "") if sample_ids else "unknown"

@@ -1,0 +1,397 @@
+"""The step: compute, judge, commit, over one window of micro-batches.
+
+    facts = step.compute(loss_fn, window)   forward, backward, norm, verdict: nothing committed, nothing read
+    step.commit(facts)                      the device decides: a bad step is dropped by a flag, not by an `if`
+
+A step is bad when its loss, its gradient norm or a buffer it wrote is not finite (or, on request, when its loss is a
+spike). On a bad step weights, buffers, optimizer state, average, schedule and committed counter keep their bits.
+BatchNorm statistics are written during forward, so they are copied when the window starts and put back. They belong
+to the verdict, too: a variance can overflow while loss and gradients stay finite, and only evaluation would show it.
+
+Order inside: backward on the scaled loss, norm, verdict, then one factor on every gradient (one over scale and window
+weight, times what clipping leaves), commit. On CUDA fused optimizers apply the factor as they read the gradients.
+The host waits for nothing here but the first commit of each optimizer (see commit.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError, DataError
+from halfstep.precision.plan import Plan
+from halfstep.step.buffers import Buffers
+from halfstep.step.clip import Clip
+from halfstep.step.commit import Committer
+from halfstep.step.ema import Ema
+from halfstep.step.facts import Facts, restore_rng, rng_state
+from halfstep.step.rates import Rates
+from halfstep.step.scaler import Scaler, ScalerOptions
+from halfstep.step.schedule import Schedule
+from halfstep.step.spike import SpikeMeter
+
+Batch = Any
+Window = Sequence[Batch]
+Weight = Tensor | float | int
+LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
+Agree = Callable[[Tensor], Tensor]
+
+
+def alone(flag: Tensor) -> Tensor:
+    """One process: its own verdict is everybody's. Several ranks put their agreement here."""
+    return flag
+
+
+class Step:
+    """Compute, judge and commit one optimizer step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        plan: Plan,
+        *,
+        accumulate: int = 1,
+        clip: Clip | None = None,
+        schedules: Sequence[Schedule] = (),
+        scaler: Scaler | ScalerOptions | None = None,
+        ema: Ema | None = None,
+        spikes: SpikeMeter | None = None,
+        agree: Agree = alone,
+    ) -> None:
+        if accumulate < 1:
+            raise ConfigError(f"accumulate must be at least 1, not {accumulate}", fix="1 means no accumulation")
+        self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self.rates: Rates | None = None
+        self.device = self._trained_parameters()[0].device
+        self.rates = Rates(self.optimizers, schedules, self.device) if schedules else None
+        self.committers = [Committer(optimizer, self.rates) for optimizer in self.optimizers]
+        if not isinstance(scaler, Scaler):
+            scaler = Scaler(self.device, enabled=plan.needs_loss_scaling, options=scaler)
+        self.scaler = scaler
+        self.spikes = spikes or SpikeMeter(self.device)
+        self.agree = agree
+        self.attempted = 0
+        self.generation = 0
+        """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
+        self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._buffers = Buffers(model)
+        self._rng: dict[str, Tensor] = {}
+        """The generators before a compute() that is not committed yet."""
+
+    def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+        """Groups of `accumulate` micro-batches; the last partial group still steps."""
+        window: list[Batch] = []
+        for batch in batches:
+            window.append(batch)
+            if len(window) == self.accumulate:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    def __call__(self, loss_fn: LossFn, window: Window) -> Facts:
+        facts = self.compute(loss_fn, window)
+        self.commit(facts)
+        return facts
+
+    def compute(self, loss_fn: LossFn, window: Window) -> Facts:
+        """Forward, backward, norm and verdict. Gradients are there afterwards, nothing else has changed for good. Where
+        `facts.factor` is set they are not multiplied by it yet: commit() does that."""
+        if isinstance(window, (Tensor, Mapping)):
+            raise ConfigError(
+                f"a step takes a window, a list of batches, not one {type(window).__name__}",
+                why="iterating over a batch would train on its rows or its keys",
+                fix="step(loss_fn, [batch]), or loop over step.windows(loader)",
+            )
+        self._rng = rng_state(self.device)
+        try:
+            facts = self.judge(loss_fn, window)
+        except BaseException:
+            self.abandon()
+            raise
+        facts.ids, facts.rng = sample_ids(window), self._rng
+        return facts
+
+    def judge(self, loss_fn: LossFn, window: Window) -> Facts:
+        """The part of `compute` that the device does: what a CUDA graph can hold."""
+        parameters = self._trained_parameters()
+        self._buffers.save()
+        self.clear_gradients()
+        loss, weight = self._accumulate(loss_fn, window)
+        return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
+
+    def abandon(self) -> None:
+        """Undo a compute() that was not committed: buffers and generators as before. Twice does no harm."""
+        self.clear_gradients()
+        if self._rng:
+            self._buffers.restore_where(torch.ones((), dtype=torch.bool, device=self.device))
+            restore_rng(self._rng, self.device)
+            self._rng = {}
+
+    def commit(self, facts: Facts) -> None:
+        """Let the device commit or drop the step, in every place alike."""
+        self.look_ahead()
+        self.settle(facts)
+        self._rng = {}
+        self.attempted += 1
+        facts.send()
+
+    def look_ahead(self) -> None:
+        """Have the next step's learning rates at hand. A table that grows is a new tensor: no graph knows it yet."""
+        if self.rates is not None:
+            self.rates.cover(self.attempted)
+
+    @torch.no_grad()
+    def settle(self, facts: Facts) -> None:
+        """The part of `commit` that the device does; everything is written in place, so that a graph can hold it."""
+        bad = facts.bad
+        if self.rates is not None:
+            self.rates.refresh(self.committed)
+        lr = self._first_rate()
+        for committer in self.committers:
+            committer.commit(bad, facts.factor)
+        self._buffers.restore_where(bad)
+        self.committed.add_(~bad)
+        if self.ema is not None:
+            self.ema.update(self.committed, bad)
+        self.spikes.remember(facts.loss, bad)
+        if self.scaler.enabled:
+            self.scaler.update(bad, unjudged=facts.empty | facts.spike & bad)
+        facts.pack(self.committed, lr)
+
+    def why_never_captured(self) -> str:
+        """What is known of that before the first step."""
+        by_host = [c.name for c in self.committers if c.way == "host"]
+        return f"{', '.join(by_host)} commits by the host's decision" if by_host else ""
+
+    def why_not_captured(self) -> str:
+        """What keeps this step from being replayed as a CUDA graph; empty where nothing does."""
+        if self.device.type != "cuda":
+            return f"a CUDA graph needs a CUDA device, not {self.device}"
+        if self._buffers.are_replaced:
+            return "the model replaces a buffer in its forward pass instead of writing into it"
+        if by_host := self.why_never_captured():
+            return by_host
+        return "" if all(c.settled for c in self.committers) else "an optimizer has not made its first step"
+
+    def forget_capture(self) -> None:
+        """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
+        self.clear_gradients()
+        self._buffers.forget()
+        for committer in self.committers:
+            committer.close_capture()
+
+    def _accumulate(self, loss_fn: LossFn, window: Window) -> tuple[Tensor, Weight]:
+        """Backward over the window. Micro-batches count by weight, relative to the first one's, so that a window of
+        one is plain training to the last bit and fp16 sees no larger gradients than without accumulation."""
+        total_loss: Tensor | None = None
+        total_weight: Weight = 0.0
+        unit: Weight | None = None
+        is_one = len(window) == 1
+        for batch in window:
+            with self.plan.forward():
+                result = loss_fn(batch)
+            loss, weight = result if isinstance(result, tuple) else (result, batch_length(batch))
+            if not isinstance(weight, Tensor) and weight == 0:
+                continue
+            unit = _positive(weight) if unit is None else unit
+            share = weight / unit
+            loss = _single(loss).to(self.device, torch.float32)
+            loss = loss if _is_one(share) else loss * share
+            with self.plan.backend():
+                self.scaler.scale(loss).backward()
+            if total_loss is None:
+                # A copy where more follow: the user's own loss may be written into by then.
+                total_loss, total_weight = loss.detach() if is_one else loss.detach().clone(), share
+            else:
+                total_loss, total_weight = total_loss + loss.detach(), total_weight + share
+        if total_loss is None:
+            return torch.full((), float("nan"), device=self.device), 0.0
+        return total_loss if _is_one(total_weight) else total_loss / total_weight, total_weight
+
+    @torch.no_grad()
+    def _judge(self, parameters: list[Tensor], loss: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        _refuse_sparse(gradients)
+        scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
+        unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
+        norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
+        facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
+        if isinstance(weight, Tensor):
+            facts.empty = facts.empty | (weight == 0)  # on the device, wherever the weight lies
+        elif weight == 0:
+            facts.empty = torch.ones_like(facts.empty)
+        facts.spike = self.spikes.judge(loss)
+        facts.ruined = self._buffers.became_non_finite(self.device)
+        # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
+        bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
+        facts.bad = self.agree(bad | facts.spike if self.spikes.skips else bad)
+        facts.spike = facts.spike & ~bad
+        if self._optimizers_multiply(parameters):
+            facts.factor = factor
+        elif factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        return facts
+
+    def _optimizers_multiply(self, parameters: list[Tensor]) -> bool:
+        """Whether the optimizers' kernels scale the gradients as they read them, which saves a pass over all of them.
+
+        They divide by the inverse, a rounding away from the multiplication wherever the factor is not a power of two;
+        on a CPU, where a pass costs little, a step keeps the very bits of a plain loop. And they write the gradients
+        back, so that a second optimizer of the same parameter would scale them twice."""
+        in_kernels = self.device.type == "cuda" and all(c.way == "found_inf" for c in self.committers)
+        held = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        return in_kernels and held == len(parameters)
+
+    def _trained_parameters(self) -> list[Tensor]:
+        """Each once, asked for anew at every step: a group may have been added, a parameter be in two optimizers."""
+        if self.rates is not None and not self.rates.knows_all(self.optimizers):
+            raise ConfigError(
+                "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
+            )
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return _checked(list({id(p): p for group in groups for p in group["params"]}.values()))
+
+    def clear_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)  # also of weights that no optimizer holds: they would only pile up
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _first_rate(self) -> Tensor:
+        if self.rates is not None:
+            return self.rates.now[0]
+        lr = self.optimizers[0].param_groups[0]["lr"]
+        return lr.detach() if isinstance(lr, Tensor) else torch.full((), float(lr), device=self.device)
+
+    def set_rate_factor(self, factor: float) -> None:
+        """Plateau and rollback: one factor on every learning rate, written by the host."""
+        if self.rates is None:
+            raise ConfigError("this step has no schedule, so its learning rate is the optimizer's own",
+                              fix="give it schedules=[...], a constant one will do")  # fmt: skip
+        self.rates.factor.fill_(factor)
+
+    def describe(self) -> list[tuple[str, str, int]]:
+        """Optimizer, its way to commit, and the bytes that way costs: for the plan."""
+        return [(c.name, c.way, c.extra_bytes) for c in self.committers]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed step needs besides the model; waits for the device."""
+        return {
+            "attempted": self.attempted,
+            "committed": int(self.committed),
+            "rate_factor": float(self.rates.factor) if self.rates is not None else 1.0,
+            "scaler": self.scaler.state_dict(),
+            "spikes": self.spikes.state_dict(),
+            "optimizers": [_with_plain_rates(optimizer.state_dict()) for optimizer in self.optimizers],
+            "ema": self.ema.state_dict() if self.ema is not None else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.attempted = int(state["attempted"])
+        self.generation += 1
+        self.committed.fill_(int(state["committed"]))
+        self.scaler.load_state_dict(state["scaler"])
+        self.spikes.load_state_dict(state["spikes"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            # A copy: torch keeps tensors that already fit, and training on would write into what was loaded.
+            optimizer.load_state_dict(copy.deepcopy(own))
+            _match_layouts(optimizer)
+        if self.rates is not None:
+            self.rates.factor.fill_(float(state["rate_factor"]))
+            self.rates.cover(self.attempted)
+            self.rates.refind(self.optimizers)
+        for committer in self.committers:
+            committer.forget()
+
+
+def batch_length(batch: Batch) -> int:
+    """Samples in a micro-batch: the first dimension of its first tensor."""
+    tensor = next(_tensors_in(batch), None)
+    if tensor is None or tensor.ndim == 0:
+        raise DataError(
+            f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
+            fix="let loss_fn return (loss, weight), for example (loss, number_of_tokens)",
+        )
+    return len(tensor)
+
+
+def _tensors_in(batch: Batch) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors_in(part)
+
+
+def sample_ids(window: Window) -> tuple[Tensor, ...]:
+    """The `index` entries of the window's batches, where the loader gives them."""
+    found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
+    return tuple(ids for ids in found if isinstance(ids, Tensor))
+
+
+def _is_one(factor: Weight) -> bool:
+    """Whether the host knows it is 1, so that multiplying is not worth a kernel."""
+    return not isinstance(factor, Tensor) and factor == 1
+
+
+def _positive(weight: Weight) -> Weight:
+    if isinstance(weight, Tensor):
+        weight = weight.detach().float()
+        return torch.where(weight > 0, weight, torch.ones_like(weight))
+    return weight
+
+
+def _checked(parameters: list[Tensor]) -> list[Tensor]:
+    if not parameters:
+        raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
+    half = [p for p in parameters if p.dtype == torch.float16]
+    if half:
+        raise ConfigError(
+            f"{len(half)} trained parameters are stored in fp16, the first of shape {tuple(half[0].shape)}",
+            why="their gradients cannot be unscaled, and updates below 6e-8 vanish",
+            fix="keep weights in fp32 (model.float()); precision 'fp16' casts what it computes with by itself",
+        )
+    return parameters
+
+
+def _single(loss: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss is {'None' if loss is None else 'a ' + type(loss).__name__}, not a tensor",
+            fix="return loss, or (loss, weight); without .item()",
+        )
+    if loss.numel() != 1:
+        raise ConfigError(f"the loss has the shape {tuple(loss.shape)}", fix="return one number: loss.mean() or .sum()")
+    return loss.reshape(())
+
+
+def _refuse_sparse(gradients: list[Tensor]) -> None:
+    if any(gradient.is_sparse for gradient in gradients):
+        raise ConfigError(
+            "a gradient is sparse",
+            why="a bad step could not be judged or undone without making it dense",
+            fix="nn.Embedding(..., sparse=False)",
+        )
+
+
+def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """Learning rates as numbers: the tensors are views of one vector and are bound again on load."""
+    groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def _match_layouts(optimizer: Optimizer) -> None:
+    """State of channels_last weights must lie in memory as they do: fused kernels walk both as flat arrays."""
+    for parameter, own in optimizer.state.items():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                own[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

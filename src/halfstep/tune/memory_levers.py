@@ -1,0 +1,64 @@
+"""The levers of `train.memory: low` on a real model: which of them a run has, and how one is pulled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.models.recompute import Recomputing
+from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.step.optimizers import Options, ParamGroups, build_optimizer
+from halfstep.tune.memory_low import BUDGETS, MemorySetting
+
+
+class Levers(NamedTuple):
+    """Positions to try, lever by lever, and why others are missing."""
+
+    positions: list[Sequence[MemorySetting]]
+    notes: list[str]
+
+
+def levers_of(model: nn.Module, optimizer_name: str, *, is_compiled: bool) -> Levers:
+    """The most promising lever first: trials may run out of time."""
+    positions: list[Sequence[MemorySetting]] = []
+    notes: list[str] = []
+    if any(isinstance(module, Recomputing) for module in model.modules()):
+        positions.append((MemorySetting(recompute="pointwise"), MemorySetting(recompute="blocks")))
+    else:
+        notes.append(f"recomputing: {type(model).__name__} has no blocks of halfstep.models.recompute")
+    if optimizer_name == "adamw":
+        positions.append((MemorySetting(optimizer_bits=8),))
+    else:
+        notes.append(f"8-bit optimizer states: they exist for adamw, not for {optimizer_name}")
+    if is_compiled:
+        positions.append([MemorySetting(activation_budget=share) for share in BUDGETS])
+    else:
+        notes.append("activation budget: it needs train.fast=compile or graph")
+    return Levers(positions, notes)
+
+
+@contextmanager
+def activation_budget(share: float) -> Iterator[None]:
+    """Let what is compiled inside keep at most this share of its activations; 1 is torch's own choice.
+
+    It is read when a region is compiled, also a later time for another shape: hold this for the whole run. A region
+    compiled under another share must be compiled anew; the share is part of inductor's cache key.
+    """
+    import torch._functorch.config as functorch_config
+
+    patch: Any = functorch_config.patch
+    with patch(activation_memory_budget=share):
+        yield
+
+
+def optimizer_for(
+    setting: MemorySetting, name: str, groups: ParamGroups, *, lr: float, options: Options | None = None
+) -> Optimizer:
+    """The run's optimizer, its moments stored in the setting's bits."""
+    if setting.optimizer_bits == 8:
+        return AdamW8bit(groups, lr=lr, **dict(options or {}))
+    return build_optimizer(name, groups, lr=lr, options=options)

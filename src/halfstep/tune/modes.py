@@ -1,0 +1,86 @@
+"""The ways a step can run: eager, compiled, or as one CUDA graph of compiled kernels; and which one was asked for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfstep.config.schema import RunConfig
+from halfstep.errors import ConfigError
+from halfstep.hardware.cache import cache_directory
+from halfstep.precision.plan import Plan
+from halfstep.tune.memory_levers import activation_budget as budget
+
+Way: TypeAlias = Literal["eager", "compile", "graph"]
+Batch: TypeAlias = dict[str, Tensor]
+Region: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | float, Any]]
+"""Forward and loss of one batch: (loss, weight, outputs). This is what gets compiled."""
+
+COMPILE_S = 45.0
+"""What a cold start of the compiler takes: 30 to 60 s were seen for U-Net and ResNet-50 beside an H200."""
+WARM_START_S = 15.0
+"""The same with compiled code found on disk: tracing remains. An allowance, not measured."""
+KERNEL_TUNING_S = 240.0
+"""A cold start in which inductor also searches each kernel's block sizes: over two minutes for U-Net and ResNet-50."""
+
+NEEDS_CUDA = "warning: train.fast=graph needs a CUDA device, this run is on {}: the step is compiled, not captured"
+
+
+def asked_way(config: RunConfig, plan: Plan) -> Way | None:
+    """What the settings or the stored plan say; None where it is left to measurement (`auto` on a CUDA device)."""
+    wish = config.train.fast
+    if plan.simulated and wish in ("compile", "graph"):
+        raise ConfigError(
+            "a simulated precision cannot be compiled", why="simulation is eager only", fix="train.fast=off"
+        )
+    if plan.way:
+        return plan.way
+    if wish == "auto":
+        # Repeatable to the bit means the same kernels each time, and inductor times its kernels anew.
+        is_measured = plan.on_cuda and not config.train.deterministic and not plan.simulated
+        return None if is_measured else "eager"
+    return "eager" if wish == "off" else "compile" if wish == "compile" or not plan.on_cuda else "graph"
+
+
+def compiled(eager: Region, *, tunes_kernels: bool = False, activation_budget: float = 1.0) -> Region:
+    """The region as torch.compile makes it, lazily: the compiler is loaded when the first batch comes.
+
+    Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
+    `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (docs/log.md), minutes more to start
+    with an empty cache. `activation_budget` is the share of activations that backward may keep.
+    """
+
+    @functools.cache
+    def region() -> Region:
+        keep_compiled_code()
+        logging.getLogger("torch._inductor.scheduler").addFilter(_is_no_echo)
+        options: dict[str, Any] = {"coordinate_descent_tuning": True} if tunes_kernels else {}
+        return torch.compile(eager, dynamic=False, options=options)
+
+    def budgeted(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        with budget(activation_budget):
+            return region()(batch)
+
+    return (lambda batch: region()(batch)) if activation_budget == 1 else budgeted
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """Before it raises an error, inductor prints a page of its own code; the engine says the error in one line."""
+    return not record.getMessage().startswith("Error in codegen for")
+
+
+def keep_compiled_code() -> None:
+    """Compiled kernels go where they survive a restart; torch's own default is a temporary folder."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code()))
+
+
+def compiled_code() -> Path:
+    """The folder of the compiler's cache."""
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_directory(os.environ) / "inductor")

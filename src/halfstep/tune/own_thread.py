@@ -1,0 +1,82 @@
+"""Work in a thread of its own, backward passes included.
+
+torch keeps cuDNN's choice of algorithms for each thread, by the shapes alone: a convolution that ran before in this
+thread keeps its algorithm, whatever `cudnn.benchmark` says by then (ATen/native/cudnn/Conv_v8.cpp; tests/gpu has the
+proof). So each candidate of a trial gets a thread without a past, and the run's own thread is left without one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from halfstep.tune.compiler_threads import before_a_thread
+
+T = TypeVar("T")
+
+LOOK_S = 0.1
+"""How often the waiting thread looks up: on some systems a signal does not end the wait for a lock."""
+
+
+def in_own_thread(work: Callable[[], T], device: torch.device) -> T:
+    """What `work` returns or raises. An interrupt of the caller reaches it, and is raised once it has ended."""
+    before_a_thread()
+    errand = _Errand(work, device)
+    errand.start()
+    try:
+        errand.wait()
+    except BaseException:  # Ctrl-C, or what a handler of another signal raises
+        errand.interrupt()
+        errand.wait()
+        raise
+    try:
+        if errand.error is not None:
+            raise errand.error
+        return errand.result
+    finally:
+        del errand  # or its error's frames, this one among them, would hold it, and it its error
+
+
+class _Errand(threading.Thread, Generic[T]):
+    result: T
+
+    def __init__(self, work: Callable[[], T], device: torch.device) -> None:
+        super().__init__(name="halfstep trial", daemon=True)
+        self.work = work
+        self._cuda = _index_of(device) if device.type == "cuda" else None
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        self._context = contextvars.copy_context()  # settings of torch's compiler are kept for each thread
+
+    def run(self) -> None:
+        try:
+            self.result = self._context.run(self._worked)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Not `join`: Python 3.11 takes a thread for ended whose join was interrupted."""
+        while not self._ended.wait(LOOK_S) and self.is_alive():  # an interrupt may end it before it says so
+            pass
+
+    def _worked(self) -> T:
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)  # a new thread has no CUDA context of its own, which Triton needs
+        with torch.autograd.set_multithreading_enabled(False):  # backward here, not in the thread all others share
+            return self.work()
+
+    def interrupt(self) -> None:
+        """At the next instruction of Python: a compiler that takes a minute is Python for the most part."""
+        if self.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(KeyboardInterrupt))
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

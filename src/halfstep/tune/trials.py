@@ -1,0 +1,174 @@
+"""Timed trial steps on a copy of the model, so that trying leaves the run itself untouched, down to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from halfstep.config.schema import RunConfig
+from halfstep.guide.memory import LiveBytes
+from halfstep.measure.memory import give_back, peak_memory_bytes, reset_peak
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import Assembly, assemble
+from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from halfstep.tune.compiler_threads import forget_compiled
+from halfstep.tune.first_batch import first_batch
+from halfstep.tune.memory_limit import first_line
+from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
+from halfstep.tune.modes import Way
+from halfstep.tune.own_thread import in_own_thread
+from halfstep.tune.trial_time import TrialTime
+from halfstep.workloads.workload import Workload
+
+TIMED_STEPS = 5
+"""In a round at least; fewer where the time for trials is short."""
+LASTING_ROUNDS = 6
+"""On a GPU a round has so many steps that this many fill the time: at its end the device waits for the host, and rests,
+which it does not in a run."""
+ROUNDS = 3
+"""The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
+LASTING_S = 1.5
+"""On a GPU rounds go on for so long, and the last two thirds count: at its power cap an H200 took longer for a step
+after half a second than before (docs/log.md)."""
+
+
+def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
+    """Seconds of a step, once it has gone on for so long: the median of rounds, each given its steps and giving seconds
+    of one; of fewer and shorter rounds where time is short."""
+    once_s = max(a_round(1), 1e-9)
+    if time.run_s is None:
+        time.expect(once_s)
+    affordable_s = time.for_one_s
+    affordable = affordable_s / once_s
+    wanted = max(TIMED_STEPS, lasting_s / LASTING_ROUNDS / once_s)
+    num_steps = max(1, int(min(wanted, affordable / ROUNDS)))
+    until = time.clock() + min(lasting_s, affordable_s)
+    rounds = [a_round(num_steps)]
+    while not time.is_over and (len(rounds) < min(ROUNDS, affordable / num_steps) or time.clock() < until):
+        rounds.append(a_round(num_steps))
+    return statistics.median(rounds[-max(ROUNDS, 2 * len(rounds) // 3) :])
+
+
+def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
+    """What a step takes in this way, or compiled where it cannot be captured: as the run itself would go on."""
+    try:
+        return _cost_in(way, config, workload, plan)
+    except NotCaptured:
+        pass  # not tried in here: the error's frames hold the model that it is about
+    return _cost_in("compile", config, workload, plan)
+
+
+def _cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
+    with trial_run(config, workload, plan) as trial:
+        return trial.cost(way)
+
+
+@contextmanager
+def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
+    """A copy of the run that is not yet begun, ready to be stepped; nothing of it is left afterwards."""
+    give_back(torch.device(plan.device))  # of a trial that failed: its error held it
+    generators = generator_states()
+    copied = dataclasses.replace(workload, model=_copied(workload.model))
+    try:
+        with algorithms(deterministic=config.train.deterministic):
+            yield _assembled(config, copied, plan)
+    finally:
+        restore_generators(generators)
+        del copied
+        # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
+        forget_compiled()
+        give_back(torch.device(plan.device))
+
+
+def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Trial:
+    try:
+        return Trial(assemble(config, workload, plan))
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit("the model itself is out of memory") from error
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a user's model may hold anything
+        raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({first_line(error)})") from error
+
+
+class Trial:
+    """Steps on one window of real data, over and over."""
+
+    def __init__(self, parts: Assembly) -> None:
+        self.parts = parts
+        batch = first_batch(parts.config, parts.workload)
+        self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
+
+    def cost(self, way: Way, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
+        """Milliseconds and peak bytes of a step that runs in this way; CannotRun where it does not."""
+        if cudnn_benchmark is not None:
+            self.parts.plan = dataclasses.replace(self.parts.plan, cudnn_benchmark=cudnn_benchmark)
+        return in_own_thread(lambda: self._cost(way, time or TrialTime()), self.parts.device)
+
+    def _cost(self, way: Way, time: TrialTime) -> Cost:
+        if way == "graph" and (reason := self.parts.step.why_never_captured()):
+            raise NotCaptured(reason)
+
+        def ended(text: str, level: str) -> None:
+            if engine.way != way:  # before it goes on, and compiles, in another
+                raise (NotCaptured if engine.way == "compile" else CannotRun)(text)
+
+        engine = Engine(self.parts, way, ended)
+        try:
+            peak = self._warmed_up(engine, time)
+            found = Cost(self._timed(engine, time) * 1e3, peak)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit("out of memory") from error
+        except CannotRun:
+            raise
+        except Exception as error:
+            if way == "eager":
+                raise  # the run itself would fail with it
+            raise CannotRun(f"{type(error).__name__}: {first_line(error)}") from error
+        finally:
+            engine.forget_graphs()
+        return found
+
+    def _warmed_up(self, engine: Engine, time: TrialTime) -> int:
+        """Enough steps for compilation, first commits and capture; the peak of the last two, a graph's memory too."""
+        device = self.parts.device
+        with time.starting():
+            engine(self.window)
+            self._finish()
+        for _ in range(UNCAPTURED - 2):
+            engine(self.window)
+        if device.type != "cuda":
+            with LiveBytes() as live:
+                engine(self.window)
+            return int(live.peak)
+        torch.cuda.synchronize(device)
+        reset_peak(device)
+        for _ in range(2):
+            engine(self.window)
+        return peak_memory_bytes(device) or 0
+
+    def _timed(self, engine: Engine, time: TrialTime) -> float:
+        lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0
+        self._finish()
+        return lasting_step_s(lambda num_steps: self._round(engine, time, num_steps), time, lasting_s)
+
+    def _round(self, engine: Engine, time: TrialTime, num_steps: int) -> float:
+        start = time.clock()
+        for _ in range(num_steps):
+            engine(self.window)
+        self._finish()
+        return (time.clock() - start) / num_steps
+
+    def _finish(self) -> None:
+        if self.parts.device.type == "cuda":
+            torch.cuda.synchronize(self.parts.device)

@@ -1,0 +1,153 @@
+"""`evaluate`: how good is a stored run, on its own validation data or on others'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.loader import Loader
+from halfstep.errors import DataError, MemoryLimitError
+from halfstep.measure.clock import Stopwatch
+from halfstep.measure.memory import memory_picture
+from halfstep.precision.plan import Plan
+from halfstep.report.evaluation_view import Evaluation
+from halfstep.report.run_report import RunReport
+from halfstep.run.assemble import build_workload
+from halfstep.run.hints import hint_about
+from halfstep.run.places import with_absolute_paths, with_data_found
+from halfstep.run.validate import evaluating, validate
+from halfstep.step.randomness import algorithms
+from halfstep.tune.memory_limit import OutOfMemory
+from halfstep.use.evaluation import Kind, Look, PlainEvaluation
+from halfstep.use.open_run import OpenedRun, fresh_folder, open_run, plan_for_use, with_weights, write_text
+from halfstep.workloads import CLASSIFIERS
+from halfstep.workloads.classification.evaluate import ClassificationEvaluation
+from halfstep.workloads.segmentation.evaluate import SegmentationEvaluation
+from halfstep.workloads.workload import Batch, Workload
+
+KINDS: dict[str, type[Kind]] = {
+    "unet": SegmentationEvaluation,
+    **dict.fromkeys(CLASSIFIERS, ClassificationEvaluation),
+}
+
+
+def evaluate(
+    path: Path,
+    *,
+    report: RunReport,
+    data: Path | None = None,
+    checkpoint: str = "best",
+    device: str | None = None,
+    precision: str | None = None,
+    batch_size: int | None = None,
+    out: Path | None = None,
+) -> Evaluation:
+    """Metrics as in training, results of each class, and pictures in a folder of their own."""
+    clock = Stopwatch()
+    run = open_run(path, checkpoint=checkpoint)
+    kind = KINDS.get(run.config.workload, PlainEvaluation)
+    config, workload = _with_data(run, kind, data, report)
+    plan = plan_for_use(run, workload.model, device=device, precision=precision)
+    for note in (*run.notes, *plan.warnings, *workload.notes):
+        report.notice(note, "warning")
+    evaluation = kind(workload)
+    with (
+        fresh_folder(out, run.folder.report / "evaluation") as folder,
+        algorithms(deterministic=config.train.deterministic),
+    ):
+        model = with_weights(run, workload.model, plan)
+        counted = replace(workload, metrics=lambda: evaluation.metrics)
+        pieces = int(run.checkpoint.state["pieces"]) if batch_size is None else 1
+        size = batch_size or config.train.batch_size
+        metrics = _validated(config, counted, model, plan, report, batch_size=size, pieces=pieces)
+        pictures = evaluation.draw(folder, _look(workload, model, plan, config.train.seed))
+        summary = folder / "evaluation.json"
+        found = Evaluation(
+            run=str(path),
+            workload=config.workload,
+            checkpoint=run.path.name,
+            weights=run.weights,
+            data=str(config.data.dir or "the workload's own"),
+            samples=len(workload.val_samples),
+            precision=plan.granted,
+            simulated=plan.simulated,
+            device=f"{plan.device} ({plan.device_name})",
+            metrics=metrics,
+            classes=evaluation.classes(),
+            ranking=evaluation.ranking,
+            hint=hint_about(config.workload, metrics),
+            files=tuple(str(file) for file in (*pictures, summary)),
+            seconds=round(clock.elapsed_s, 2),
+        )
+        write_text(summary, found.to_json())
+    return found
+
+
+def _with_data(run: OpenedRun, kind: type[Kind], data: Path | None, report: RunReport) -> tuple[RunConfig, Workload]:
+    """The run's own validation data; of another folder all there is."""
+    config = with_absolute_paths(run.config)
+    stored = Path(config.data.dir) if config.data.dir else None
+    if data is not None and not data.is_dir():
+        raise DataError(f"--data {data} {'is a file' if data.exists() else 'does not exist'}", fix="name a data folder")
+    if data is not None and not (stored and stored.is_dir() and data.samefile(stored)):
+        workload = kind.on_all(build_workload(kind.config_for(config, data), run.store))
+        return kind.config_for(config, data), workload
+    config, notes = with_data_found(run.config, run.folder)
+    for note in notes:
+        report.notice(note, "warning")
+    workload = build_workload(config, run.store)
+    if len(workload.val_samples) == 0:
+        raise DataError(
+            f"the run has no validation data in {config.data.dir}",
+            why="it was trained on all of them, and what was trained on proves nothing",
+            fix="--data DIR with data that it has not seen",
+        )
+    return config, workload
+
+
+def _validated(
+    config: RunConfig,
+    workload: Workload,
+    model: nn.Module,
+    plan: Plan,
+    report: RunReport,
+    *,
+    batch_size: int,
+    pieces: int,
+) -> dict[str, float]:
+    loader = Loader(
+        workload.val_samples,
+        batch_size=batch_size,
+        seed=config.train.seed,
+        num_workers=config.data.num_workers,
+        shuffle=False,
+    )
+    try:
+        with report.phase("Evaluating", len(loader)) as bar:
+            return validate(workload, model, plan, loader, pieces=pieces, advance=bar.advance)
+    except OutOfMemory as error:
+        raise MemoryLimitError(
+            f"out of memory on {plan.device} with batch size {batch_size}",
+            why=memory_picture(torch.device(plan.device)),
+            fix=f"--batch-size {max(1, batch_size // (2 * pieces))}, or --precision bf16",
+        ) from error
+    finally:
+        loader.close()
+
+
+def _look(workload: Workload, model: nn.Module, plan: Plan, seed: int) -> Look:
+    device = torch.device(plan.device)
+
+    def look(index: int) -> tuple[Batch, Any]:
+        sample = workload.val_samples.sample(index, key=(seed, 0, index))
+        raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
+        batch = workload.prepare(raw, key=(), training=False)
+        with evaluating(model), plan.forward():
+            return batch, workload.forward(model, batch)
+
+    return look

@@ -1,0 +1,98 @@
+"""`predict`: use a stored run on files, with nothing but its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from halfstep.data.files import some_of
+from halfstep.errors import ConfigError, DataError
+from halfstep.measure.clock import Stopwatch
+from halfstep.report.prediction_view import Answer, Failure, Predictions
+from halfstep.report.run_report import RunReport
+from halfstep.step.randomness import algorithms
+from halfstep.use.inputs import Input, find_inputs
+from halfstep.use.open_run import fresh_folder, open_run, plan_for_use, with_weights, write_text
+from halfstep.use.predictor import Predictor, Wishes
+from halfstep.workloads import CLASSIFIERS
+from halfstep.workloads.classification.predict import ClassPredictor
+from halfstep.workloads.segmentation.predict import MaskPredictor
+
+KINDS: dict[str, type[Predictor]] = {"unet": MaskPredictor, **dict.fromkeys(CLASSIFIERS, ClassPredictor)}
+
+
+def predict(
+    path: Path,
+    asked: Sequence[Path],
+    *,
+    report: RunReport,
+    wishes: Wishes,
+    checkpoint: str = "best",
+    device: str | None = None,
+    precision: str | None = None,
+) -> Predictions:
+    """What the model says about every file; those that cannot be used are named, and fail only where all do."""
+    clock = Stopwatch()
+    run = open_run(path, checkpoint=checkpoint)
+    if run.config.workload not in KINDS:
+        raise ConfigError(f"halfstep predict does not know {run.config.workload}", fix="it knows " + ", ".join(KINDS))
+    predictor = KINDS[run.config.workload](run)
+    _refuse_other_wishes(predictor, wishes, run.config.workload)
+    inputs, failed = find_inputs(asked, predictor.endings)
+    for failure in failed:
+        _tell(failure, report)
+    _some_must_be_left(inputs, failed)
+    plan = plan_for_use(run, predictor.model, device=device, precision=precision)
+    for note in (*run.notes, *plan.warnings):
+        report.notice(note, "warning")
+    has_folder = wishes.out is not None or "out" in predictor.takes
+    place = fresh_folder(wishes.out, run.folder.path / "predictions") if has_folder else nullcontext()
+    with place as folder, algorithms(deterministic=run.config.train.deterministic):
+        model = with_weights(run, predictor.model, plan)
+        answers: list[Answer] = []
+        with report.phase("Predicting", len(inputs)) as bar:
+            for result in predictor.answers(inputs, model, plan, replace(wishes, out=folder), report):
+                if isinstance(result, Answer):
+                    answers.append(result)
+                else:
+                    failed.append(result)
+                    _tell(result, report)
+                bar.advance()
+        _some_must_be_left(answers, failed)
+        made = Predictions(
+            run=str(path),
+            workload=run.config.workload,
+            checkpoint=run.path.name,
+            weights=run.weights,
+            precision=plan.granted,
+            simulated=plan.simulated,
+            device=f"{plan.device} ({plan.device_name})",
+            answers=tuple(answers),
+            failed=tuple(failed),
+            out=str(folder) if folder else None,
+            seconds=round(clock.elapsed_s, 2),
+        )
+        if folder:
+            write_text(folder / "predictions.json", made.to_json())
+    return made
+
+
+def _refuse_other_wishes(predictor: Predictor, wishes: Wishes, workload: str) -> None:
+    for name, value in (("tile", wishes.tile), ("top_k", wishes.top_k)):
+        if value is not None and name not in predictor.takes:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} means nothing for {workload}", fix="leave it out")
+
+
+def _tell(failure: Failure, report: RunReport) -> None:
+    report.notice(f"left out {failure.file}: {failure.why}", "warning")
+
+
+def _some_must_be_left(usable: Sequence[Input | Answer], failed: Sequence[Failure]) -> None:
+    if not usable:
+        raise DataError(
+            f"none of the inputs can be used: {some_of(failure.file for failure in failed)}",
+            why=failed[0].why,
+            fix="name picture files, or folders that hold some",
+        )

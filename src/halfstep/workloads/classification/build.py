@@ -1,0 +1,196 @@
+"""Image classification: ResNet and ViT, or a model of the user's own, on a folder of class folders."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.data.classification_augment import ImageChanges, model_images
+from halfstep.data.image_folder import check_same_classes
+from halfstep.data.loader import Batch
+from halfstep.errors import ConfigError, ModelError
+from halfstep.models.classifiers import Classifier, load_classifier_
+from halfstep.models.resnet import resnet
+from halfstep.models.vit import checked_grid, vit
+from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.classification.config import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
+from halfstep.workloads.classification.data import evaluation_size, open_image_data
+from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
+from halfstep.workloads.import_path import imported
+from halfstep.workloads.workload import Workload
+
+FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of mixed labels",)
+
+
+def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload for `config.data.dir`; `store` of an earlier run says which classes the data must have."""
+    data = open_image_data(config.data, store, quiet=config.log.quiet)
+    is_new = store is None
+    if store is None:
+        store = {"classes": list(data.classes), "titles": dict(data.titles), "eval_share": data.eval_share}
+    check_same_classes(store["classes"], data.classes)
+    num_classes = len(data.classes)
+    model = model_from_store(config, store)
+    if is_new:
+        check_last_batch(model, config, len(data.train))
+    if is_new and config.model.weights:
+        start_from_(model, config.model.weights, replace_head=config.model.replace_head)
+
+    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
+
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=data.train,
+        val_samples=data.val,
+        prepare=Prepared(config.data),
+        forward=lambda model, batch: model(batch["image"]),
+        loss=loss,
+        metrics=lambda: ClassificationMetrics(num_classes),
+        metric="top1",
+        mode="max",
+        fragile=FRAGILE,
+        store=store,
+        notes=data.notes,
+        val_names=data.val_names,
+    )
+
+
+def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:
+    """Refuse a batch of one sample that BatchNorm cannot learn from, before the epoch that ends in it."""
+    size, side = config.train.batch_size, config.data.image_size
+    if (num_train % size or size) != 1 or not isinstance(model, Classifier):
+        return
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).to("meta").train()(torch.empty(1, 3, side, side, device="meta"))
+    except ValueError as error:
+        raise ConfigError(
+            f"train.batch_size={size} leaves one sample alone in the last batch of {num_train}",
+            why=f"at data.image_size={side} BatchNorm gets one value a channel from it, which has no spread",
+            fix="another train.batch_size, or a larger data.image_size",
+        ) from error
+
+
+class Prepared:
+    """From bytes to what the model sees: crop, flip, colour, erasing and mixing when training, the centre else."""
+
+    def __init__(self, config: ImageDataConfig) -> None:
+        asked = config.augment
+        self.train_size, self.eval_size = config.image_size, evaluation_size(config)
+        self.changes = ImageChanges(
+            flip=asked.flip,
+            brightness=asked.brightness,
+            contrast=asked.contrast,
+            saturation=asked.saturation,
+            trivial=asked.trivial,
+            erase=asked.erase,
+        )
+        self.mixing = Mixing(
+            mixup=asked.mixup, cutmix=asked.cutmix, cutmix_share=asked.cutmix_share, chance=asked.mix_chance
+        )
+
+    def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        others = {name: tensor for name, tensor in batch.items() if name != "box"}
+        if not training:
+            return others | {"image": model_images(batch, self.eval_size)}
+        seen = others | {"image": model_images(batch, self.train_size, changes=self.changes, key=key)}
+        return mix(seen, self.mixing, key=key) if self.mixing.is_on else seen
+
+
+def model_from_store(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
+    """The model alone, for a checkpoint's weights: all that prediction needs."""
+    build_model = _own_model if config.model.path is None else _users_model
+    return build_model(config, len(store["classes"]))
+
+
+def start_from_(model: nn.Module, path: str, *, replace_head: bool) -> None:
+    """The weights of a file into a new model."""
+    weights, _ = read_weights(Path(path))
+    if isinstance(model, Classifier):
+        load_classifier_(model, weights, source=path, replace_head=replace_head)
+    else:
+        load_weights_(model, weights, source=path)
+
+
+def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
+    checkpointing = config.train.activation_checkpointing
+    if isinstance(config, ResNetConfig):
+        shape = config.model
+        return resnet(
+            config.workload,
+            blocks=shape.blocks,
+            num_classes=num_classes,
+            width=shape.width,
+            stem=shape.stem,
+            checkpointing=checkpointing,
+        )
+    assert isinstance(config, ViTConfig)
+    size = config.model
+    model = vit(
+        config.workload,
+        depth=size.depth,
+        heads=size.heads,
+        dim=size.dim,
+        patch=size.patch,
+        num_classes=num_classes,
+        image_size=config.data.image_size,
+        layer_scale=size.layer_scale,
+        registers=size.registers,
+        checkpointing=checkpointing,
+    )
+    eval_size = evaluation_size(config.data)
+    checked_grid(eval_size, eval_size, model.patch)  # now, not after the first epoch
+    return model
+
+
+def _users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
+    wish = config.model
+    assert wish.path is not None
+    if wish.replace_head:
+        raise ConfigError(
+            "model.replace_head is for halfstep's own models",
+            why=f"which layer of {wish.path} is the head cannot be known",
+            fix="replace the head in your own function",
+        )
+    make = imported(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
+    options = {**({"num_classes": num_classes} if _takes(make, "num_classes") else {}), **wish.options}
+    try:
+        model: nn.Module = make(**options)
+    except TypeError as error:
+        raise ModelError(f"{wish.path} cannot be called with {options}", why=str(error), fix="model.options") from error
+    _check_logits(model, wish.path, num_classes, evaluation_size(config.data))
+    return model
+
+
+def _takes(make: Any, name: str) -> bool:
+    parameters = inspect.signature(make).parameters.values()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _check_logits(model: object, path: str, num_classes: int, size: int) -> None:
+    """One image through a model that is not ours, before anything is trained on what it gives."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{path} gives a {type(model).__name__}, not a model", fix="return an nn.Module")
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.zeros(1, 3, size, size))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=str(error).splitlines()[0]) from error
+    finally:
+        model.train(was_training)
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if shape != (1, num_classes):
+        raise ModelError(
+            f"{path} gives {shape} for one image, the data has {num_classes} classes",
+            why="logits of shape (1, classes) are needed",
+            fix=f"model.options={{num_classes: {num_classes}}}, or what your function calls it",
+        )

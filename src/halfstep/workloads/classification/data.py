@@ -1,0 +1,140 @@
+"""The data of a classifier: whatever lies in the folder, as samples for training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfstep.data.cifar import cifar_folder, read_cifar
+from halfstep.data.crops import CropRange
+from halfstep.data.files import BadFiles, some_of
+from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
+from halfstep.data.image_check import check_images
+from halfstep.data.image_folder import FolderLayout, ImageFolder, find_images
+from halfstep.data.loader import Samples
+from halfstep.data.pack_folder import PackSettings, default_pack_path, open_or_pack
+from halfstep.data.pack_progress import PackingBar
+from halfstep.data.stored_images import EvaluationImages, StoredImages, TrainingImages
+from halfstep.errors import DataError
+from halfstep.workloads.classification.config import ImageDataConfig
+
+PICTURE_SHARE, WHOLE = 0.875, 1.0
+"""224 of 256 pixels, the evaluation of torchvision and of guide 1; CIFAR's 32 pixels have no margin to spare."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageData:
+    """Samples of both splits, and what their labels mean."""
+
+    classes: tuple[str, ...]
+    train: Samples
+    val: Samples
+    eval_share: float
+    """Share of the shorter side that validation shows."""
+    val_names: tuple[str, ...]
+    """Validation files below the data folder, by sample; empty where the images are not files."""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def open_image_data(
+    config: ImageDataConfig, store: Mapping[str, Any] | None = None, *, quiet: bool = True
+) -> ImageData:
+    """The data at `data.dir`: CIFAR's binary batches, a packed cache where asked for, or the files themselves.
+
+    `store` of an earlier run says how its validation saw images; unless `quiet`, packing shows its progress.
+    """
+    if config.dir is None:
+        raise DataError(
+            "no data folder", why="a classifier learns from pictures in class folders", fix="--data-dir DIR"
+        )
+    root = Path(config.dir)
+    batches = cifar_folder(root)
+    if batches is not None:
+        classes, train, val = read_cifar(batches)
+        share = evaluation_share(config, store, usual=WHOLE)
+        return ImageData(
+            classes=classes,
+            train=_crops(train, config),
+            val=_centres(val, config, share),
+            eval_share=share,
+            val_names=(),
+        )
+    layout = FolderLayout(
+        train=config.train_folder, val=config.val_folder, val_fraction=config.val_fraction, seed=config.split_seed
+    )
+    # The same folder twice is how `other_data` asks for everything to be evaluated.
+    known = store["classes"] if store is not None and config.train_folder == config.val_folder != "" else ()
+    folder = find_images(root, layout, known=known)
+    share = evaluation_share(config, store)
+    return _packed(folder, config, share, quiet=quiet) if config.is_packed else _files(folder, config, share)
+
+
+def evaluation_size(config: ImageDataConfig) -> int:
+    """The side of a validation image."""
+    return config.eval_size or config.image_size
+
+
+def evaluation_share(
+    config: ImageDataConfig, store: Mapping[str, Any] | None, *, usual: float = PICTURE_SHARE
+) -> float:
+    """Of the shorter side: as asked for; else as in the run that stored it, which early ones did not; else as usual."""
+    return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
+
+
+def _packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
+    settings = PackSettings(
+        size=config.cache_size,
+        limit_gb=config.cache_limit_gb,
+        on_bad_file=config.on_bad_file,
+        workers=config.num_workers,
+    )
+    path = Path(config.cache_file) if config.cache_file else default_pack_path(folder.root, config.cache_size)
+    with nullcontext() if quiet else PackingBar(path) as progress:
+        pack = open_or_pack(folder, path, settings, progress=progress)
+    return ImageData(
+        classes=pack.index.classes,
+        train=_crops(pack.train, config),
+        val=_centres(pack.val, config, share),
+        eval_share=share,
+        val_names=pack.index.names[pack.index.num_train :],
+        titles=pack.index.titles,
+        notes=(*(f"left out: {why}" for why in pack.index.left_out), *_unvalidated(folder)),
+    )
+
+
+def _files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageData:
+    bad_files = BadFiles(config.on_bad_file)
+    folder = check_images(folder, bad_files=bad_files)
+    return ImageData(
+        classes=folder.classes,
+        train=TrainingFiles(folder.train, size=config.image_size, crops=_crop_range(config)),
+        val=EvaluationFiles(folder.val, size=evaluation_size(config), share=share),
+        eval_share=share,
+        val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
+        titles=folder.titles,
+        notes=(*(f"left out: {error.what} ({error.why})" for error in bad_files.skipped), *_unvalidated(folder)),
+    )
+
+
+def _unvalidated(folder: ImageFolder) -> list[str]:
+    seen = set(folder.val.labels)
+    missing = [name for number, name in enumerate(folder.classes) if number not in seen]
+    return (
+        [f"no validation picture of {some_of(missing, 10)}: nothing will be known of them"] if missing and seen else []
+    )
+
+
+def _crops(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
+    return TrainingImages(images, crops=_crop_range(config))
+
+
+def _centres(images: StoredImages, config: ImageDataConfig, share: float) -> EvaluationImages:
+    return EvaluationImages(images, size=evaluation_size(config), share=share)
+
+
+def _crop_range(config: ImageDataConfig) -> CropRange:
+    return CropRange(area=config.augment.crop_area, ratio=config.augment.crop_ratio)

@@ -1,0 +1,83 @@
+"""Prediction of classes: the most probable ones of each picture, seen as validation sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.data.decode import open_picture
+from halfstep.data.files import PICTURES
+from halfstep.data.folder_samples import centre_square
+from halfstep.errors import DataError
+from halfstep.precision.plan import Plan
+from halfstep.report.prediction_view import Answer, Failure
+from halfstep.report.run_report import RunReport
+from halfstep.run.validate import evaluating
+from halfstep.use.inputs import Input
+from halfstep.use.open_run import OpenedRun
+from halfstep.use.predictor import Wishes, failure_of
+from halfstep.workloads.classification.build import Prepared, model_from_store
+from halfstep.workloads.classification.config import ClassifierConfig
+from halfstep.workloads.classification.data import evaluation_share, evaluation_size
+from halfstep.workloads.classification.evaluate import class_names
+from halfstep.workloads.classification.per_image import probabilities
+from halfstep.workloads.classification.scores import TOP
+
+
+class ClassPredictor:
+    """The top classes of every file."""
+
+    endings = PICTURES
+    takes = frozenset({"top_k"})
+
+    def __init__(self, run: OpenedRun) -> None:
+        assert isinstance(run.config, ClassifierConfig)
+        self.config, self.classes, self.names = run.config, run.store["classes"], class_names(run.store)
+        self.model = model_from_store(run.config, run.store)
+        self.prepare, self.eval_share = Prepared(run.config.data), evaluation_share(run.config.data, run.store)
+
+    def answers(
+        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport
+    ) -> Iterator[Answer | Failure]:
+        """Answers in the order of the files; a batch is as large as in training."""
+        top_k = wishes.top_k or TOP
+        size, device = self.config.train.batch_size, torch.device(plan.device)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
+            for start in range(0, len(inputs), size):
+                chunk = inputs[start : start + size]
+                read = list(threads.map(self._read, chunk))
+                pictures = [pixels for pixels in read if isinstance(pixels, Tensor)]
+                found = iter(self._probabilities(pictures, model, plan, device) if pictures else ())
+                for item, outcome in zip(chunk, read, strict=True):
+                    yield outcome if isinstance(outcome, Failure) else self._answer(item, next(found), top_k)
+
+    def _read(self, item: Input) -> Tensor | Failure:
+        data = self.config.data
+        try:
+            with open_picture(item.path) as picture:
+                return torch.from_numpy(centre_square(picture, evaluation_size(data), self.eval_share))
+        except DataError as error:
+            return failure_of(item, error)
+
+    def _probabilities(
+        self, pictures: list[Tensor], model: nn.Module, plan: Plan, device: torch.device
+    ) -> list[list[float]]:
+        batch = self.prepare({"image": torch.stack(pictures).to(device)}, key=(), training=False)
+        with evaluating(model), plan.forward():
+            found: list[list[float]] = probabilities(model(batch["image"])).tolist()
+        return found
+
+    def _answer(self, item: Input, chances: list[float], top_k: int) -> Answer:
+        best = sorted(range(len(chances)), key=lambda k: (-chances[k], k))[:top_k]
+        cells: dict[str, str | float] = {}
+        for rank, k in enumerate(best, start=1):
+            cells |= {f"class {rank}": self.names[k], f"probability {rank}": chances[k]}
+        top = [{"class": self.classes[k], "title": self.names[k], "probability": chances[k]} for k in best]
+        first, *others = [f"{self.names[k]} {chances[k]:.1%}" for k in best]
+        return Answer(
+            file=str(item.path), found={"top": top}, cells=cells, brief={"answer": first, "then": ", ".join(others)}
+        )

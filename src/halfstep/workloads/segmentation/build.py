@@ -1,0 +1,210 @@
+"""U-Net segmentation: image and mask pairs, cross-entropy + Dice, IoU.
+
+`classes: auto` makes one logit a class, background included, with softmax and cross-entropy: the 31,037,698
+parameters of the reference at two classes. `classes: 1` asks for its other form, one logit and a sigmoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.data.augment import Augmentation, augment
+from halfstep.data.files import BadFiles, some_of
+from halfstep.data.loader import Batch
+from halfstep.data.masks import MaskTable, table_from
+from halfstep.data.pairs import Pair, PairLayout, Split, find_split
+from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_table, scan_pairs
+from halfstep.errors import ConfigError, DataError
+from halfstep.models.unet import UNet
+from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
+from halfstep.workloads.workload import Workload
+
+FRAGILE = (
+    "loss.cross_entropy: log of probabilities near 0",
+    "loss.dice: sums over all pixels of a batch pass fp16's largest number",
+)
+
+MANY_VALUES = 64
+"""More classes than common data sets of masks have (Cityscapes 34, VOC 22): rather grey edges than classes."""
+
+SHOWN_VALUES = 8
+
+
+def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload for `config.data.dir`; `store` of an earlier run fixes classes and image format."""
+    bad_files = BadFiles(config.data.on_bad_file)
+    train_pairs, val_pairs = _pairs(config, bad_files)
+    scan = scan_pairs([*train_pairs, *val_pairs], bad_files=bad_files)
+    usable, num_val = set(scan.pairs), len(val_pairs)
+    train_pairs, val_pairs = ([pair for pair in part if pair in usable] for part in (train_pairs, val_pairs))
+    if not train_pairs:
+        raise DataError("no usable pair is left to train on", why=f"{len(bad_files.skipped)} files were left out")
+    bad_files.refuse_empty_validation(num_val, len(val_pairs))
+    if store is None:
+        store = _store(config, scan, discover_table(scan.pairs, ignored=config.model.ignore_index, bad_files=bad_files))
+    table, image = table_of_store(store), image_format_of_store(store)
+    _check_class_weights(config, num_classes=store["num_classes"])
+    augmentation = _augmentation(config)
+
+    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        pixels, mask = unit_range(batch["image"]), batch["mask"]
+        if training:
+            pixels, mask = augment(pixels, mask, augmentation, key=key)
+        return batch | {"image": pixels, "mask": mask}
+
+    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        wish = config.model
+        value = segmentation_loss(
+            outputs,
+            batch["mask"],
+            class_weights=wish.class_weights,
+            ce_weight=wish.ce_weight,
+            dice_weight=wish.dice_weight,
+        )
+        return value, len(outputs)
+
+    return Workload(
+        name="unet",
+        model=_model(config, store),
+        train_samples=SegmentationData(train_pairs, table=table, image=image),
+        val_samples=SegmentationData(val_pairs, table=table, image=image),
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=loss,
+        metrics=lambda: SegmentationMetrics(store["num_classes"]),
+        metric="iou",
+        mode="max",
+        fragile=FRAGILE,
+        store=store,
+        notes=(*_many_values(table), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
+        val_names=tuple(pair.image.name for pair in val_pairs),
+    )
+
+
+def model_from_store(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
+    """The model alone, for prediction where there are no masks."""
+    return _model(config, store)
+
+
+def unit_range(pixels: Tensor) -> Tensor:
+    """Bytes to floats in 0..1; floats were scaled when they were read."""
+    return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+
+
+def table_of_store(store: Mapping[str, Any]) -> MaskTable:
+    """Which mask value is which class."""
+    return table_from(store["mask_values"], ignored=store["ignored_value"])
+
+
+def image_format_of_store(store: Mapping[str, Any]) -> ImageFormat:
+    """How images were read in training."""
+    return ImageFormat(
+        size=(store["image_size"], store["image_size"]),
+        channels=store["channels"],
+        is_float=store["is_float"],
+        raw_scale=store["raw_scale"],
+    )
+
+
+def _pairs(config: UNetConfig, bad_files: BadFiles) -> tuple[Sequence[Pair], Sequence[Pair]]:
+    data = config.data
+    if data.dir is None:
+        raise DataError("no data folder", why="building U-Net's data needs data.dir", fix="--data-dir DIR")
+    layout = PairLayout(
+        images=data.images,
+        masks=data.masks,
+        mask_suffix=data.mask_suffix,
+    )
+    split = Split(
+        val_fraction=data.val_fraction,
+        seed=data.split_seed,
+        train_list=Path(data.train_list) if data.train_list else None,
+        val_list=Path(data.val_list) if data.val_list else None,
+    )
+    return find_split(Path(data.dir), layout=layout, split=split, bad_files=bad_files)
+
+
+def _store(config: UNetConfig, scan: Scan, table: MaskTable) -> dict[str, Any]:
+    found, asked, side = len(table.values), config.model.classes, config.data.image_size
+    if found < 2:
+        raise DataError(
+            f"every mask holds only the value {table.values[0]}",
+            why="with one class there is nothing to tell apart",
+            fix="check the masks; a value to ignore is model.ignore_index",
+        )
+    if asked not in ("auto", found) and not (asked == 1 and found == 2):
+        raise DataError(
+            f"model.classes is {asked}, the masks hold {found} values: {some_of(table.values, SHOWN_VALUES)}",
+            fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is no class",
+        )
+    return {
+        "mask_values": [list(value) if isinstance(value, tuple) else value for value in table.values],
+        "ignored_value": list(table.ignored) if isinstance(table.ignored, tuple) else table.ignored,
+        "num_classes": found if asked == "auto" else asked,
+        "image_size": side,
+        "channels": scan.channels if config.data.channels == "auto" else config.data.channels,
+        "is_float": scan.is_float,
+        "raw_scale": scan.raw_scale,
+        # Later images are shrunk as much as these were, so that things have the size the model knows.
+        "resize": [side / median(size[axis] for size in scan.sizes) for axis in (0, 1)],
+    }
+
+
+def _many_values(table: MaskTable) -> list[str]:
+    found = len(table.values)
+    if found <= MANY_VALUES:
+        return []
+    shown = some_of(table.values, SHOWN_VALUES)
+    hint = "if these are edges blurred by JPEG or by resizing, save the masks again as PNG with exact values"
+    return [f"the masks hold {found} different values, each a class of its own: {shown}; {hint}"]
+
+
+def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
+    given, needed = len(config.model.class_weights), max(2, num_classes)
+    if given not in (0, needed):
+        raise ConfigError(
+            f"{given} class weights for {needed} classes",
+            fix="model.class_weights needs one number a class, background first",
+        )
+
+
+def _augmentation(config: UNetConfig) -> Augmentation:
+    asked = config.data.augment
+    return Augmentation(
+        flip=asked.flip,
+        rotate_degrees=asked.rotate_degrees,
+        scale=asked.scale,
+        crop=asked.crop,
+        brightness=asked.brightness,
+        elastic_pixels=asked.elastic_pixels,
+    )
+
+
+def _model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
+    side, depth = store["image_size"], config.model.depth
+    if side < 2 ** (depth + 1):
+        raise ConfigError(
+            f"data.image_size={side} is too small for model.depth={depth}",
+            why="each level halves the image, and BatchNorm needs more than one pixel at the deepest",
+            fix=f"data.image_size={2 ** (depth + 2)} or more, or a smaller depth",
+        )
+    model = UNet(
+        in_channels=store["channels"],
+        num_classes=store["num_classes"],
+        base_channels=config.model.base_channels,
+        depth=depth,
+        bilinear=config.model.bilinear,
+        checkpointing=config.train.activation_checkpointing,
+    )
+    if config.model.weights:
+        weights, _ = read_weights(Path(config.model.weights))
+        load_weights_(model, weights, source=config.model.weights)
+    return model

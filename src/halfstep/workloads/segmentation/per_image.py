@@ -1,0 +1,75 @@
+"""A closer look at segmentation results: each class, and each image, so that the worst ones can be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, pixel_counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassPixels:
+    """The pixels of one class over a whole data set; a share of nothing is None."""
+
+    hit: int
+    predicted: int
+    true: int
+
+    @property
+    def iou(self) -> float | None:
+        return _share(self.hit, self.predicted + self.true - self.hit)
+
+    @property
+    def dice(self) -> float | None:
+        return _share(2 * self.hit, self.predicted + self.true)
+
+    @property
+    def precision(self) -> float | None:
+        return _share(self.hit, self.predicted)
+
+    @property
+    def recall(self) -> float | None:
+        return _share(self.hit, self.true)
+
+
+class SegmentationDetails(SegmentationMetrics):
+    """The metrics of validation, and the IoU of every single image."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self._scored: list[Tensor] = []
+
+    def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Count one batch; no host wait."""
+        super().update(logits, batch)
+        score = image_iou(pixel_counts(logits, batch["mask"], self.num_classes))
+        self._scored.append(torch.stack([batch["index"].double(), score]))
+
+    def per_class(self) -> list[ClassPixels]:
+        """Every class, the background first; waits for the device."""
+        if self._counts is None:
+            return []
+        rows = self._counts.T.tolist()
+        return [ClassPixels(hit=hit, predicted=predicted, true=true) for hit, predicted, true in rows]
+
+    def per_image(self) -> list[tuple[int, float]]:
+        """Sample and IoU, the worst first; waits for the device."""
+        scored = torch.cat(self._scored, dim=1).T.tolist() if self._scored else []
+        return sorted(((int(index), score) for index, score in scored), key=lambda found: (found[1], found[0]))
+
+
+def image_iou(counts: Tensor) -> Tensor:
+    """Mean IoU (N) of the classes but the background that an image shows; 1 where there was nothing to find."""
+    hit, predicted, true = counts[..., 1:].double()
+    union = predicted + true - hit
+    occurs = union > 0
+    sums = torch.where(occurs, hit / union.clamp(min=1), 0).sum(dim=1)
+    return torch.where(occurs.any(dim=1), sums / occurs.sum(dim=1).clamp(min=1), 1.0)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,146 @@
+"""AdamW with one-byte moments: close to AdamW, equal to torchao's, dropped whole on a bad step, stored exactly."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError
+from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.step.schedule import ScheduleOptions, build_schedule
+from halfstep.step.step import Step
+from tiny_training import plan
+
+
+def net(memory_format: torch.memory_format = torch.contiguous_format) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 8, 1))  # 4608, 32 and 256 values
+    return model.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    for k, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(1000 * step + k)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.1
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> list[Tensor]:
+    for step in range(start, start + steps):
+        give_gradients(model, step)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_weights_follow_adamw_within_the_rounding_of_the_moments(layout: torch.memory_format) -> None:
+    exact, small = net(layout), net(layout)
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    began = [p.detach().clone() for p in exact.parameters()]
+    a = train(exact, torch.optim.AdamW(exact.parameters(), **options), 20)
+    b = train(small, AdamW8bit(small.parameters(), **options), 20)
+    for start, one, other in zip(began, a, b, strict=True):
+        # A code is at most 1/14 off near a block's maximum; 20 steps of random sign average that out.
+        assert (one - other).norm() < 0.05 * (one - start).norm()
+
+
+def test_small_tensors_have_exact_moments() -> None:
+    exact, small = net(), net()
+    a = train(exact, torch.optim.AdamW(exact.parameters(), lr=1e-2, weight_decay=0.1), 5)
+    b = train(small, AdamW8bit(small.parameters(), lr=1e-2, weight_decay=0.1), 5)
+    for one, other in itertools.islice(zip(a, b, strict=True), 1, None):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_numbers_are_those_of_torchao() -> None:
+    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed: NOT compared with it")
+    ours, theirs = net(), net()
+    a = train(ours, AdamW8bit(ours.parameters(), lr=1e-2, weight_decay=0.1), 5)
+    b = train(theirs, torchao.AdamW8bit(theirs.parameters(), lr=1e-2, weight_decay=0.1), 5)
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bad_step_changes_no_bit() -> None:
+    model = net(torch.channels_last)
+    optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+    train(model, optimizer, 3)
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = copy.deepcopy(optimizer.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    for own, kept in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
+        assert all(torch.equal(own[name], kept[name]) for name in kept)
+
+
+def test_the_flag_at_zero_is_a_normal_step() -> None:
+    one, other = net(), net()
+    flagged = AdamW8bit(other.parameters(), lr=1e-2)
+    flagged.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    a, b = train(one, AdamW8bit(one.parameters(), lr=1e-2), 3), train(other, flagged, 3)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_state_continues_to_the_bit(dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+    train(model, optimizer, 3)
+    stored, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    expected = train(model, optimizer, 3, start=3)
+    again = net().to(dtype)
+    again.load_state_dict(weights)
+    resumed = AdamW8bit(again.parameters(), lr=1e-2)
+    resumed.load_state_dict(stored)
+    state = resumed.state_dict()["state"][0]
+    assert state["exp_avg_codes"].dtype == torch.uint8
+    assert state["exp_avg_scale"].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(expected, train(again, resumed, 3, start=3), strict=True))
+
+
+def test_moments_take_a_byte_a_value() -> None:
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = AdamW8bit(model.parameters())
+    train(model, optimizer, 1)
+    held = sum(t.numel() * t.element_size() for t in optimizer.state[model.weight].values())
+    assert 2 * 256**2 <= held < 2 * 256**2 * (1 + 4 / 256) + 4096
+
+
+def test_a_tensor_learning_rate_is_read_at_every_step() -> None:
+    model = net()
+    rate = torch.tensor(0.0)
+    optimizer = AdamW8bit(model.parameters(), lr=rate)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    rate.fill_(0.1)
+    train(model, optimizer, 1)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_beta_of_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="betas"):
+        AdamW8bit(nn.Linear(2, 2).parameters(), betas=(1.0, 0.999))
+
+
+def test_in_a_step_the_device_decides_and_a_bad_window_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+    schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=10))
+    step = Step(model, optimizer, plan("fp32", "cpu"), schedules=[schedule])
+    assert step.committers[0].way == "found_inf"
+    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
+    for _ in range(3):
+        assert not step(loss_fn, [torch.randn(8, 64)]).read().is_bad
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    assert step(loss_fn, [torch.full((8, 64), float("nan"))]).read().is_bad
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    for index, own in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(own[name], state[index][name]) for name in own)

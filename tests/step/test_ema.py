@@ -1,0 +1,65 @@
+"""The average: fp32, per committed step, buffers included, bits given back after validation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfstep.errors import CheckpointError
+from halfstep.step.ema import Ema
+from tiny_training import assert_same_bits, batch, loss_of, make_model, make_step
+
+GOOD = torch.tensor(False)
+
+
+def test_the_average_follows_its_formula_for_weights_and_buffers() -> None:
+    model = make_model()
+    ema = Ema(model, decay=0.9, warmup_power=1.0)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for n in range(1, 5):
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                value.add_(1)
+        ema.update(torch.tensor(n), GOOD)
+        decay = min(0.9, 1 - 1 / n)
+        for name, value in model.state_dict().items():
+            average = decay * expected[name] + (1 - decay) * value
+            expected[name] = average if value.is_floating_point() else value.clone()
+    state = ema.state_dict()
+    assert state["norm.num_batches_tracked"].item() == 4
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_bf16_model_is_averaged_in_fp32_and_the_average_moves() -> None:
+    """In bf16 an update of 1e-4 of the value is below the spacing of 2^-8: the average would stand still."""
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    torch.nn.init.ones_(model.weight)
+    ema = Ema(model, decay=0.9999)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    for _ in range(10):
+        ema.update(torch.tensor(10**9), GOOD)
+    assert ema.state_dict()["weight"].dtype == torch.float32
+    assert ema.state_dict()["weight"].item() == pytest.approx(2 - 0.9999**10, rel=1e-5)
+
+
+def test_swapping_in_gives_the_average_and_then_every_bit_back() -> None:
+    step = make_step()
+    for k in range(3):
+        step(loss_of(step.model), [batch(k)])
+    own = {name: value.clone() for name, value in step.model.state_dict().items()}
+    with step.ema.swapped_in():
+        assert_same_bits(dict(step.model.state_dict()), step.ema.state_dict())
+    assert_same_bits(own, dict(step.model.state_dict()))
+
+
+def test_channels_last_weights_are_averaged_in_place() -> None:
+    model = make_model().to(memory_format=torch.channels_last)
+    ema = Ema(model, decay=0.5)
+    assert torch.equal(ema.state_dict()["conv.weight"], model.conv.weight)
+
+
+def test_an_average_of_another_model_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="other names"):
+        Ema(make_model()).load_state_dict({"x": torch.zeros(1)})

@@ -1,0 +1,182 @@
+"""Adam and AdamW by our own kernel, as a captured step runs it: torch's results, gradients and bad steps left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.step.commit import Committer
+from halfstep.step.graph import CaptureFailed, opened_for_capture
+from halfstep.step.single_pass import SinglePass, takes
+from halfstep.step.step import Step
+from halfstep.train import commit
+from tiny_training import assert_same_bits, batch, loss_of, make_model, plan
+
+pytest.importorskip("halfstep.step.adamw_triton", reason="Triton is not installed: NOT tested")
+
+CPU = torch.device("cpu")
+GOOD, BAD = torch.tensor(False), torch.tensor(True)
+SPACING = 2.0**-23
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it, compiled")
+
+
+class Parts(nn.Module):
+    """A matrix of one whole chunk and an end that is not a multiple of anything, a channels_last kernel, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(67, 71))
+        self.kernel = nn.Parameter(torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.unused = nn.Parameter(torch.randn(4))
+
+
+def made(kind: type[Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[Parts, Optimizer]:
+    """After two steps by torch, so that there is state."""
+    torch.manual_seed(0)
+    model = Parts()
+    groups = [{"params": [model.matrix, model.kernel]}, {"params": [model.scalar, model.unused], "weight_decay": 0.0}]
+    decay = 0.1 if kind is torch.optim.AdamW else 0.0  # Adam's is left to torch
+    optimizer = kind(groups, lr=1e-2, weight_decay=decay, fused=True, **options)  # type: ignore[call-arg]
+    for seed in range(2):
+        give(model, seed)
+        optimizer.step()
+    return model, optimizer
+
+
+def give(model: Parts, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (model.matrix, model.kernel, model.scalar):
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(gradient)  # in place: a graph's gradients stay where they are
+
+
+def everything(model: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
+    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[parameter].items()}
+        if parameter.grad is not None:
+            found[f"{name}.grad"] = parameter.grad.clone()
+    return found
+
+
+def captured(optimizer: Optimizer) -> SinglePass:
+    single_pass = SinglePass(optimizer, CPU)
+    single_pass.record(GOOD, None)  # nothing happens: the table is empty
+    single_pass.fill()
+    return single_pass
+
+
+def replay(single_pass: SinglePass, bad: Tensor, factor: Tensor | None) -> None:
+    for group in single_pass.groups:
+        group.run(bad, factor)
+
+
+@interpreted
+@pytest.mark.parametrize("factor", [None, 0.3])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_three_steps_are_a_few_roundings_from_torchs(kind: type[Optimizer], factor: float | None) -> None:
+    """The interpreter and torch's CPU kernel fuse no multiply-adds alike; on CUDA the bits are equal (tests/gpu)."""
+    (ours, mine), (model, theirs) = made(kind), made(kind)
+    single_pass = captured(mine)
+    for seed in range(2, 5):
+        give(ours, seed)
+        give(model, seed)
+        scale = None if factor is None else torch.tensor(factor)
+        replay(single_pass, GOOD, scale)
+        if scale is not None:
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], scale)
+        theirs.step()
+    found, expected = everything(ours, mine), everything(model, theirs)
+    assert found.keys() == expected.keys()
+    for name in (name for name in expected if not name.endswith(".grad")):
+        # Weights and moments lie below 4, a step below 0.05: three steps of a rounding or two each.
+        assert (found[name] - expected[name]).abs().max() <= 8 * SPACING, name
+    assert all(float(found[f"{name}.step"]) == 5 for name in ("matrix", "kernel", "scalar"))
+
+
+@interpreted
+def test_recording_changes_nothing_and_gradients_keep_their_bits() -> None:
+    model, optimizer = made()
+    before = everything(model, optimizer)
+    single_pass = captured(optimizer)
+    assert_same_bits(before, everything(model, optimizer))
+    replay(single_pass, GOOD, torch.tensor(0.3))
+    after = everything(model, optimizer)
+    assert_same_bits(*({k: v for k, v in each.items() if k.endswith("grad")} for each in (before, after)))
+    assert not torch.equal(before["matrix"], after["matrix"])
+    assert torch.equal(before["unused"], after["unused"])
+
+
+@interpreted
+def test_a_bad_step_changes_nothing_though_gradients_and_factor_are_not_numbers() -> None:
+    model, optimizer = made()
+    single_pass = captured(optimizer)
+    assert model.matrix.grad is not None
+    model.matrix.grad.fill_(float("nan"))
+    before = everything(model, optimizer)
+    replay(single_pass, BAD, torch.tensor(float("nan")))
+    assert_same_bits(before, everything(model, optimizer))
+
+
+@interpreted
+def test_the_learning_rate_is_read_from_the_tensor_at_every_step() -> None:
+    model, optimizer = made()
+    rate = torch.zeros(())
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    single_pass = captured(optimizer)
+    start = model.matrix.detach().clone()
+    replay(single_pass, GOOD, None)
+    assert torch.equal(model.matrix, start)
+    rate.fill_(1e-2)
+    replay(single_pass, GOOD, None)
+    assert not torch.equal(model.matrix, start)
+
+
+@interpreted
+def test_gradients_that_lie_otherwise_are_torchs() -> None:
+    model, optimizer = made()
+    single_pass = SinglePass(optimizer, CPU)
+    assert single_pass.fits_gradients
+    model.kernel.grad = torch.randn(6, 5, 3, 3)  # not channels_last
+    assert not single_pass.fits_gradients
+    model.kernel.grad = None
+    model.matrix.grad = torch.randn(67 * 71 + 1)[1:].view(67, 71)  # begins between two accesses
+    assert not single_pass.fits_gradients
+
+
+def test_only_a_cuda_device_has_the_kernel() -> None:
+    _, optimizer = made()
+    assert not takes(optimizer, CPU)
+    assert Committer(optimizer, None).open_capture(CPU) is None
+
+
+@interpreted
+def test_where_one_optimizer_cannot_be_opened_the_others_are_closed_and_go_on_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model()
+    *body, last = model.parameters()
+    step = Step(model, [torch.optim.AdamW(body, fused=True), torch.optim.AdamW([last], fused=True)], plan())
+    step(loss_of(model), [batch(0)])
+
+    def single_pass(optimizer: Optimizer, device: torch.device) -> SinglePass:
+        if optimizer is step.optimizers[1]:
+            raise torch.OutOfMemoryError("no room for the table")
+        return SinglePass(optimizer, device)
+
+    monkeypatch.setattr(commit, "takes", lambda optimizer, device: True)
+    monkeypatch.setattr(commit, "SinglePass", single_pass)
+    with pytest.raises(CaptureFailed, match="no room for the table"), opened_for_capture(step):
+        pytest.fail("it was opened")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step(loss_of(model), [batch(1)])
+    assert not any(map(torch.equal, before, model.parameters()))

@@ -1,0 +1,229 @@
+"""train.memory=low: the decision on made-up costs, and on real ones: bytes alive and time of real steps on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.config.training import TrainConfig
+from halfstep.guide.memory import LiveBytes
+from halfstep.models.unet import UNet
+from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.tune.memory_levers import activation_budget, levers_of, optimizer_for
+from halfstep.tune.memory_low import NORMAL, TIME_LIMIT, CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
+from memory_settings import memory_setting, state_bytes
+from tiny_runs import unet_run
+from whole_runs import final_state, resume
+
+POINTWISE, BLOCKS = MemorySetting(recompute="pointwise"), MemorySetting(recompute="blocks")
+SMALL = MemorySetting(optimizer_bits=8)
+BUDGETS = [MemorySetting(activation_budget=share) for share in (0.9, 0.7, 0.5, 0.3)]
+LEVERS = [[POINTWISE, BLOCKS], [SMALL], BUDGETS]
+GB = 10**9
+Costs = dict[MemorySetting, tuple[float, float]]
+
+
+def fake(costs: Costs) -> tuple[Callable[[MemorySetting], Cost], list[MemorySetting]]:
+    """Milliseconds and gigabytes by setting; what is not listed runs out of memory."""
+    asked: list[MemorySetting] = []
+
+    def measure(setting: MemorySetting) -> Cost:
+        asked.append(setting)
+        if setting not in costs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        ms, gigabytes = costs[setting]
+        return Cost(ms, int(gigabytes * GB))
+
+    return measure, asked
+
+
+def test_the_least_memory_within_nine_percent_wins() -> None:
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21.7, 4), BLOCKS: (21.9, 3), BUDGETS[0]: (20.5, 5)})
+    choice = choose_memory(measure, [[POINTWISE, BLOCKS], BUDGETS[:1]])
+    assert choice.setting == POINTWISE
+    assert choice.reason == "4.00 GB instead of 6.00 GB, -33% memory, +8% time"
+
+
+def test_the_small_optimizer_joins_the_best_activation_lever() -> None:
+    both = MemorySetting(recompute="pointwise", optimizer_bits=8)
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 4), SMALL: (20.2, 5.8), both: (21.3, 3.8)})
+    assert choose_memory(measure, [[POINTWISE], [SMALL]]).setting == both
+
+
+def test_together_they_may_be_too_slow() -> None:
+    both = MemorySetting(recompute="pointwise", optimizer_bits=8)
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21.5, 4), SMALL: (21.5, 5.8), both: (23, 3.8)})
+    choice = choose_memory(measure, [[POINTWISE], [SMALL]])
+    assert choice.setting == POINTWISE
+    assert choice.trials[-1].setting == both
+
+
+def test_a_lever_is_not_pulled_further_once_it_is_too_slow() -> None:
+    measure, asked = fake({NORMAL: (20, 6), BUDGETS[0]: (21, 5), BUDGETS[1]: (23, 4), BUDGETS[2]: (24, 3)})
+    assert choose_memory(measure, [BUDGETS]).setting == BUDGETS[0]
+    assert BUDGETS[2] not in asked
+
+
+def test_a_lever_without_a_hold_on_the_model_is_left_after_its_second_position() -> None:
+    measure, asked = fake({NORMAL: (20, 6), **dict.fromkeys(BUDGETS, (20.1, 5.99))})
+    choice = choose_memory(measure, [BUDGETS])
+    assert asked == [NORMAL, *BUDGETS[:2]]
+    assert choice.notes == (
+        "activation budget 0.5, activation budget 0.3: activation budget 0.7 saves nothing already",
+    )
+
+
+def test_what_is_left_out_for_its_time_is_named() -> None:
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (23, 4)})
+    notes = choose_memory(measure, [[POINTWISE, BLOCKS]]).notes
+    assert notes == ("recompute blocks: recompute pointwise is too slow already",)
+
+
+def test_nothing_gained_is_said() -> None:
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 5.98), SMALL: (30, 5)})
+    choice = choose_memory(measure, [[POINTWISE], [SMALL]])
+    assert choice.setting == NORMAL
+    assert choice.reason == (
+        "nothing lowers the peak of 6.00 GB within +9% time; "
+        "too slow: 8-bit optimizer with 5.00 GB, -17% memory, +50% time"
+    )
+
+
+def test_the_best_saving_refused_for_its_time_is_named_with_the_setting_that_takes_it() -> None:
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (23, 4), SMALL: (30, 5), BUDGETS[0]: (40, 5.99)})
+    reason = choose_memory(measure, [[POINTWISE, BLOCKS], [SMALL], BUDGETS[:1]]).reason
+    assert "too slow: recompute pointwise with 4.00 GB, -33% memory, +15% time" in reason
+    assert "train.activation_checkpointing=true" in reason
+
+
+def test_peaks_of_tiny_models_are_told_in_kilobytes() -> None:
+    measure, _ = fake({NORMAL: (20, 0.000045), SMALL: (20, 0.0000123)})
+    assert "12.3 kB instead of 45.0 kB" in choose_memory(measure, [[SMALL]]).reason
+
+
+def test_a_normal_step_that_does_not_fit_is_replaced_by_one_that_does() -> None:
+    measure, _ = fake({POINTWISE: (25, 40), BLOCKS: (27, 30)})
+    choice = choose_memory(measure, [[POINTWISE, BLOCKS], BUDGETS])
+    assert choice.setting == BLOCKS
+    assert "does not fit" in choice.reason
+    assert "activation budget 0.5: ran out of memory" in "\n".join(choice.lines())
+
+
+def test_where_nothing_fits_the_user_hears_of_memory() -> None:
+    measure, _ = fake({})
+    with pytest.raises(CannotRun, match="no setting could be measured: ran out of memory"):
+        choose_memory(measure, LEVERS)
+
+
+def test_trials_end_when_their_time_is_up() -> None:
+    measure, asked = fake({NORMAL: (20, 6), POINTWISE: (21, 4)})
+    choice = choose_memory(measure, LEVERS, may_go_on=lambda: len(asked) < 2)
+    assert asked == [NORMAL, POINTWISE]
+    assert choice.setting == POINTWISE
+    assert "time for trials was used up" in choice.notes[-1]
+
+
+def test_trials_that_end_with_their_time_leave_no_rest_to_speak_of() -> None:
+    measure, asked = fake({NORMAL: (20, 6), SMALL: (20, 5.99)})
+    assert choose_memory(measure, [[SMALL]], may_go_on=lambda: len(asked) < 2).notes == ()
+
+
+def test_the_choice_is_told_with_what_was_left_out() -> None:
+    measure, _ = fake({NORMAL: (20, 6), POINTWISE: (21, 4)})
+    choice = choose_memory(measure, LEVERS, notes=["8-bit optimizer states: they exist for adamw, not for sgd"])
+    text = "\n".join(choice.lines())
+    assert text.splitlines()[0] == "memory low: recompute pointwise, 4.00 GB instead of 6.00 GB, -33% memory, +5% time"
+    assert "not tried: 8-bit optimizer states" in text
+
+
+def test_levers_that_a_run_lacks_are_named() -> None:
+    levers = levers_of(nn.Linear(2, 2), "sgd", is_compiled=False)
+    assert levers.positions == []
+    assert len(levers.notes) == 3
+    levers = levers_of(UNet(base_channels=2, depth=1), "adamw", is_compiled=True)
+    assert (len(levers.positions), levers.notes) == (3, [])
+
+
+def test_the_setting_is_described_with_the_time_it_may_cost() -> None:
+    assert f"{100 * (TIME_LIMIT - 1):.0f} % more time" in (TrainConfig.model_fields["memory"].description or "")
+
+
+def test_a_budget_is_put_back() -> None:
+    import torch._functorch.config as functorch_config
+
+    with activation_budget(0.5):
+        assert functorch_config.activation_memory_budget == 0.5  # type: ignore[attr-defined]
+    assert functorch_config.activation_memory_budget == 1.0  # type: ignore[attr-defined]
+
+
+def measured_on_cpu(setting: MemorySetting) -> Cost:
+    """Bytes alive at the worst moment of a real step, and its time."""
+    torch.manual_seed(0)
+    model = UNet(base_channels=24, depth=2)
+    optimizer = optimizer_for(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
+    gc.collect()
+    began = time.perf_counter()
+    with LiveBytes() as live, memory_setting(model, setting):
+        model(torch.randn(2, 3, 48, 48)).square().mean().backward()
+    optimizer.step()
+    ms = 1e3 * (time.perf_counter() - began)
+    return Cost(ms, live.peak + state_bytes(optimizer))
+
+
+def test_real_steps_on_the_cpu_take_less_memory_with_each_lever() -> None:
+    normal, pointwise, small = (measured_on_cpu(setting).peak_bytes for setting in (NORMAL, POINTWISE, SMALL))
+    assert pointwise < 0.9 * normal
+    assert small < normal
+    # How long they take is the machine's mood here, so time is set equal and the bytes decide.
+    levers = levers_of(UNet(base_channels=2, depth=1), "adamw", is_compiled=False)
+    choice = choose_memory(lambda setting: measured_on_cpu(setting)._replace(ms=1.0), levers.positions)
+    assert choice.setting.recompute in ("pointwise", "blocks")
+    assert choice.setting.optimizer_bits == 8
+    assert "activation budget" in levers.notes[0]
+
+
+def test_the_optimizer_is_the_runs_own_unless_bits_are_saved() -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(4))]}]
+    assert isinstance(optimizer_for(NORMAL, "adamw", groups, lr=1e-3, options={"eps": 1e-6}), torch.optim.AdamW)
+    small = optimizer_for(SMALL, "adamw", [{"params": [nn.Parameter(torch.zeros(4))]}], lr=1e-3, options={"eps": 1e-6})
+    assert isinstance(small, AdamW8bit)
+    assert small.defaults["eps"] == 1e-6
+
+
+def test_a_lower_budget_keeps_less_in_a_compiled_region() -> None:
+    kept = []
+    for share in (1.0, 0.3):
+        torch.compiler.reset()
+        x = torch.randn(64, 64, requires_grad=True)
+        layers = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())))
+        with activation_budget(share):
+            run = torch.compile(layers, backend="aot_eager_decomp_partition", fullgraph=True)
+            graph = run(x).grad_fn
+        kept.append(sum(tensor.nbytes for tensor in graph.saved_tensors))
+    assert kept[1] < kept[0]
+
+
+def test_a_run_with_one_byte_moments_and_recomputing_resumes_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = MemorySetting(recompute="pointwise", optimizer_bits=8)
+    choice = MemoryChoice(setting=both, reason="set by the test")
+    monkeypatch.setattr("halfstep.tune.choose.choose_memory", lambda *_args, **_options: choice)
+    small = {"train.memory": "low", "model.base_channels": 16, "data.num_workers": 0, "schedule.name": "constant"}
+    whole = unet_run(tmp_path / "whole", small)
+    cut = unet_run(tmp_path / "cut", {**small, "train.max_steps": 4})
+    monkeypatch.undo()  # a resumed run follows its plan
+    resume(cut, "train.max_steps=6")
+    one, other = (final_state(run)[0] for run in (whole, cut))
+    moments = [name for name in one if "exp_avg_codes" in name]
+    assert moments
+    assert all(torch.equal(value, other[name]) for name, value in one.items() if name in moments or "model." in name)
+    assert json.loads((cut / "plan.json").read_text())["memory"] == dataclasses.asdict(both)

@@ -1,0 +1,151 @@
+"""What trials found is kept: for the same run only, where it pays, and not when others used the GPU meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep.hardware.driver import Driver
+from halfstep.precision.gain import Gain
+from halfstep.precision.plan import Row
+from halfstep.tune import choose
+from halfstep.tune.choose import tuned
+from halfstep.tune.mode_cache import KeptWay
+from halfstep.tune.mode_search import FoundWay
+from halfstep.tune.modes import compiled_code
+from halfstep.tune.trial_time import TrialTime
+from halfstep.workloads.segmentation.demo import write_demo
+from mode_trials import USUAL, Machine, made, on_machine
+
+FIELDS = {
+    "way": "graph", "way_reason": "as measured", "channels_last": True, "tunes_kernels": False,
+    "cudnn_benchmark": False, "gains": (Gain(part="graph", before_ms=20.0, after_ms=15.0, is_taken=True),),
+}  # fmt: skip
+
+
+def found(untried: tuple[str, ...] = (), **fields: Any) -> FoundWay:
+    values = {**FIELDS, **fields}
+    return FoundWay(fields=values, eager_ms=30.0, ms=15.0, run_s=600.0, untried=untried, is_final=True)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "demo"
+    write_demo(folder, num_images=7, side=16)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+
+
+def test_it_is_kept_for_the_same_model_and_shape_only(demo: Path) -> None:
+    assert KeptWay(*made(demo)).read() is None
+    assert KeptWay(*made(demo)).write(found()) == ""
+    assert KeptWay(*made(demo)).read() == found()
+    assert KeptWay(*made(demo, train__batch_size=1)).read() is None
+    assert KeptWay(*made(demo, model__base_channels=4)).read() is None
+    assert KeptWay(*made(demo, train__activation_checkpointing=True)).read() is None
+    assert KeptWay(*made(demo, train__tune_kernels=True)).read() is None
+    config, workload, plan = made(demo)
+    apart = Row(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
+    assert KeptWay(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
+
+
+def test_a_file_of_an_older_version_is_measured_again(demo: Path) -> None:
+    kept = KeptWay(*made(demo))
+    kept.path.parent.mkdir(parents=True)
+    kept.path.write_text('{"way": "graph", "way_reason": "old", "channels_last": true, "tunes_kernels": false}')
+    assert kept.read() is None
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "is_cleared", "way"),
+    [
+        (10_000, False, "graph"),  # saves 150 s
+        (2_000, False, "graph"),  # saves 30 s, starts in 15
+        (2_000, True, "eager"),  # saves 30 s, compiles for 45
+        (10_000, True, "graph"),
+        (500, False, "eager"),  # saves 7.5 s
+    ],
+)
+def test_a_kept_way_is_followed_where_it_pays(demo: Path, num_steps: int, is_cleared: bool, way: str) -> None:
+    kept = KeptWay(*made(demo))
+    kept.write(found())
+    if is_cleared:
+        shutil.rmtree(compiled_code())
+    fields = kept.for_run(num_steps)
+    assert fields is not None
+    assert fields["way"] == way
+    assert fields["channels_last"]
+    assert "measured before: as measured" in fields["way_reason"]
+    assert way == "graph" or "to start" in fields["way_reason"]
+
+
+def test_tuned_kernels_and_cudnns_trials_count_as_part_of_a_start(demo: Path) -> None:
+    kept = KeptWay(*made(demo))
+    kept.write(found(cudnn_benchmark=True))
+    fields = kept.for_run(2_000)  # saves 30 s, starts in 15 + 20
+    assert fields is not None
+    assert (fields["way"], fields["cudnn_benchmark"]) == ("eager", False)
+    kept.write(found(tunes_kernels=True))
+    shutil.rmtree(compiled_code())
+    fields = kept.for_run(10_000)  # saves 150 s, compiles and tunes for 240
+    assert fields is not None
+    assert (fields["way"], fields["tunes_kernels"]) == ("eager", False)
+
+
+def test_what_does_not_fit_eagerly_is_always_followed(demo: Path) -> None:
+    kept = KeptWay(*made(demo))
+    kept.write(dataclasses.replace(found(), eager_ms=None))
+    fields = kept.for_run(1)
+    assert fields is not None
+    assert fields["way"] == "graph"
+
+
+def test_a_much_longer_run_tries_what_was_left_untried(demo: Path) -> None:
+    kept = KeptWay(*made(demo))
+    kept.write(found(untried=("kernel tuning",)))  # 600 s expected: 20,000 steps
+    assert kept.for_run(20_000) is not None
+    assert kept.for_run(100_000) is None
+    kept.write(found())
+    assert kept.for_run(100_000) is not None
+
+
+class Shared(Driver):
+    """A GPU that others use, or not."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    def used_by_others(self, device: str) -> str:
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_kept"),
+    [(("", ""), True), (("5 GiB taken and 40 % busy",), False), (("", "5 GiB taken and 40 % busy"), False)],
+)
+def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
+    demo: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: tuple[str, ...],
+    is_kept: bool,
+) -> None:
+    machine = on_machine(monkeypatch, Machine(USUAL))
+    monkeypatch.setattr(choose, "TrialTime", lambda steps, most_s: TrialTime(steps, most_s=most_s, clock=machine.clock))
+    config, workload, plan = made(demo, train__epochs=200_000)
+    on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
+    said: list[str] = []
+    chosen = tuned(config, workload, on_gpu, said.append, driver=Shared(*answers))
+    assert chosen.way == "graph"
+    assert (KeptWay(config, workload, on_gpu).read() is not None) == is_kept
+    assert ("5 GiB taken" in chosen.way_reason) == (not is_kept)
+    assert "  graph 1.33x, 20.0 -> 15.0 ms" in said
+    assert type(chosen).from_json(chosen.to_json()) == chosen

@@ -1,0 +1,219 @@
+"""Evaluation of stored runs: training's own numbers, of the checkpoint asked for, without touching anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halfstep.config.load import load
+from halfstep.errors import CheckpointError, ConfigError, DataError
+from halfstep.report.evaluation_view import Evaluation
+from halfstep.report.metrics_file import read
+from halfstep.run.checkpoint import Checkpoints
+from halfstep.run.train import train
+from halfstep.use.evaluate import evaluate
+from tiny_runs import Told, copied, resnet_run, unet_run
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unet_run(tmp_path_factory.mktemp("unet") / "run")
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resnet_run(tmp_path_factory.mktemp("resnet") / "run")
+
+
+def evaluated(run: Path, **wishes: Any) -> Evaluation:
+    return evaluate(run, report=Told(run).report, **wishes)
+
+
+def logged(run: Path) -> dict[str, Any]:
+    """Of the best checkpoint."""
+    return [record for record in read(run / "metrics.jsonl") if record.get("best")][-1]
+
+
+@pytest.mark.parametrize("kind", ["unet", "resnet"])
+def test_evaluation_gives_exactly_the_numbers_that_training_logged(kind: str, request: pytest.FixtureRequest) -> None:
+    run = request.getfixturevalue(kind)
+    found, expected = evaluated(run), logged(run)
+    assert found.metrics == {name: expected[name] for name in found.metrics}
+    assert {"loss", "iou" if kind == "unet" else "top1"} <= set(found.metrics)
+    assert found.weights == ("averaged (EMA)" if kind == "unet" else "as trained")
+
+
+def test_another_batch_size_counts_the_same_samples(unet: Path) -> None:
+    found = evaluated(unet, batch_size=3)
+    assert found.samples == 20
+    assert found.metrics["iou"] == pytest.approx(logged(unet)["iou"], abs=1e-3)  # a pixel on the edge may flip
+
+
+def test_every_class_is_listed_and_the_worst_median_and_best_images_are_drawn(unet: Path, tmp_path: Path) -> None:
+    found = evaluated(unet, out=tmp_path / "out")
+    assert [(row["class"], row["mask value"]) for row in found.classes] == [("0 (background)", "0"), ("1", "255")]
+    assert found.classes[1]["IoU"] == found.metrics["iou/1"]
+    assert found.classes[1]["Dice"] == pytest.approx(found.metrics["dice/1"])
+    assert sum(float(row["share of pixels"] or 0) for row in found.classes) == pytest.approx(1)
+    with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet:
+        assert sheet.height > 9 * 256  # three of each
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["metrics"] == found.metrics
+
+
+def test_a_classifier_shows_accuracies_confusion_and_mistakes(resnet: Path, tmp_path: Path) -> None:
+    found = evaluated(resnet, out=tmp_path / "out")
+    accuracies = [float(row["accuracy"] or 0) for row in found.classes]
+    assert len(found.classes) == 10
+    assert np.mean(accuracies) == pytest.approx(found.metrics["top1"])  # the demo's classes are equally large
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"confusion.png", "mistakes.png", "evaluation.json"}
+
+
+def test_nothing_is_overwritten_and_no_empty_folder_is_left(unet: Path, tmp_path: Path) -> None:
+    first, second = (Path(evaluated(unet).files[0]).parent for _ in range(2))
+    assert first != second
+    assert {first.parent, second.parent} == {unet / "report"}
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already"):
+        evaluated(unet, out=tmp_path)
+    masks = tmp_path / "other" / "masks"
+    shutil.copytree(unet / "data", tmp_path / "other")
+    for path in masks.iterdir():
+        path.unlink()
+        Image.fromarray(np.full((64, 64), 7, dtype=np.uint8)).save(path)
+    with pytest.raises(DataError, match="unknown mask value 7"):
+        evaluated(unet, data=tmp_path / "other", out=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_is_chosen_by_rank_name_or_step(unet: Path, tmp_path: Path) -> None:
+    run = copied(unet, tmp_path / "run")
+    checkpoints = Checkpoints(run / "checkpoints")
+    first, *_, last = checkpoints.all()
+    checkpoints.mark_best(first, "iou", 0.5)
+    chosen = {wish: evaluated(run, checkpoint=wish).checkpoint for wish in ("best", "last", first.name, "4")}
+    assert chosen == {"best": first.name, "last": last.name, first.name: first.name, "4": "step-00000004"}
+    with pytest.raises(CheckpointError, match="no checkpoint 'step-99'") as wrong:
+        evaluated(run, checkpoint="step-99")
+    assert first.name in wrong.value.fix
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_unless_it_was_named(unet: Path, tmp_path: Path) -> None:
+    run = copied(unet, tmp_path / "run")
+    best = Checkpoints(run / "checkpoints").best()
+    assert best is not None
+    weights = best / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    told = Told(run)
+    found = evaluate(run, report=told.report)
+    assert found.checkpoint != best.name
+    assert f"checkpoint {best.name} is damaged" in told.text
+    assert f"using {found.checkpoint} instead" in told.text
+    with pytest.raises(CheckpointError, match="is damaged"):
+        evaluated(run, checkpoint=best.name)
+
+
+def test_of_another_folder_everything_counts_but_of_the_runs_own_only_what_was_held_out(
+    unet: Path, resnet: Path, tmp_path: Path
+) -> None:
+    pairs, classes, split = tmp_path / "pairs", tmp_path / "classes", tmp_path / "split"
+    shutil.copytree(unet / "data", pairs)
+    shutil.copytree(resnet / "data" / "val", classes)
+    shutil.copytree(resnet / "data" / "val", split / "test")
+    assert evaluated(unet, data=pairs).samples == 100
+    assert evaluated(unet, data=unet / "data").samples == 20
+    expected = evaluated(resnet).metrics
+    for data in (classes, split):
+        found = evaluated(resnet, data=data)
+        assert (found.samples, found.metrics) == (200, expected)
+
+
+def test_a_folder_of_one_known_class_is_evaluated_as_that_class(resnet: Path, tmp_path: Path) -> None:
+    shutil.copytree(resnet / "data" / "val" / "rings_fine", tmp_path / "data" / "rings_fine")
+    whole = {row["class"]: row for row in evaluated(resnet).classes}
+    found = evaluated(resnet, data=tmp_path / "data")
+    seen = {row["class"]: row["samples"] for row in found.classes if row["samples"]}
+    assert seen == {"rings_fine": found.samples} == {"rings_fine": 20}
+    assert found.metrics["top1"] == whole["rings_fine"]["accuracy"]
+
+
+def test_a_folder_of_one_unknown_class_is_an_error_that_names_it(resnet: Path, tmp_path: Path) -> None:
+    shutil.copytree(resnet / "data" / "val" / "rings_fine", tmp_path / "data" / "zebra")
+    with pytest.raises(DataError) as refused:
+        evaluated(resnet, data=tmp_path / "data")
+    assert "unknown: zebra" in refused.value.why
+
+
+def test_other_classes_are_an_error_that_lists_them(resnet: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(resnet / "data" / "val", tmp_path / "data"))
+    (data / "rings_fine").rename(data / "zebra")
+    with pytest.raises(DataError) as refused:
+        evaluated(resnet, data=data)
+    assert "rings_fine" in refused.value.why
+    assert "zebra" in refused.value.why
+
+
+def test_a_moved_run_brings_its_demo_data_and_others_say_where_to_name_them(unet: Path, tmp_path: Path) -> None:
+    run = copied(unet, tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace(str(unet / "data"), str(tmp_path / "gone")))
+    with pytest.raises(DataError, match="is not there") as missing:
+        evaluated(run)
+    assert "--data" in missing.value.fix
+    shutil.copytree(unet / "data", run / "data")
+    told = Told(run)
+    assert evaluate(run, report=told.report).metrics == evaluated(unet).metrics
+    assert "using the demo data" in told.text
+
+
+def test_a_run_of_a_device_that_is_not_here_is_evaluated_on_this_one_with_a_warning(unet: Path, tmp_path: Path) -> None:
+    run = copied(unet, tmp_path / "run")
+    plan = json.loads((run / "plan.json").read_text())
+    (run / "plan.json").write_text(json.dumps({**plan, "device": "cuda:97", "device_name": "Some GPU"}))
+    told = Told(run)
+    evaluate(run, report=told.report)
+    assert "cuda:97 (Some GPU) is not here" in told.text
+
+
+def test_a_simulated_precision_runs_as_it_was_stored(tmp_path: Path) -> None:
+    run = unet_run(tmp_path / "run", {"precision.default": "bf16", "precision.simulate": True})
+    found = evaluated(run)
+    assert (found.precision, found.simulated) == ("bf16", True)
+    assert found.metrics == {name: logged(run)[name] for name in found.metrics}
+    exact = evaluated(run, precision="fp32")
+    assert (exact.precision, exact.simulated) == ("fp32", False)
+    assert exact.metrics["loss"] != found.metrics["loss"]
+
+
+def test_a_users_own_workload_has_its_metrics_finite_after_poisoned_steps(tmp_path: Path) -> None:
+    overrides = ["train.epochs=2", "train.batch_size=4", "data.num_workers=0", "log.quiet=true"]
+    loaded = load("tiny_workload:build", overrides=[*overrides, "device=cpu", "model.options.poisoned=[0, 3]"])
+    run = train(loaded, out=tmp_path / "run")
+    found = evaluated(run)
+    assert found.metrics == {name: logged(run)[name] for name in found.metrics}
+    assert all(math.isfinite(value) for value in found.metrics.values())
+    assert (found.classes, found.data) == ((), "the workload's own")
+
+
+def test_weights_of_another_model_are_refused(unet: Path, tmp_path: Path) -> None:
+    run = copied(unet, tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("base_channels: 4", "base_channels: 6"))
+    with pytest.raises(CheckpointError, match="does not hold the weights of this run's unet"):
+        evaluated(run)
+
+
+def test_a_run_without_validation_asks_for_data(tmp_path: Path) -> None:
+    run = unet_run(tmp_path / "run", {"data.val_fraction": 0, "train.max_steps": 2})
+    with pytest.raises(DataError, match="no validation data"):
+        evaluated(run)
+    told = Told(run)
+    shutil.copytree(run / "data", tmp_path / "data")
+    assert evaluate(run, report=told.report, data=tmp_path / "data").samples == 100
+    assert "no checkpoint is marked as the best one" in told.text
