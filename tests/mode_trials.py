@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.tune import mode_search
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit
 from halfstep.tune.trial_time import TrialTime
 from halfstep.workloads.workload import Workload
@@ -41,7 +38,7 @@ class Machine:
         return self.now_s
 
     @contextlib.contextmanager
-    def trial_run(self, config: Any, workload: Any, plan: Plan) -> Iterator[Scripted]:
+    def rehearsal(self, config: Any, workload: Any, plan: Plan) -> Iterator[Scripted]:
         yield Scripted(self, plan)
 
 
@@ -66,11 +63,6 @@ class Scripted:
         if ms is None:
             raise DoesNotFit("out of memory")
         return Cost(ms, 1)
-
-
-def on_machine(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Machine:
-    monkeypatch.setattr(mode_search, "trial_run", machine.trial_run)
-    return machine
 
 
 def made(demo: Path, **values: object) -> tuple[RunConfig, Workload, Plan]:

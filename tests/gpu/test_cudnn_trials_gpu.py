@@ -14,11 +14,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.run.assemble import assemble
-from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.engine import Engine
+from halfstep.run.rehearse import rehearsal
 from halfstep.step.randomness import algorithms
 from halfstep.tune.cudnn_trials import cudnn_trials
+from halfstep.tune.modes import UNCAPTURED
 from halfstep.tune.own_thread import in_own_thread
-from halfstep.tune.trials import trial_run
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +64,7 @@ def test_algorithms_are_kept_by_thread_and_a_new_thread_tries_them_anew() -> Non
 def test_trials_leave_the_runs_own_thread_without_a_past(tmp_path: Path) -> None:
     values = {**SMALL, "model.base_channels": 24, "train.fast": "off", "train.batch_size": 6}
     loaded, workload, plan = made(tmp_path, **values)
-    with trial_run(loaded.config, workload, plan) as trial:
+    with rehearsal(loaded.config, workload, plan) as trial:
         trial.cost("eager", cudnn_benchmark=False)
         trial.cost("eager", cudnn_benchmark=True)
     parts = assemble(loaded.config, workload, dataclasses.replace(plan, cudnn_benchmark=True))

@@ -21,7 +21,8 @@ from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.engine import Engine
+from halfstep.run.rehearse import rehearsal
 from halfstep.run.train import train
 from halfstep.step.clip import Clip
 from halfstep.step.facts import Facts, Reading
@@ -30,7 +31,7 @@ from halfstep.step.guard import Guard
 from halfstep.step.randomness import algorithms
 from halfstep.step.step import Step
 from halfstep.tune.choose import tuned
-from halfstep.tune.trials import trial_run
+from halfstep.tune.modes import UNCAPTURED
 from halfstep.workloads.segmentation.demo import write_demo
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, batch, bits, everything, loss_of, make_step, plan, poisoned
@@ -315,18 +316,20 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         rng = torch.cuda.get_rng_state()
         said: list[str] = []
         clock = Stopwatch()
-        first = tuned(loaded.config, workload, plan, said.append, driver=Alone())
+        first = tuned(loaded.config, workload, plan, said.append, rehearsal, driver=Alone())
         assert clock.elapsed_s < 180  # the steps are bounded by a minute, compiling by what it takes
         assert all(torch.equal(bits(before[name]), bits(now)) for name, now in workload.model.state_dict().items())
         assert torch.equal(rng, torch.cuda.get_rng_state())
         assert first.way in ("compile", "graph")
         assert {gain.part for gain in first.gains} == {"channels_last", "compile", "graph", "cudnn.benchmark"}
         assert all(f"  {gain}" in said for gain in first.gains)
-        again = tuned(loaded.config, workload, plan, said.append, driver=Alone())
+        again = tuned(loaded.config, workload, plan, said.append, rehearsal, driver=Alone())
         assert (again.way, again.cudnn_benchmark, again.gains) == (first.way, first.cudnn_benchmark, first.gains)
         assert again.way_reason.startswith("measured before")
         short, _, _ = made(tmp_path, **{"train.epochs": 2, "train.tune_kernels": False})
-        assert tuned(short.config, workload, plan, said.append).way == "eager"  # 12 steps do not pay for a start
+        assert (
+            tuned(short.config, workload, plan, said.append, rehearsal).way == "eager"
+        )  # 12 steps do not pay for a start
         monkeypatch.setattr("halfstep.tune.mode_cache.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
     stored = json.loads((folder / "plan.json").read_text())
@@ -338,7 +341,7 @@ def test_a_candidate_that_runs_out_of_memory_is_dropped(tmp_path: Path) -> None:
     loaded, workload, plan = made(tmp_path, **{"data.image_size": 512, "train.batch_size": 16})
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()
-    with trial_run(loaded.config, workload, plan) as trial:
+    with rehearsal(loaded.config, workload, plan) as trial:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1e8) / total)
         try:

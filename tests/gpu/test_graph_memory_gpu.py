@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from halfstep.measure.memory import give_back, peak_memory_bytes
-from halfstep.run.engine import UNCAPTURED
 from halfstep.step.graph import GraphedStep
 from halfstep.step.graph_memory import SAID, SETTING, growing_segments
 from halfstep.step.step import Step
+from halfstep.tune.modes import UNCAPTURED
 from halfstep.tune.own_thread import in_own_thread
 from tiny_training import batch, loss_of, make_step
 

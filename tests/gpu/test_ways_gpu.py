@@ -23,13 +23,13 @@ from halfstep.config.load import from_dict
 from halfstep.data import demo_classification, demo_segmentation
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.engine import Engine
 from halfstep.step.facts import Reading, restore_rng, rng_state
 from halfstep.step.guard import Guard
 from halfstep.step.randomness import algorithms
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_low import NORMAL, MemorySetting
-from halfstep.tune.modes import Way
+from halfstep.tune.modes import UNCAPTURED, Way
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, everything
 

@@ -20,11 +20,12 @@ from halfstep.hardware.probe import probe
 from halfstep.kernels.fast_forms import decided
 from halfstep.run import engine as engine_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.engine import Engine
 from halfstep.step.facts import Facts
 from halfstep.step.graph import Batch, CaptureFailed, GraphedStep
 from halfstep.step.step import LossFn, Step
 from halfstep.train import rates
+from halfstep.tune.modes import UNCAPTURED
 from whole_runs import TINY
 
 

@@ -17,14 +17,15 @@ from halfstep.config.schema import RunConfig
 from halfstep.kernels.fast_forms import decided
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble
-from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.engine import Engine
+from halfstep.run.rehearse import rehearsal
 from halfstep.run.train import train
 from halfstep.step.randomness import generator_states
 from halfstep.tune import choose
 from halfstep.tune.choose import expected_steps, tuned
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
-from halfstep.tune.modes import asked_way
-from halfstep.tune.trials import Trial, cost_in, trial_run
+from halfstep.tune.modes import UNCAPTURED, asked_way
+from halfstep.tune.trials import Rehearse, Trial, cost_in
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.workload import Workload
 from mode_trials import made
@@ -75,7 +76,7 @@ def test_trials_leave_weights_buffers_and_generators_bit_identical(demo: Path) -
     config, workload, plan = made(demo)
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
     generators = generator_states()
-    with trial_run(config, workload, plan) as trial:
+    with rehearsal(config, workload, plan) as trial:
         cost = trial.cost("eager")
         assert trial.parts.step.attempted > 0
     assert cost.ms > 0
@@ -98,14 +99,14 @@ def test_every_trial_is_compiled_under_its_own_setting(demo: Path, monkeypatch: 
     monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: real(f, dynamic=dynamic, backend=compiler))
     for share in (1.0, 0.5):
         memory = dataclasses.asdict(MemorySetting(activation_budget=share))
-        with trial_run(config, workload, dataclasses.replace(plan, memory=memory)) as trial:
+        with rehearsal(config, workload, dataclasses.replace(plan, memory=memory)) as trial:
             trial.cost("compile")
     assert budgets == [1.0, 0.5]
 
 
 def test_a_trial_that_falls_to_another_way_is_no_candidate(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with trial_run(config, workload, plan) as trial:
+    with rehearsal(config, workload, plan) as trial:
         trial.parts.region = trial.parts.eager
         with pytest.raises(CannotRun, match="needs a CUDA device"):
             trial.cost("graph")
@@ -115,11 +116,11 @@ def test_a_model_that_cannot_be_copied_runs_untried_and_says_why(demo: Path, mon
     config, workload, plan = made(demo, train__memory="low", train__epochs=200)
     workload.model.held = (k for k in range(3))  # type: ignore[assignment]
     said: list[str] = []
-    chosen = tuned(config, workload, plan, said.append)
+    chosen = tuned(config, workload, plan, said.append, rehearsal)
     assert chosen.memory == dataclasses.asdict(MemorySetting())
     assert "cannot be copied" in said[-1]
     monkeypatch.setattr(choose, "asked_way", lambda config, plan: None)
-    chosen = tuned(config, workload, plan, said.append)
+    chosen = tuned(config, workload, plan, said.append, rehearsal)
     assert chosen.way == "eager"
     assert "cannot be copied" in chosen.way_reason
 
@@ -132,7 +133,7 @@ def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path)
             raise RuntimeError("PTXAS error: no such file")
         return trial.parts.eager(batch)  # type: ignore[arg-type]
 
-    with trial_run(config, workload, plan) as trial:
+    with rehearsal(config, workload, plan) as trial:
         trial.parts.region = failing  # type: ignore[assignment]
         with pytest.raises(CannotRun, match="PTXAS error"):
             trial.cost("compile")
@@ -140,7 +141,7 @@ def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path)
 
 def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> None:
     said: list[str] = []
-    assert tuned(*made(demo, train__fast="graph"), said.append).way == "compile"
+    assert tuned(*made(demo, train__fast="graph"), said.append, rehearsal).way == "compile"
     assert said == [
         "warning: train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"
     ]
@@ -149,7 +150,7 @@ def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> Non
 def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> None:
     config, workload, plan = made(demo, train__memory="low")
     said: list[str] = []
-    chosen = tuned(config, workload, plan, said.append)
+    chosen = tuned(config, workload, plan, said.append, rehearsal)
     assert any(line.startswith("memory low:") for line in said)
     assert set(chosen.memory) == {"activation_budget", "recompute", "optimizer_bits"}
     assert Plan.from_json(chosen.to_json()) == chosen
@@ -163,21 +164,21 @@ def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> Non
 
 def test_a_run_shorter_than_the_trials_of_memory_low_tries_the_most_promising_lever_alone(demo: Path) -> None:
     config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
-    chosen = tuned(config, workload, plan, lambda line: None)
+    chosen = tuned(config, workload, plan, lambda line: None, rehearsal)
     tried = [line.split(":")[0] for line in chosen.memory_trials if " ms" in line]
     assert tried == ["normal", "recompute pointwise"]
     assert any("the time for trials was used up" in line for line in chosen.memory_trials)
 
 
 def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits_with_blocks(way: str, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
+    def fits_with_blocks(way: str, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
         if plan.memory["recompute"] != "blocks":
             raise DoesNotFit("out of memory")
         return Cost(1.0, 10**6)
 
     monkeypatch.setattr(choose, "cost_in", fits_with_blocks)
     config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
-    assert tuned(config, workload, plan, lambda line: None).memory["recompute"] == "blocks"
+    assert tuned(config, workload, plan, lambda line: None, rehearsal).memory["recompute"] == "blocks"
 
 
 def test_a_run_with_memory_low_trains_and_resumes_without_measuring_again(
@@ -237,14 +238,12 @@ def fp8_plan(demo: Path) -> tuple[RunConfig, Workload, Plan]:
 
 
 @pytest.mark.parametrize(("fails", "granted"), [("fp8", "bf16"), ("bf16", "fp8")])
-def test_a_precision_whose_step_cannot_run_leaves_the_other(
-    demo: Path, monkeypatch: pytest.MonkeyPatch, fails: str, granted: str
-) -> None:
+def test_a_precision_whose_step_cannot_run_leaves_the_other(demo: Path, fails: str, granted: str) -> None:
     config, workload, plan = fp8_plan(demo)
-    monkeypatch.setattr(
-        "halfstep.tune.trials.trial_run", lambda config, workload, plan: contextlib.nullcontext(Costing(plan, fails))
+    chosen = tuned(
+        config, workload, plan, lambda line: None, lambda *run: contextlib.nullcontext(Costing(run[2], fails))
     )
-    assert choose._with_fp8_that_pays(config, workload, plan, lambda line: None).granted == granted
+    assert chosen.granted == granted
 
 
 class Costing:
@@ -261,7 +260,7 @@ class Costing:
 
 def test_a_trial_ends_where_its_capture_fails_and_compiles_nothing_else(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with trial_run(config, workload, plan) as trial:
+    with rehearsal(config, workload, plan) as trial:
         eager, allowed = trial.parts.eager, list[bool]()
 
         def region(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | float, object]:
@@ -285,18 +284,18 @@ def test_who_commits_by_the_host_is_not_compiled_for_a_graph_first(demo: Path) -
     assert "commits by the host's decision" in said[0]
 
 
-def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(demo: Path) -> None:
     class Uncaptured:
         def cost(self, way: str) -> Cost:
             if way == "graph":
                 raise NotCaptured("it waits for the device")
             return Cost({"compile": 2.0, "eager": 3.0}[way], 1)
 
-    monkeypatch.setattr("halfstep.tune.trials.trial_run", lambda *arguments: contextlib.nullcontext(Uncaptured()))
-    assert cost_in("graph", *made(demo)).ms == 2.0
-    assert cost_in("eager", *made(demo)).ms == 3.0
+    def uncaptured(*run: object) -> contextlib.AbstractContextManager[Uncaptured]:
+        return contextlib.nullcontext(Uncaptured())
+
+    assert cost_in("graph", *made(demo), uncaptured).ms == 2.0
+    assert cost_in("eager", *made(demo), uncaptured).ms == 3.0
 
 
 def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +310,7 @@ def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatc
         return Cost(2.0, 1)
 
     monkeypatch.setattr(Trial, "cost", cost)
-    cost_in("graph", *made(demo))
+    cost_in("graph", *made(demo), rehearsal)
     assert alive == [True, False]
 
 
@@ -319,6 +318,6 @@ def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkey
     def does_not_fit(*arguments: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("halfstep.tune.trials.assemble", does_not_fit)
-    with pytest.raises(DoesNotFit, match="out of memory"), trial_run(*made(demo)):
+    monkeypatch.setattr("halfstep.run.rehearse.assemble", does_not_fit)
+    with pytest.raises(DoesNotFit, match="out of memory"), rehearsal(*made(demo)):
         pass

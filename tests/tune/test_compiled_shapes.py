@@ -18,10 +18,10 @@ from halfstep.data.seeds import generator_for
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
-from halfstep.run.engine import UNCAPTURED, Engine
+from halfstep.run.engine import Engine
 from halfstep.run.train import train
 from halfstep.tune.compiled_shapes import CompiledShapes
-from halfstep.tune.modes import Batch, Region
+from halfstep.tune.modes import UNCAPTURED, Batch, Region
 from halfstep.workloads.workload import Workload
 from tiny_training import assert_same_bits
 from whole_runs import TINY, newest, resume

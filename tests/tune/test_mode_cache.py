@@ -19,7 +19,7 @@ from halfstep.tune.mode_search import FoundWay
 from halfstep.tune.modes import compiled_code
 from halfstep.tune.trial_time import TrialTime
 from halfstep.workloads.segmentation.demo import write_demo
-from mode_trials import USUAL, Machine, made, on_machine
+from mode_trials import USUAL, Machine, made
 
 FIELDS = {
     "way": "graph", "way_reason": "as measured", "channels_last": True, "tunes_kernels": False,
@@ -138,12 +138,12 @@ def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
     answers: tuple[str, ...],
     is_kept: bool,
 ) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL))
+    machine = Machine(USUAL)
     monkeypatch.setattr(choose, "TrialTime", lambda steps, most_s: TrialTime(steps, most_s=most_s, clock=machine.clock))
     config, workload, plan = made(demo, train__epochs=200_000)
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     said: list[str] = []
-    chosen = tuned(config, workload, on_gpu, said.append, driver=Shared(*answers))
+    chosen = tuned(config, workload, on_gpu, said.append, machine.rehearsal, driver=Shared(*answers))
     assert chosen.way == "graph"
     assert (KeptWay(config, workload, on_gpu).read() is not None) == is_kept
     assert ("5 GiB taken" in chosen.way_reason) == (not is_kept)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.run.rehearse import rehearsal
 from halfstep.tune.memory_low import CannotRun, Cost, NotCaptured
 from halfstep.tune.mode_search import FoundWay, WaySearch, fastest_way
 from halfstep.tune.trial_time import MOST_S, TrialTime
-from halfstep.tune.trials import ROUNDS, TIMED_STEPS, trial_run
+from halfstep.tune.trials import ROUNDS, TIMED_STEPS
 from halfstep.workloads.segmentation.demo import write_demo
-from mode_trials import USUAL, Machine, made, on_machine
+from mode_trials import USUAL, Machine, made
 
 HOUR = 3600.0
 
@@ -29,7 +30,9 @@ def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> Fo
     config, workload, plan = made(demo, **values)
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     num_steps = run_s * 1e3 / (machine.step_ms["eager"] or 30.0)
-    return WaySearch(config, workload, on_gpu, TrialTime(num_steps, most_s=MOST_S, clock=machine.clock)).found()
+    return WaySearch(
+        config, workload, on_gpu, TrialTime(num_steps, most_s=MOST_S, clock=machine.clock), machine.rehearsal
+    ).found()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_the_simplest_way_wins_that_is_as_fast_as_the_fastest(times: dict[str, f
 def test_a_long_run_tries_everything_and_says_what_each_part_gained(
     demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL))
+    machine = Machine(USUAL)
     found = searched(demo, machine, 3 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph", "compile", "graph cudnn", "graph cudnn tuned"]
     expected = {"way": "graph", "channels_last": True, "cudnn_benchmark": True, "tunes_kernels": True}
@@ -69,7 +72,7 @@ def test_a_long_run_tries_everything_and_says_what_each_part_gained(
 
 def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = {**USUAL, "graph": 20.0, "compile cudnn": 19.9, "compile tuned": 19.8, "eager NCHW": 29.8}
-    found = searched(demo, on_machine(monkeypatch, Machine(same)), 3 * HOUR)
+    found = searched(demo, Machine(same), 3 * HOUR)
     expected = {"way": "compile", "channels_last": True, "cudnn_benchmark": False, "tunes_kernels": False}
     assert {name: found.fields[name] for name in expected} == expected
     taken = {gain.part: gain.is_taken for gain in found.fields["gains"]}
@@ -82,7 +85,7 @@ def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path, monkeypat
 def test_cudnns_trials_are_taken_for_little_where_the_run_is_long(
     demo: Path, monkeypatch: pytest.MonkeyPatch, run_s: float, is_taken: bool
 ) -> None:
-    machine = on_machine(monkeypatch, Machine({**USUAL, "graph cudnn": 14.8, "graph tuned": 14.8}))
+    machine = Machine({**USUAL, "graph cudnn": 14.8, "graph tuned": 14.8})
     found = searched(demo, machine, run_s)  # of 40,000 steps 8 s are saved, of 360,000 72
     assert found.fields["cudnn_benchmark"] is is_taken
     gain = next(gain for gain in found.fields["gains"] if gain.part == "cudnn.benchmark")
@@ -90,7 +93,7 @@ def test_cudnns_trials_are_taken_for_little_where_the_run_is_long(
 
 
 def test_a_short_run_is_not_compiled_for(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = on_machine(monkeypatch, Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1))
+    machine = Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1)
     found = searched(demo, machine, 600.0)
     assert machine.tried == ["eager", "eager NCHW", "eager cudnn"]  # 20 s fit into a twentieth, 45 do not
     assert "about 10 min to go is too short to compile for" in found.fields["way_reason"]
@@ -100,7 +103,7 @@ def test_a_short_run_is_not_compiled_for(demo: Path, monkeypatch: pytest.MonkeyP
 def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
     demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL))
+    machine = Machine(USUAL)
     found = searched(demo, machine, HOUR)
     assert machine.tried[-1] == "graph cudnn"
     assert "not tried, too short a run for its start: kernel tuning" in found.fields["way_reason"]
@@ -108,7 +111,7 @@ def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
 
 
 def test_slow_starts_use_up_the_share_of_later_ones(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"graph": 170.0}))
+    machine = Machine(USUAL, start_s={"graph": 170.0})
     found = searched(demo, machine, HOUR)  # 180 s for all starts
     assert found.fields["way"] == "graph"
     assert found.untried == ("compile", "cudnn.benchmark", "kernel tuning")
@@ -119,7 +122,7 @@ def test_the_compiled_step_is_tried_where_there_is_no_graph_though_starts_took_m
     demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_graph = {"graph": NotCaptured("it waits for the device")}
-    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"graph": 200.0}, broken=no_graph))
+    machine = Machine(USUAL, start_s={"graph": 200.0}, broken=no_graph)
     found = searched(demo, machine, HOUR)  # 180 s for all starts
     assert found.fields["way"] == "compile"
     assert "graph not possible: it waits for the device" in found.fields["way_reason"]
@@ -127,7 +130,7 @@ def test_the_compiled_step_is_tried_where_there_is_no_graph_though_starts_took_m
 
 
 def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL, trial_s=25.0))
+    machine = Machine(USUAL, trial_s=25.0)
     found = searched(demo, machine, 10 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph"]  # 75 s: the fourth may not begin after 60
     assert "not tried, out of trial time: compile, cudnn.benchmark, kernel tuning" in found.fields["way_reason"]
@@ -135,7 +138,7 @@ def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypa
 
 
 def test_compiling_does_not_count_as_trial_time(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = on_machine(monkeypatch, Machine(USUAL, start_s={"graph": 300.0}))
+    machine = Machine(USUAL, start_s={"graph": 300.0})
     found = searched(demo, machine, 3 * HOUR)
     assert found.fields["way"] == "graph"
     assert "6 s of trials and 300 s of first steps" in found.fields["way_reason"]
@@ -143,7 +146,7 @@ def test_compiling_does_not_count_as_trial_time(demo: Path, monkeypatch: pytest.
 
 def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only = {**dict.fromkeys(USUAL, None), "compile": 20.0, "compile cudnn": None, "compile tuned": None}
-    found = searched(demo, on_machine(monkeypatch, Machine(only)), 3 * HOUR)
+    found = searched(demo, Machine(only), 3 * HOUR)
     assert found.fields["way"] == "compile"
     assert found.eager_ms is None
     assert "eager not possible: out of memory" in found.fields["way_reason"]
@@ -154,7 +157,7 @@ def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
     demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine({**USUAL, "eager cudnn": 30.0}, broken={"graph": CannotRun("no assembler")})
-    found = searched(demo, on_machine(monkeypatch, machine), 3 * HOUR)
+    found = searched(demo, machine, 3 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph", "eager cudnn"]
     assert "graph not possible: no assembler" in found.fields["way_reason"]
     assert (found.fields["way"], found.is_final, found.untried) == ("eager", False, ())
@@ -162,12 +165,12 @@ def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
 
 def test_the_compiled_step_is_tried_where_the_graph_did_not_fit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {**USUAL, "graph": None, "compile cudnn": 20.0, "compile tuned": 20.0}
-    assert searched(demo, on_machine(monkeypatch, Machine(times)), 3 * HOUR).fields["way"] == "compile"
+    assert searched(demo, Machine(times), 3 * HOUR).fields["way"] == "compile"
 
 
 def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = on_machine(monkeypatch, Machine({**USUAL, "compile tuned": 19.0, "graph tuned": 14.0, "eager tuned": 30.0,
-                                               "graph cudnn tuned": 13.0}))  # fmt: skip
+    machine = Machine({**USUAL, "compile tuned": 19.0, "graph tuned": 14.0, "eager tuned": 30.0,
+                                               "graph cudnn tuned": 13.0})  # fmt: skip
     found = searched(demo, machine, 3 * HOUR, train__channels_last=True, train__tune_kernels=True)
     assert machine.tried == ["eager tuned", "graph tuned", "compile tuned", "graph cudnn tuned"]
     assert found.fields["tunes_kernels"]
@@ -175,7 +178,7 @@ def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monk
 
 def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with trial_run(config, workload, plan) as trial:
+    with rehearsal(config, workload, plan) as trial:
         before = trial.parts.step.attempted
         assert trial.cost("eager").ms > 0
         whole = trial.parts.step.attempted - before
@@ -188,7 +191,7 @@ def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
 
 
 def test_a_real_search_on_this_machine_finds_a_short_run_too_short(demo: Path) -> None:
-    found = WaySearch(*made(demo), TrialTime(600, most_s=MOST_S)).found()
+    found = WaySearch(*made(demo), TrialTime(600, most_s=MOST_S), rehearsal).found()
     assert found.fields["way"] == "eager"
     assert "too short to compile for" in found.fields["way_reason"]
     assert not found.is_final

@@ -163,7 +163,8 @@ def test_an_unknown_workload_is_explained(demo: Path, name: str, said: str) -> N
 
 def test_a_workload_of_the_users_own_is_an_import_path(demo: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "my_workload.py").write_text(
-        "from halfstep.workloads.segmentation import build as unet\ndef build(config, store): return unet.build(config, store)\n"
+        "from halfstep.workloads.segmentation import build as unet\n"
+        "def build(config, store): return unet.build(config, store)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert build(config(demo).model_copy(update={"workload": "my_workload:build"})).name == "unet"

@@ -16,6 +16,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, plan_for
 from halfstep.run.engine import Engine
+from halfstep.run.rehearse import rehearsal
 from halfstep.step.facts import Facts
 from halfstep.step.guard import Action
 from halfstep.step.randomness import algorithms, seed_everything
@@ -70,7 +71,9 @@ class Ours:
         return self._feed
 
     def _planned(self, workload: Workload) -> Plan:
-        return tuned(self.config, workload, plan_for(self.config, workload, self.hardware), lambda text: None)
+        return tuned(
+            self.config, workload, plan_for(self.config, workload, self.hardware), lambda text: None, rehearsal
+        )
 
     def _batches(self, parts: Assembly, steps: int) -> Iterable[Batch]:
         device = self.problem.device

@@ -6,18 +6,16 @@ estimates: kernels' workspaces and the allocator's gaps come on top, which is wh
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.schema import RunConfig
+from halfstep.measure.live_bytes import LiveBytes
 from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.workloads.classification import build as image_classification
 from halfstep.workloads.classification.config import ClassifierConfig
@@ -91,32 +89,3 @@ def _flops(model: nn.Module, image: tuple[int, int, int]) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.eval()(torch.empty(1, *image, device="meta"))  # BatchNorm refuses to train on one value a channel
     return 3 * int(counter.get_total_flops())  # backward: one product for the input's gradient, one for the weight's
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages made inside, from their making to their end."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._note(value.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address in self._alive:
-            return
-        self._alive.add(address)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, address, storage.nbytes())
-
-    def _forget(self, address: int, num_bytes: int) -> None:
-        self._alive.discard(address)
-        self.now -= num_bytes

@@ -36,6 +36,7 @@ from halfstep.tune.layout import wants_channels_last
 from halfstep.tune.memory_levers import optimizer_for
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, Way, asked_way, compiled
+from halfstep.tune.trial_time import total_steps_of
 from halfstep.workloads.workload import Workload
 
 
@@ -143,12 +144,6 @@ def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
     train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True)
     val = Loader(workload.val_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=False)
     return train, val
-
-
-def total_steps_of(config: RunConfig, num_batches: int) -> int:
-    """Steps to the end of the run, if nothing stops it early."""
-    planned = config.train.epochs * math.ceil(num_batches / config.train.accumulate)
-    return min(planned, config.train.max_steps) if config.train.max_steps else planned
 
 
 def _optimizer(config: RunConfig, model: nn.Module, setting: MemorySetting) -> Optimizer:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +31,14 @@ from halfstep.tune.compiler_warnings import CompilerWarnings
 from halfstep.tune.cudnn_trials import cudnn_trials
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
-from halfstep.tune.modes import Batch, Way
+from halfstep.tune.modes import UNCAPTURED, Batch, Notice, Way
 
-UNCAPTURED = 3
-"""Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""
 MOST_GRAPHS = 2
 """Each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured."""
 FROM_FASTEST: tuple[Way, ...] = ("graph", "compile", "eager")
 MOST_DROPS = 3
 """So often a step that does not fit beside the graphs gets their memory, and they are captured anew afterwards."""
 
-Notice = Callable[[str, Literal["info", "warning"]], None]
 Count = Callable[[Any, Batch], None]
 """What is done with the outputs of each batch after its step, such as counting hits."""
 

@@ -38,6 +38,7 @@ from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
+from halfstep.run.rehearse import rehearsal
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
 from halfstep.step.randomness import algorithms
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
@@ -71,7 +72,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
                     loaded = _with_demo_data(loaded, folder)
                 workload = build_workload(loaded.config)
                 plan = plan_for(loaded.config, workload, hardware)
-                plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet))
+                plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet), rehearsal)
                 parts = _assembled(loaded.config, workload, plan)
                 folder = folder or RunFolder.create(out, _run_name(loaded.config))
                 lock.enter_context(folder.locked())
@@ -161,13 +162,13 @@ def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, cha
     """The stored one; what was decided or measured for settings that are others now is decided or measured anew."""
     if changes.touch("precision.", "device"):
         plan = plan_for(config, workload, probe(config.device))
-        return tuned(config, workload, plan, _say_unless(config.log.quiet))
+        return tuned(config, workload, plan, _say_unless(config.log.quiet), rehearsal)
     plan = Plan.from_json(_text(folder.plan))
     refuse_missing_device(plan)
     if not changes.touch(*MEASURED_FOR):
         return plan
     plan = untuned(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
-    return tuned(config, workload, plan, _say_unless(config.log.quiet))
+    return tuned(config, workload, plan, _say_unless(config.log.quiet), rehearsal)
 
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:

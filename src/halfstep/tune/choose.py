@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from halfstep.config.schema import RunConfig
@@ -17,14 +18,13 @@ from halfstep.hardware.driver import Driver
 from halfstep.measure.clock import Stopwatch
 from halfstep.precision.fp8_pays import settled, without_fp8
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import total_steps_of
 from halfstep.tune.memory_levers import levers_of
 from halfstep.tune.memory_low import CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
 from halfstep.tune.mode_cache import KeptWay
 from halfstep.tune.mode_search import FoundWay, WaySearch
 from halfstep.tune.modes import NEEDS_CUDA, asked_way
-from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime
-from halfstep.tune.trials import cost_in
+from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime, total_steps_of
+from halfstep.tune.trials import Rehearse, cost_in
 from halfstep.workloads.workload import Workload
 
 FEWEST_STEPS = 300
@@ -45,13 +45,16 @@ MEASURED_FOR = (
 Say = Callable[[str], None]
 
 
-def tuned(config: RunConfig, workload: Workload, plan: Plan, say: Say, *, driver: Driver | None = None) -> Plan:
+def tuned(
+    config: RunConfig, workload: Workload, plan: Plan, say: Say, rehearse: Rehearse, *, driver: Driver | None = None
+) -> Plan:
     """The plan with how steps run; `say` gets what was found. Tests put another machine in the driver's place."""
+    tuning = Tuning(config, workload, say, rehearse, driver or Driver())
     wish = config.train.tune_kernels
     if wish != "auto":
         plan = dataclasses.replace(plan, tunes_kernels=wish)
-    plan = _with_fp8_that_pays(config, workload, _with_way(config, workload, plan, say, driver), say)
-    return _with_memory(config, workload, plan, say) if config.train.memory == "low" else plan
+    plan = tuning.with_fp8_that_pays(tuning.with_way(plan))
+    return tuning.with_memory(plan) if config.train.memory == "low" else plan
 
 
 def untuned(plan: Plan, *, keeps_memory: bool) -> Plan:
@@ -64,39 +67,117 @@ def untuned(plan: Plan, *, keeps_memory: bool) -> Plan:
     )
 
 
-# --- the way ---
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """One run that is about to be tuned, and what it takes to try it."""
 
+    config: RunConfig
+    workload: Workload
+    say: Say
+    rehearse: Rehearse
+    driver: Driver
 
-def _with_way(config: RunConfig, workload: Workload, plan: Plan, say: Say, driver: Driver | None) -> Plan:
-    way = asked_way(config, plan)
-    if way is not None:
-        reason = f"train.fast={config.train.fast}" if config.train.fast != "auto" else _why_unmeasured(config, plan)
-        if config.train.fast == "graph" and not plan.on_cuda:
-            say(NEEDS_CUDA.format(plan.device))
-        return dataclasses.replace(plan, way=way, way_reason=reason)
-    fields = _found_before(config, workload, plan) or _found_now(config, workload, plan, say, driver or Driver())
-    say(f"steps run {fields['way']}: {fields['way_reason']}")
-    for gain in fields.get("gains", ()):
-        say(f"  {gain}")
-    return dataclasses.replace(plan, **fields)
+    # --- the way ---
 
+    def with_way(self, plan: Plan) -> Plan:
+        way = asked_way(self.config, plan)
+        if way is not None:
+            reason = (
+                f"train.fast={self.config.train.fast}"
+                if self.config.train.fast != "auto"
+                else _why_unmeasured(self.config, plan)
+            )
+            if self.config.train.fast == "graph" and not plan.on_cuda:
+                self.say(NEEDS_CUDA.format(plan.device))
+            return dataclasses.replace(plan, way=way, way_reason=reason)
+        fields = self._found_before(plan) or self._found_now(plan)
+        self.say(f"steps run {fields['way']}: {fields['way_reason']}")
+        for gain in fields.get("gains", ()):
+            self.say(f"  {gain}")
+        return dataclasses.replace(plan, **fields)
 
-def _found_before(config: RunConfig, workload: Workload, plan: Plan) -> dict[str, Any] | None:
-    return KeptWay(config, workload, plan).for_run(expected_steps(config, workload))
+    def _found_before(self, plan: Plan) -> dict[str, Any] | None:
+        return KeptWay(self.config, self.workload, plan).for_run(expected_steps(self.config, self.workload))
 
+    def _found_now(self, plan: Plan) -> dict[str, Any]:
+        try:
+            found = self._measured(plan)
+        except CannotRun as error:
+            return {"way": "eager", "way_reason": str(error)}
+        if found is None:
+            reason = f"a run of {expected_steps(self.config, self.workload)} steps is too short for trials"
+            return {"way": "eager", "way_reason": f"{reason} (train.fast=graph compiles all the same)"}
+        problem = KeptWay(self.config, self.workload, plan).write(found) if found.is_final else ""
+        if problem:
+            self.say(problem)
+        return found.fields
 
-def _found_now(config: RunConfig, workload: Workload, plan: Plan, say: Say, driver: Driver) -> dict[str, Any]:
-    try:
-        found = _measured(config, workload, plan, say, driver)
-    except CannotRun as error:
-        return {"way": "eager", "way_reason": str(error)}
-    if found is None:
-        reason = f"a run of {expected_steps(config, workload)} steps is too short for trials"
-        return {"way": "eager", "way_reason": f"{reason} (train.fast=graph compiles all the same)"}
-    problem = KeptWay(config, workload, plan).write(found) if found.is_final else ""
-    if problem:
-        say(problem)
-    return found.fields
+    def _measured(self, plan: Plan) -> FoundWay | None:
+        """None for a run that is too short for any trial."""
+        num_steps = expected_steps(self.config, self.workload)
+        if num_steps < FEWEST_STEPS:
+            return None
+        self.say("measuring how fast steps run ...")
+        others = self.driver.used_by_others(plan.device)
+        found = WaySearch(self.config, self.workload, plan, TrialTime(num_steps, most_s=MOST_S), self.rehearse).found()
+        others = others or self.driver.used_by_others(plan.device)
+        if not others:
+            return found
+        reason = f"{found.fields['way_reason']}; the GPU was in use by others ({others}): not kept for other runs"
+        return dataclasses.replace(found, fields={**found.fields, "way_reason": reason}, is_final=False)
+
+    # --- fp8 ---
+
+    def with_fp8_that_pays(self, plan: Plan) -> Plan:
+        """Whole steps in fp8 and in bf16: layers can gain while the step loses."""
+        wish = self.config.precision
+        if plan.granted != "fp8" or plan.simulated or wish.force:
+            return plan
+        self.say("measuring whole steps in fp8 and in bf16 ...")
+        way = plan.way or "eager"
+        try:
+            fp8 = cost_in(way, self.config, self.workload, plan, self.rehearse)
+        except CannotRun as error:
+            return without_fp8(plan, f"its step cannot run {way}: {error}", strict=wish.strict)
+        try:
+            bf16 = cost_in(way, self.config, self.workload, without_fp8(plan, "to compare"), self.rehearse)
+        except CannotRun as error:
+            self.say(f"fp8 is not compared with bf16, whose step cannot run {way}: {error}")
+            return plan
+        return settled(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, force=wish.force, strict=wish.strict)
+
+    # --- memory ---
+
+    def with_memory(self, plan: Plan) -> Plan:
+        if plan.memory:
+            return plan
+        clock, way = Stopwatch(), plan.way or "eager"
+        costs: list[Cost | None] = []
+
+        def measure(setting: MemorySetting) -> Cost:
+            self.say(f"measuring memory: {setting} ...")
+            costs.append(None)
+            trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
+            costs[-1] = found = cost_in(way, self.config, self.workload, trial_plan, self.rehearse)
+            return found
+
+        def may_go_on() -> bool:
+            ran = [cost.ms / 1e3 for cost in costs if cost is not None]
+            limit_s = _memory_trials_s(ran[0] * expected_steps(self.config, self.workload)) if ran else MEMORY_TRIALS_S
+            return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
+
+        levers = levers_of(self.workload.model, self.config.optimizer.name, is_compiled=way != "eager")
+        try:
+            choice = choose_memory(measure, levers.positions, notes=levers.notes, may_go_on=may_go_on)
+        except CannotRun as error:
+            choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
+        headline, *lines = choice.lines()
+        for line in (headline, *lines):
+            self.say(line)
+        tried = tuple(line.strip() for line in lines)
+        return dataclasses.replace(
+            plan, memory=dataclasses.asdict(choice.setting), memory_reason=choice.reason, memory_trials=tried
+        )
 
 
 def _why_unmeasured(config: RunConfig, plan: Plan) -> str:
@@ -105,81 +186,9 @@ def _why_unmeasured(config: RunConfig, plan: Plan) -> str:
     return "train.deterministic" if config.train.deterministic else f"trials are for CUDA, this is {plan.device}"
 
 
-def _measured(config: RunConfig, workload: Workload, plan: Plan, say: Say, driver: Driver) -> FoundWay | None:
-    """None for a run that is too short for any trial."""
-    num_steps = expected_steps(config, workload)
-    if num_steps < FEWEST_STEPS:
-        return None
-    say("measuring how fast steps run ...")
-    others = driver.used_by_others(plan.device)
-    found = WaySearch(config, workload, plan, TrialTime(num_steps, most_s=MOST_S)).found()
-    others = others or driver.used_by_others(plan.device)
-    if not others:
-        return found
-    reason = f"{found.fields['way_reason']}; the GPU was in use by others ({others}): not kept for other runs"
-    return dataclasses.replace(found, fields={**found.fields, "way_reason": reason}, is_final=False)
-
-
 def expected_steps(config: RunConfig, workload: Workload) -> int:
     """Steps to the end of the run, before it has a loader."""
     return total_steps_of(config, math.ceil(len(workload.train_samples) / config.train.batch_size))
-
-
-# --- fp8 ---
-
-
-def _with_fp8_that_pays(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
-    """Whole steps in fp8 and in bf16: layers can gain while the step loses."""
-    wish = config.precision
-    if plan.granted != "fp8" or plan.simulated or wish.force:
-        return plan
-    say("measuring whole steps in fp8 and in bf16 ...")
-    way = plan.way or "eager"
-    try:
-        fp8 = cost_in(way, config, workload, plan)
-    except CannotRun as error:
-        return without_fp8(plan, f"its step cannot run {way}: {error}", strict=wish.strict)
-    try:
-        bf16 = cost_in(way, config, workload, without_fp8(plan, "to compare"))
-    except CannotRun as error:
-        say(f"fp8 is not compared with bf16, whose step cannot run {way}: {error}")
-        return plan
-    return settled(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, force=wish.force, strict=wish.strict)
-
-
-# --- memory ---
-
-
-def _with_memory(config: RunConfig, workload: Workload, plan: Plan, say: Say) -> Plan:
-    if plan.memory:
-        return plan
-    clock, way = Stopwatch(), plan.way or "eager"
-    costs: list[Cost | None] = []
-
-    def measure(setting: MemorySetting) -> Cost:
-        say(f"measuring memory: {setting} ...")
-        costs.append(None)
-        trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
-        costs[-1] = found = cost_in(way, config, workload, trial_plan)
-        return found
-
-    def may_go_on() -> bool:
-        ran = [cost.ms / 1e3 for cost in costs if cost is not None]
-        limit_s = _memory_trials_s(ran[0] * expected_steps(config, workload)) if ran else MEMORY_TRIALS_S
-        return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
-
-    levers = levers_of(workload.model, config.optimizer.name, is_compiled=way != "eager")
-    try:
-        choice = choose_memory(measure, levers.positions, notes=levers.notes, may_go_on=may_go_on)
-    except CannotRun as error:
-        choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
-    headline, *lines = choice.lines()
-    for line in (headline, *lines):
-        say(line)
-    tried = tuple(line.strip() for line in lines)
-    return dataclasses.replace(
-        plan, memory=dataclasses.asdict(choice.setting), memory_reason=choice.reason, memory_trials=tried
-    )
 
 
 def _memory_trials_s(run_s: float) -> float:

@@ -23,7 +23,7 @@ from halfstep.tune.layout import wants_channels_last
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import COMPILE_S, KERNEL_TUNING_S, Way
 from halfstep.tune.trial_time import TrialTime
-from halfstep.tune.trials import Trial, trial_run
+from halfstep.tune.trials import Rehearse, Trial
 from halfstep.workloads.workload import Workload
 
 WORTH = 1.02
@@ -51,8 +51,8 @@ class FoundWay:
 class WaySearch:
     """One search, from the eager step on."""
 
-    def __init__(self, config: RunConfig, workload: Workload, plan: Plan, time: TrialTime) -> None:
-        self.config, self.workload, self.plan, self.time = config, workload, plan, time
+    def __init__(self, config: RunConfig, workload: Workload, plan: Plan, time: TrialTime, rehearse: Rehearse) -> None:
+        self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
         self.fields: dict[str, Any] = {
             "way": "eager",
             "channels_last": wants_channels_last(config, plan),
@@ -160,7 +160,7 @@ class WaySearch:
 
     def _trial(self, **changed: bool) -> AbstractContextManager[Trial]:
         way_independent = {name: value for name, value in {**self.fields, **changed}.items() if name != "way"}
-        return trial_run(self.config, self.workload, dataclasses.replace(self.plan, **way_independent))
+        return self.rehearse(self.config, self.workload, dataclasses.replace(self.plan, **way_independent))
 
     def _tried(self, trial: Trial, way: Way, label: str = "", **switches: bool) -> Cost | None:
         try:

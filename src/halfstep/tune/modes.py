@@ -23,6 +23,12 @@ Batch: TypeAlias = dict[str, Tensor]
 Region: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | float, Any]]
 """Forward and loss of one batch: (loss, weight, outputs). This is what gets compiled."""
 
+Level: TypeAlias = Literal["info", "warning"]
+Notice: TypeAlias = Callable[[str, Level], None]
+"""Takes one line for the user."""
+
+UNCAPTURED = 3
+"""Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""
 COMPILE_S = 45.0
 """What a cold start of the compiler takes: 30 to 60 s were seen for U-Net and ResNet-50 beside an H200."""
 WARM_START_S = 15.0

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from halfstep.config.schema import RunConfig
 from halfstep.measure.clock import Clock, Stopwatch
 
 MOST_S = 60.0
@@ -73,3 +74,9 @@ class TrialTime:
             yield
         finally:
             self.starts_s += lap.elapsed_s
+
+
+def total_steps_of(config: RunConfig, num_batches: int) -> int:
+    """Steps to the end of the run, if nothing stops it early."""
+    planned = config.train.epochs * math.ceil(num_batches / config.train.accumulate)
+    return min(planned, config.train.max_steps) if config.train.max_steps else planned

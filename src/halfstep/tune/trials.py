@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.guide.memory import LiveBytes
-from halfstep.measure.memory import give_back, peak_memory_bytes, reset_peak
+from halfstep.measure.live_bytes import LiveBytes
+from halfstep.measure.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import Assembly, assemble
-from halfstep.run.engine import UNCAPTURED, Engine
-from halfstep.step.randomness import algorithms, generator_states, restore_generators
-from halfstep.tune.compiler_threads import forget_compiled
-from halfstep.tune.first_batch import first_batch
+from halfstep.step.step import Step
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
-from halfstep.tune.modes import Way
+from halfstep.tune.modes import UNCAPTURED, Batch, Level, Notice, Way
 from halfstep.tune.own_thread import in_own_thread
 from halfstep.tune.trial_time import TrialTime
 from halfstep.workloads.workload import Workload
@@ -56,57 +51,47 @@ def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: 
     return statistics.median(rounds[-max(ROUNDS, 2 * len(rounds) // 3) :])
 
 
-def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
+class Steps(Protocol):
+    """What makes the steps of a run: its engine."""
+
+    way: Way
+
+    def __call__(self, window: list[Batch]) -> object: ...
+    def forget_graphs(self) -> None: ...
+
+
+class Rehearsed(Protocol):
+    """A run that is put together and not begun."""
+
+    config: RunConfig
+    plan: Plan
+    device: torch.device
+    step: Step
+
+
+Rehearse = Callable[[RunConfig, Workload, Plan], AbstractContextManager["Trial"]]
+"""Puts a copy of a run together for one trial; handed in by whoever can, since this room knows no run."""
+
+
+def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
     """What a step takes in this way, or compiled where it cannot be captured: as the run itself would go on."""
     try:
-        return _cost_in(way, config, workload, plan)
+        return _cost_in(way, config, workload, plan, rehearse)
     except NotCaptured:
         pass  # not tried in here: the error's frames hold the model that it is about
-    return _cost_in("compile", config, workload, plan)
+    return _cost_in("compile", config, workload, plan, rehearse)
 
 
-def _cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan) -> Cost:
-    with trial_run(config, workload, plan) as trial:
+def _cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+    with rehearse(config, workload, plan) as trial:
         return trial.cost(way)
-
-
-@contextmanager
-def trial_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
-    """A copy of the run that is not yet begun, ready to be stepped; nothing of it is left afterwards."""
-    give_back(torch.device(plan.device))  # of a trial that failed: its error held it
-    generators = generator_states()
-    copied = dataclasses.replace(workload, model=_copied(workload.model))
-    try:
-        with algorithms(deterministic=config.train.deterministic):
-            yield _assembled(config, copied, plan)
-    finally:
-        restore_generators(generators)
-        del copied
-        # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
-        forget_compiled()
-        give_back(torch.device(plan.device))
-
-
-def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Trial:
-    try:
-        return Trial(assemble(config, workload, plan))
-    except torch.OutOfMemoryError as error:
-        raise DoesNotFit("the model itself is out of memory") from error
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:  # a user's model may hold anything
-        raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({first_line(error)})") from error
 
 
 class Trial:
     """Steps on one window of real data, over and over."""
 
-    def __init__(self, parts: Assembly) -> None:
-        self.parts = parts
-        batch = first_batch(parts.config, parts.workload)
+    def __init__(self, parts: Rehearsed, engine: Callable[[Any, Way, Notice], Steps], batch: Batch) -> None:
+        self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
 
     def cost(self, way: Way, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
@@ -119,11 +104,11 @@ class Trial:
         if way == "graph" and (reason := self.parts.step.why_never_captured()):
             raise NotCaptured(reason)
 
-        def ended(text: str, level: str) -> None:
+        def ended(text: str, level: Level) -> None:
             if engine.way != way:  # before it goes on, and compiles, in another
                 raise (NotCaptured if engine.way == "compile" else CannotRun)(text)
 
-        engine = Engine(self.parts, way, ended)
+        engine = self.engine(self.parts, way, ended)
         try:
             peak = self._warmed_up(engine, time)
             found = Cost(self._timed(engine, time) * 1e3, peak)
@@ -139,7 +124,7 @@ class Trial:
             engine.forget_graphs()
         return found
 
-    def _warmed_up(self, engine: Engine, time: TrialTime) -> int:
+    def _warmed_up(self, engine: Steps, time: TrialTime) -> int:
         """Enough steps for compilation, first commits and capture; the peak of the last two, a graph's memory too."""
         device = self.parts.device
         with time.starting():
@@ -157,12 +142,12 @@ class Trial:
             engine(self.window)
         return peak_memory_bytes(device) or 0
 
-    def _timed(self, engine: Engine, time: TrialTime) -> float:
+    def _timed(self, engine: Steps, time: TrialTime) -> float:
         lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0
         self._finish()
         return lasting_step_s(lambda num_steps: self._round(engine, time, num_steps), time, lasting_s)
 
-    def _round(self, engine: Engine, time: TrialTime, num_steps: int) -> float:
+    def _round(self, engine: Steps, time: TrialTime, num_steps: int) -> float:
         start = time.clock()
         for _ in range(num_steps):
             engine(self.window)

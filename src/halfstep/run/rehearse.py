@@ -1,0 +1,55 @@
+"""A copy of a run for timed trials, so that trying leaves the run itself untouched, down to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from halfstep.config.schema import RunConfig
+from halfstep.measure.memory import give_back
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import Assembly, assemble
+from halfstep.run.engine import Engine
+from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from halfstep.tune.compiler_threads import forget_compiled
+from halfstep.tune.first_batch import first_batch
+from halfstep.tune.memory_limit import first_line
+from halfstep.tune.memory_low import CannotRun, DoesNotFit
+from halfstep.tune.trials import Trial
+from halfstep.workloads.workload import Workload
+
+
+@contextmanager
+def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
+    """A trial of the run that is not yet begun; nothing of it is left afterwards."""
+    give_back(torch.device(plan.device))  # of a trial that failed: its error held it
+    generators = generator_states()
+    copied = dataclasses.replace(workload, model=_copied(workload.model))
+    try:
+        with algorithms(deterministic=config.train.deterministic):
+            yield Trial(_assembled(config, copied, plan), Engine, first_batch(config, copied))
+    finally:
+        restore_generators(generators)
+        del copied
+        # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
+        forget_compiled()
+        give_back(torch.device(plan.device))
+
+
+def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
+    try:
+        return assemble(config, workload, plan)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit("the model itself is out of memory") from error
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a user's model may hold anything
+        raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({first_line(error)})") from error
