@@ -29,7 +29,7 @@ class Measurement:
     speedup: float
     """Against strict fp32, same operation and same size."""
     small: bool = False
-    """Timed on the small problem only, because the full one takes too long: compare its rate with none of the others."""
+    """Timed on the small problem only, because the full one takes too long: its rate compares with no full one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
