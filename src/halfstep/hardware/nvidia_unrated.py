@@ -5,7 +5,7 @@ Capabilities as in NVIDIA's list of CUDA GPUs, where a laptop GPU has that of th
 
 from __future__ import annotations
 
-from halfstep.hardware.known import KnownGPU, nvidia_family
+from halfstep.hardware.known import KnownGPU, Models, nvidia_family
 
 LAPTOP = ("the laptop's maker sets its power and clocks, so there is no one rate: run `halfstep detect` on it",)
 SOURCE = "NVIDIA's list of CUDA GPUs; memory as vendors' pages give it"
@@ -18,7 +18,7 @@ def _unrated(
     *,
     notes: tuple[str, ...] = (),
 ) -> tuple[KnownGPU, ...]:
-    models = {name: ({}, sizes) for name, sizes in memory_gb.items()}
+    models: Models = {name: ({}, sizes) for name, sizes in memory_gb.items()}
     return nvidia_family(architecture, capability, models, source=SOURCE, checked="recalled", notes=notes)
 
 
