@@ -17,10 +17,12 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.report.prediction_view import Answer, Predictions
 from halfstep.run.evaluate import evaluate
 from halfstep.run.inputs import Input
+from halfstep.report.progress import Bar
 from halfstep.run.open_run import open_run, plan_for_use, with_weights
 from halfstep.run.predict import predict
-from halfstep.run.predict_segmentation import MaskPredictor, smallest_good_tile
+from halfstep.run.predict_segmentation import MaskPredictor
 from halfstep.run.predictor import Wishes
+from halfstep.run.whole_images import smallest_good_tile
 from halfstep.workloads.image_data import evaluation_share
 from tiny_runs import Told, copied, resnet_run, unet_run
 
@@ -88,7 +90,10 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
 
     model.register_forward_pre_hook(refuse_wide_images)
     told, item = Told(unet), Input(path=large, name=Path(large.name))
-    (answer,) = predictor.answers([item], model, plan, Wishes(out=tmp_path / "out"), told.report)
+    bar = Bar("Predicting", 1)
+    (answer,) = predictor.answers([item], model, plan, Wishes(out=tmp_path / "out"), told.report, bar)
+    shown = next(part for part in bar.parts() if part.startswith("tile "))
+    assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
     assert isinstance(answer, Answer)
     assert "going on with tiles of 128 pixels" in told.text
     whole = mask_of(predicted(unet, large, out=tmp_path / "whole").answers[0])

@@ -56,6 +56,11 @@ class UNetModelConfig(ModelConfig):
     classes: Literal["auto"] | PositiveCount = Field(
         default="auto", description="Classes, background included; auto: from the masks"
     )
+    background: Literal["first"] | int | tuple[int, int, int] | None = Field(
+        default="first",
+        description="Mask value that iou and dice leave out (iou_all and dice_all never do); first: the smallest; "
+        "null: none, all classes count",
+    )
     dice_weight: float = Field(default=1.0, ge=0, description="Weight of the Dice part of the loss")
     ce_weight: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy part of the loss")
     class_weights: tuple[float, ...] = Field(

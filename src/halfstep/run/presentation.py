@@ -40,6 +40,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("batch", batch),
         ("steps", _length(parts)),
         ("optimizer", ", ".join(commits)),
+        *([("scores", parts.workload.scoring)] if parts.workload.scoring else []),
         ("run", str(folder.path)),
     ]
     warnings = (*loaded.warnings, *plan.warnings, *_first(parts.workload.notes))

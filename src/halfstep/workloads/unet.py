@@ -48,10 +48,16 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     if not train_pairs:
         raise DataError("no usable pair is left to train on", why=f"{len(bad_files.skipped)} files were left out")
     bad_files.refuse_empty_validation(num_val, len(val_pairs))
+    is_new = store is None
     if store is None:
         store = _store(config, scan, discover_table(scan.pairs, ignored=config.model.ignore_index, bad_files=bad_files))
     table, image = table_of_store(store), image_format_of_store(store)
     _check_class_weights(config, num_classes=store["num_classes"])
+    background = background_class(config, table)
+    model = model_from_store(config, store)
+    if is_new and config.model.weights:  # a stored run's checkpoint brings its own
+        weights, _ = read_weights(Path(config.model.weights))
+        load_weights_(model, weights, source=config.model.weights)
     augmentation = _augmentation(config)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
@@ -73,25 +79,21 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
 
     return Workload(
         name="unet",
-        model=_model(config, store),
+        model=model,
         train_samples=SegmentationData(train_pairs, table=table, image=image),
         val_samples=SegmentationData(val_pairs, table=table, image=image),
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
         loss=loss,
-        metrics=lambda: SegmentationMetrics(store["num_classes"]),
+        metrics=lambda: SegmentationMetrics(store["num_classes"], background),
         metric="iou",
         mode="max",
         fragile=FRAGILE,
+        scoring=_scoring(table, background),
         store=store,
         notes=(*_many_values(table), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
         val_names=tuple(pair.image.name for pair in val_pairs),
     )
-
-
-def model_from_store(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
-    """The model alone, for prediction where there are no masks."""
-    return _model(config, store)
 
 
 def unit_range(pixels: Tensor) -> Tensor:
@@ -111,6 +113,28 @@ def image_format_of_store(store: Mapping[str, Any]) -> ImageFormat:
         channels=store["channels"],
         is_float=store["is_float"],
         raw_scale=store["raw_scale"],
+    )
+
+
+def background_class(config: UNetConfig, table: MaskTable) -> int | None:
+    """The class that `iou` and `dice` leave out."""
+    asked = config.model.background
+    if asked is None or asked == "first":
+        return None if asked is None else 0
+    if asked not in table.values:
+        raise ConfigError(
+            f"model.background={asked} is no value of the masks: {some_of(table.values, SHOWN_VALUES)}",
+            fix="a mask value, first for the smallest, or null to count all classes",
+        )
+    return table.values.index(asked)
+
+
+def _scoring(table: MaskTable, background: int | None) -> str:
+    if background is None:
+        return "iou and dice are means over all classes, as iou_all and dice_all are (model.background=null)"
+    return (
+        f"iou and dice are means without mask value {table.values[background]}, the background; iou_all and dice_all "
+        "are over all classes (model.background=null makes iou so, too)"
     )
 
 
@@ -188,7 +212,8 @@ def _augmentation(config: UNetConfig) -> Augmentation:
     )
 
 
-def _model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
+def model_from_store(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
+    """The model alone, for a checkpoint's weights: all that prediction needs."""
     side, depth = store["image_size"], config.model.depth
     if side < 2 ** (depth + 1):
         raise ConfigError(
@@ -196,7 +221,7 @@ def _model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
             why="each level halves the image, and BatchNorm needs more than one pixel at the deepest",
             fix=f"data.image_size={2 ** (depth + 2)} or more, or a smaller depth",
         )
-    model = UNet(
+    return UNet(
         in_channels=store["channels"],
         num_classes=store["num_classes"],
         base_channels=config.model.base_channels,
@@ -204,7 +229,3 @@ def _model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
         bilinear=config.model.bilinear,
         checkpointing=config.train.activation_checkpointing,
     )
-    if config.model.weights:
-        weights, _ = read_weights(Path(config.model.weights))
-        load_weights_(model, weights, source=config.model.weights)
-    return model

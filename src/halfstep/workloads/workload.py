@@ -57,6 +57,8 @@ class Workload:
     metric: str
     """The headline metric: picks the best checkpoint, stops early, drives plateau."""
     mode: Literal["max", "min"] = "max"
+    scoring: str = ""
+    """How the metrics are computed, where their names alone do not say it."""
     fragile: tuple[str, ...] = ()
     """Islands, as `name: reason`; rows of the plan."""
     store: Mapping[str, Any] = field(default_factory=dict)
