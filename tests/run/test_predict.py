@@ -15,9 +15,9 @@ from PIL import Image
 from halfstep.config.classification import ImageDataConfig
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.prediction_view import Answer, Predictions
+from halfstep.report.progress import Bar
 from halfstep.run.evaluate import evaluate
 from halfstep.run.inputs import Input
-from halfstep.report.progress import Bar
 from halfstep.run.open_run import open_run, plan_for_use, with_weights
 from halfstep.run.predict import predict
 from halfstep.run.predict_segmentation import MaskPredictor

@@ -13,7 +13,7 @@ def command(
     inputs: Annotated[list[Path], typer.Argument(metavar="INPUT", help="Files, or folders of them.")],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="New folder, for masks/ and overlays/ inside it.", show_default="RUN/predictions"),
+        typer.Option(metavar="DIR", help="New folder; masks/ and overlays/ in it.", show_default="RUN/predictions"),
     ] = None,
     checkpoint: Annotated[str, typer.Option(metavar="best|last|NAME", help="Which checkpoint, or its step.")] = "best",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
