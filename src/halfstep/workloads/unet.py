@@ -6,7 +6,7 @@ parameters of the reference at two classes. `classes: 1` asks for its other form
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,12 +18,12 @@ from halfstep.config.unet import UNetConfig
 from halfstep.data.augment import Augmentation, augment
 from halfstep.data.files import BadFiles, some_of
 from halfstep.data.loader import Batch
-from halfstep.data.masks import MaskTable, table_from
-from halfstep.data.pairs import Pair, PairLayout, Split, find_split
-from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_table, scan_pairs
+from halfstep.data.masks import MaskTable, table_from, table_of
+from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.unet import UNet
 from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.pair_data import MANY_VALUES, find_data, ignored_value, image_side
 from halfstep.workloads.segmentation import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.workload import Workload
 
@@ -32,25 +32,31 @@ FRAGILE = (
     "loss.dice: sums over all pixels of a batch pass fp16's largest number",
 )
 
-MANY_VALUES = 64
-"""More classes than common data sets of masks have (Cityscapes 34, VOC 22): rather grey edges than classes."""
-
 SHOWN_VALUES = 8
 
 
 def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run fixes classes and image format."""
     bad_files = BadFiles(config.data.on_bad_file)
-    train_pairs, val_pairs = _pairs(config, bad_files)
+    found = find_data(config, bad_files)
+    train_pairs, val_pairs = found.train, found.val
     scan = scan_pairs([*train_pairs, *val_pairs], bad_files=bad_files)
     usable, num_val = set(scan.pairs), len(val_pairs)
-    train_pairs, val_pairs = ([pair for pair in part if pair in usable] for part in (train_pairs, val_pairs))
+    train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (train_pairs, val_pairs))
     if not train_pairs:
         raise DataError("no usable pair is left to train on", why=f"{len(bad_files.skipped)} files were left out")
     bad_files.refuse_empty_validation(num_val, len(val_pairs))
     is_new = store is None
+    about = [("layout", found.layout)]
+    settled: dict[str, Any] = {}
     if store is None:
-        store = _store(config, scan, discover_table(scan.pairs, ignored=config.model.ignore_index, bad_files=bad_files))
+        seen = discover_values(scan.pairs, bad_files=bad_files)
+        ignored, why_ignored = ignored_value(config, found, seen)
+        side, why_side = image_side(config, scan)
+        store = _store(config, scan, table_of(seen, ignored=ignored), side)
+        settled = {"data.image_size": side}
+        about += [("ignored mask value", why_ignored)] if why_ignored else []
+        about += [("image size", why_side)] if why_side else []
     table, image = table_of_store(store), image_format_of_store(store)
     _check_class_weights(config, num_classes=store["num_classes"])
     background = background_class(config, table)
@@ -93,6 +99,8 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         store=store,
         notes=(*_many_values(table), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
         val_names=tuple(pair.image.name for pair in val_pairs),
+        about=tuple(about),
+        settled=settled,
     )
 
 
@@ -138,26 +146,8 @@ def _scoring(table: MaskTable, background: int | None) -> str:
     )
 
 
-def _pairs(config: UNetConfig, bad_files: BadFiles) -> tuple[Sequence[Pair], Sequence[Pair]]:
-    data = config.data
-    if data.dir is None:
-        raise DataError("no data folder", why="building U-Net's data needs data.dir", fix="--data-dir DIR")
-    layout = PairLayout(
-        images=data.images,
-        masks=data.masks,
-        mask_suffix=data.mask_suffix,
-    )
-    split = Split(
-        val_fraction=data.val_fraction,
-        seed=data.split_seed,
-        train_list=Path(data.train_list) if data.train_list else None,
-        val_list=Path(data.val_list) if data.val_list else None,
-    )
-    return find_split(Path(data.dir), layout=layout, split=split, bad_files=bad_files)
-
-
-def _store(config: UNetConfig, scan: Scan, table: MaskTable) -> dict[str, Any]:
-    found, asked, side = len(table.values), config.model.classes, config.data.image_size
+def _store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[str, Any]:
+    found, asked = len(table.values), config.model.classes
     if found < 2:
         raise DataError(
             f"every mask holds only the value {table.values[0]}",
