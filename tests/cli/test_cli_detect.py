@@ -12,6 +12,7 @@ from halfstep.cli.main import main
 from halfstep.hardware import measure
 from halfstep.hardware.cache import cache_directory
 from halfstep.hardware.driver import Accelerator, Driver, Processor
+from halfstep.hardware.gpus import KNOWN
 
 TINY = measure.Sizes(
     small_matmul=16, small_image=(1, 4, 8), full_matmul=32, full_image=(1, 4, 8), copy_bytes=4096, budget_s=10.0
@@ -67,7 +68,7 @@ def test_a_machine_without_a_gpu_gets_a_useful_answer(
     out, err = output_of(capsys)
     assert out.startswith("cpu  ")
     assert "\nuse " in out
-    assert "halfstep detect --gpu NAME" in out
+    assert "halfstep detect NAME" in out
     assert err == ""
 
 
@@ -134,6 +135,25 @@ def test_a_gpu_that_is_not_here_is_answered_from_the_table(capsys: pytest.Captur
     assert advice["precision"] == "bf16"
 
 
+@pytest.mark.parametrize("argv", [("v100",), ("RTX", "4090"), ("--gpu", "h200"), ("v100", "--gpu", "v100")])
+def test_a_bare_name_is_a_gpu_of_the_table(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    assert output_of(capsys, *argv)[0].startswith("NVIDIA ")
+
+
+def test_a_bare_device_is_one_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of(capsys, "cpu", "--no-measure")[0].startswith("cpu  ")
+
+
+@pytest.mark.parametrize("argv", [("--gpu", "list"), ("list",)])
+def test_every_known_name_can_be_listed(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    out, _ = output_of(capsys, *argv, "--json")
+    listed = [name for names in json.loads(out)["gpus"].values() for name in names]
+    assert listed == [gpu.name for gpu in sorted(KNOWN, key=lambda gpu: listed.index(gpu.name))]
+    shown = " ".join(output_of(capsys, *argv)[0].split())
+    assert "H20, " in shown
+    assert "NVIDIA Hopper" in shown
+
+
 def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     put_t4_here(monkeypatch)
@@ -149,6 +169,8 @@ def test_tables_fit_eighty_columns(capsys: pytest.CaptureFixture[str], monkeypat
         (("--gpu", "v1000"), "unknown GPU 'v1000'", "V100"),
         (("--device", "cuda:7"), "no device 'cuda:7' on this machine", "cpu"),
         (("--gpu", "v100", "--device", "cpu"), "--gpu v100 asks the table", "--gpu alone"),
+        (("v100", "--gpu", "t4"), "'v100' and --gpu t4 disagree", "name one"),
+        (("v1000",), "unknown GPU 'v1000'", "halfstep detect --gpu list"),
     ],
 )
 def test_a_mistake_is_explained_and_exits_with_two(

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from halfstep.data.files import BadFiles
-from halfstep.data.pairs import Pair, PairLayout, Split, find_pairs, find_split, split_pairs
+from halfstep.data.layouts import PairLayout
+from halfstep.data.pairs import Pair, Split, find_split, split_pairs
 from halfstep.errors import DataError
 
 
@@ -20,7 +21,7 @@ def ids(pairs: tuple[Pair, ...]) -> list[str]:
 
 
 def find(root: Path, **layout: str) -> tuple[Pair, ...]:
-    return find_pairs(root, layout=PairLayout(**layout), bad_files=BadFiles("error"))
+    return find_split(root, layout=PairLayout(**layout), split=Split(val_fraction=0), bad_files=BadFiles("error")).train
 
 
 def numbered(count: int) -> tuple[Pair, ...]:
@@ -42,9 +43,9 @@ def test_the_common_layouts_are_found_in_natural_order(tmp_path: Path, image: st
         touch(tmp_path, image.format(name), mask.format(name))
     touch(tmp_path, str(Path(image).parent / ".DS_Store"), str(Path(image).parent / "readme.txt"))
     split = Split(val_fraction=0)
-    train, val = find_split(tmp_path, layout=PairLayout(), split=split, bad_files=BadFiles("error"))
-    assert ids(train) == ["1", "2", "10"]
-    assert val == ()
+    found = find_split(tmp_path, layout=PairLayout(), split=split, bad_files=BadFiles("error"))
+    assert ids(found.train) == ["1", "2", "10"]
+    assert found.val == ()
 
 
 def test_folder_names_and_suffix_can_be_named(tmp_path: Path) -> None:
@@ -55,8 +56,8 @@ def test_folder_names_and_suffix_can_be_named(tmp_path: Path) -> None:
 
 def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
     touch(tmp_path, "train/imgs/a.png", "train/masks/a_mask.png", "val/imgs/b.png", "val/masks/b_mask.png")
-    train, val = find_split(tmp_path, layout=PairLayout(), split=Split(), bad_files=BadFiles("error"))
-    assert (ids(train), ids(val)) == (["a"], ["b"])
+    found = find_split(tmp_path, layout=PairLayout(), split=Split(), bad_files=BadFiles("error"))
+    assert (ids(found.train), ids(found.val)) == (["a"], ["b"])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,8 @@ def test_an_empty_or_missing_folder_is_an_error(tmp_path: Path) -> None:
 def test_lonely_files_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
     touch(tmp_path, "imgs/a.png", "imgs/b.png", "masks/a_mask.png", "masks/c_mask.png")
     bad_files = BadFiles("skip")
-    assert ids(find_pairs(tmp_path, layout=PairLayout(), bad_files=bad_files)) == ["a"]
+    found = find_split(tmp_path, layout=PairLayout(), split=Split(val_fraction=0), bad_files=bad_files)
+    assert ids(found.train) == ["a"]
     assert len(bad_files.skipped) == 2
 
 

@@ -9,9 +9,9 @@ from PIL import Image
 
 from halfstep.data.files import BadFiles
 from halfstep.data.images import read_image, scale_for
-from halfstep.data.masks import IGNORED, MaskTable, read_mask, resize_mask, table_from, values_in
+from halfstep.data.masks import IGNORED, MaskTable, read_mask, resize_mask, table_from, table_of, values_in
 from halfstep.data.pairs import Pair
-from halfstep.data.segmentation import ImageFormat, SegmentationData, discover_table, scan_pairs
+from halfstep.data.segmentation import ImageFormat, SegmentationData, discover_values, scan_pairs
 from halfstep.errors import DataError
 
 GRAY = np.arange(48, dtype=np.uint8).reshape(6, 8)
@@ -120,7 +120,7 @@ def test_mask_values_are_sorted_and_colours_are_classes(tmp_path: Path) -> None:
     colour[0], colour[1] = (255, 0, 0), (0, 0, 255)
     black = np.zeros((4, 4), dtype=np.uint8)
     pairs = [write_pair(tmp_path, "a", black, colour), write_pair(tmp_path, "b", black, black)]
-    table = discover_table(pairs, ignored=None, bad_files=BadFiles("error"))
+    table = table_of(discover_values(pairs, bad_files=BadFiles("error")), ignored=None)
     assert table.values == ((0, 0, 0), (0, 0, 255), (255, 0, 0))
     classes = table.classes_of(read_mask(pairs[0].mask), pairs[0].mask)
     assert classes[:3, 0].tolist() == [2, 1, 0]
@@ -132,7 +132,7 @@ def test_looking_at_data_leaves_no_trace_in_its_folder(tmp_path: Path) -> None:
     black = np.zeros((4, 4), dtype=np.uint8)
     pair = write_pair(tmp_path, "a", black, black)
     before = sorted(path.name for path in tmp_path.iterdir())
-    discover_table(scan_pairs([pair], bad_files=BadFiles("skip")).pairs, ignored=None, bad_files=BadFiles("skip"))
+    discover_values(scan_pairs([pair], bad_files=BadFiles("skip")).pairs, bad_files=BadFiles("skip"))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -142,7 +142,7 @@ def test_palette_masks_give_their_indices_and_255_can_be_ignored(tmp_path: Path)
     picture.putpalette([7, 7, 7] * 256)
     picture.save(tmp_path / "a_mask.png")
     pair = Pair(id="a", image=save(tmp_path / "a.png", indices), mask=tmp_path / "a_mask.png")
-    table = discover_table([pair], ignored=255, bad_files=BadFiles("error"))
+    table = table_of(discover_values([pair], bad_files=BadFiles("error")), ignored=255)
     assert table == MaskTable(values=(0, 1, 2), ignored=255)
     assert table.classes_of(read_mask(pair.mask), pair.mask).tolist() == [[0, 1], [2, IGNORED]]
 

@@ -8,6 +8,7 @@ from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
 from halfstep.hardware.describe import identity
 from halfstep.hardware.gpus import KNOWN, KnownGPU, find_known, known_gpu, words
+from halfstep.precision.advice import advise
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,34 @@ from halfstep.hardware.gpus import KNOWN, KnownGPU, find_known, known_gpu, words
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("Quadro RTX 6000", "Quadro RTX 6000"),
         ("a6000", "RTX A6000"),
+        ("A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("a1000", "RTX A1000"),
+        ("NVIDIA RTX A1000 6GB Laptop GPU", "RTX A1000 Laptop"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H20-3e", "H20"),
+        ("h200", "H200"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L20", "L20"),
+        ("NVIDIA T4G", "T4G"),
+        ("NVIDIA T400 4GB", "T400"),
+        ("NVIDIA RTX 4000 Ada Generation", "RTX 4000 Ada"),
+        ("NVIDIA RTX 4000 SFF Ada Generation", "RTX 4000 SFF Ada"),
+        ("NVIDIA RTX 2000 Ada Generation Laptop GPU", "RTX 2000 Ada Laptop"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Blackwell Max-Q"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Server"),
+        ("Tesla V100-DGXS-32GB", "V100"),
+        ("NVIDIA GeForce GTX 1660", "GTX 1660"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
+        ("RTX 4090 D", "RTX 4090 D"),
+        ("NVIDIA GH200 144G HBM3e", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB300", "GB300"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("AMD Radeon RX 9070 XT", "RX 9070 XT"),
         ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
         ("AMD Instinct MI300X", "MI300X"),
         ("Intel(R) Arc(TM) A770 Graphics", "Arc A770"),
@@ -51,20 +80,35 @@ def test_names_of_drivers_and_people_find_their_row(asked: str, found: str) -> N
 
 
 @pytest.mark.parametrize(
-    "asked", ["NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "rtx", "6000", "max", "", "cuda"]
+    "asked",
+    [
+        "Quadro RTX 4000 with Max-Q Design",
+        "RTX 4000",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "rtx",
+        "6000",
+        "max",
+        "",
+        "cuda",
+    ],
 )
 def test_another_model_or_an_ambiguous_name_finds_nothing(asked: str) -> None:
     assert find_known(asked) is None
 
 
-@pytest.mark.parametrize(
-    ("asked", "near"), [("v1000", "V100"), ("rtx 4900", "RTX 4090"), ("RTX 4090 Laptop", "RTX 4090")]
-)
+@pytest.mark.parametrize(("asked", "near"), [("v1000", "V100"), ("rtx 4900", "RTX 4090"), ("mi300", "MI300X")])
 def test_an_unknown_name_suggests_the_nearest(asked: str, near: str) -> None:
     with pytest.raises(HardwareError, match="unknown GPU") as caught:
         known_gpu(asked)
     assert asked in caught.value.what
-    assert near in caught.value.fix.split(": ")[1].split(", ")
+    assert near in caught.value.fix.split(": ")[1].split(";")[0].split(", ")
+    assert "halfstep detect --gpu list" in caught.value.fix
+
+
+def test_a_name_of_several_gpus_lists_them() -> None:
+    with pytest.raises(HardwareError, match="'rtx 4000' is the name of 2 GPUs") as caught:
+        known_gpu("rtx 4000")
+    assert "Quadro RTX 4000, RTX 4000 Ada" in caught.value.fix
 
 
 @pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
@@ -137,9 +181,41 @@ def test_a_memory_size_in_the_name_is_taken_and_others_are_told() -> None:
     assert any("80 GB" in note for note in known_gpu("A100").notes)
 
 
-def test_gtx_16_is_turing_without_tensor_cores() -> None:
-    assert not known_gpu("GTX 1660 Ti").tensor_cores
-    assert known_gpu("RTX 2060").tensor_cores
+def test_small_turing_chips_have_no_tensor_cores() -> None:
+    for name in ("GTX 1660 Ti", "GTX 1650 Laptop", "T400", "T1000"):
+        assert not known_gpu(name).tensor_cores
+    for name in ("RTX 2060", "RTX 2060 Laptop", "T4", "T4G"):
+        assert known_gpu(name).tensor_cores
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("A10", (8, 6)),
+        ("A100", (8, 0)),
+        ("RTX A1000", (8, 6)),
+        ("H20", (9, 0)),
+        ("RTX 2050 Laptop", (8, 6)),
+        ("RTX 4000 Ada", (8, 9)),
+        ("B300", (10, 3)),
+        ("GB10", (12, 1)),
+        ("Jetson AGX Orin", (8, 7)),
+    ],
+)
+def test_capabilities_that_a_name_does_not_tell(name: str, capability: tuple[int, int]) -> None:
+    assert known_gpu(name).capability == capability
+
+
+def test_fp8_is_native_where_it_is_the_ocp_format() -> None:
+    for name in ("H20", "RTX 4090 Laptop", "MI355X", "RX 9070"):
+        assert known_gpu(name).has("fp8_e4m3") == "native"
+    assert known_gpu("MI300X").has("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
+
+
+def test_a_laptop_gpu_gets_advice_without_a_rate() -> None:
+    assert advise(known_gpu("RTX 4090 Laptop")).precision == "bf16"
+    assert advise(known_gpu("RTX 2060 Laptop")).precision == "fp16"
+    assert known_gpu("RTX 4090 Laptop").memory_total_bytes == 16 * 2**30
 
 
 def test_tpu_says_that_it_was_not_run() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from fake_driver import H100, T4, TINY, XEON, FakeDriver
 
+from halfstep.bench.floor import floor_s
 from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
+from halfstep.hardware.describe import format_columns, rate
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import known_gpu
@@ -65,9 +67,25 @@ def test_what_is_too_slow_is_timed_small_and_a_note_says_so() -> None:
     assert driver.timed.count("matmul bf16") == 1
     assert driver.timed.count("matmul fp32") == 2
     assert hardware.speedup("bf16") == pytest.approx(1e-5)
+    small = hardware.measured("matmul", "bf16")
+    assert small is not None
+    assert small.small
+    fp32_rate = rate(small.tflops / small.speedup, hardware.measurements)
     assert any(
-        "bf16 was timed on a small problem only" in note and "matmul 1/100000x" in note for note in hardware.notes
+        "bf16 was timed on a small problem only" in note and f"fp32 reaches {fp32_rate} (matmul)" in note
+        for note in hardware.notes
     )
+
+
+def test_a_rate_of_the_small_problem_is_marked_and_never_compared_with_a_full_one() -> None:
+    hardware = measured(FakeDriver(cpuinfo=XEON, speedups={"conv_nchw bf16": 1e-5}))
+    columns = format_columns(hardware)
+    bf16 = columns["format"].index("bf16")
+    marked = {title.split("\n")[0] for title, cells in columns.items() if cells[bf16].endswith("*")}
+    assert marked == {"conv"}
+    assert hardware.layout_gain("bf16") is None
+    assert hardware.layout_gain("fp32") == pytest.approx(1.0)
+    assert floor_s(10**9, measured(FakeDriver(cpuinfo=XEON, speedups={"bf16": 1e-5})), "bf16") is None
 
 
 def test_no_time_left_is_noted_for_what_was_not_measured() -> None:

@@ -129,6 +129,15 @@ def test_a_log_file_gets_a_line_at_start_and_end_and_one_every_half_minute() -> 
     ]
 
 
+def test_a_log_file_hears_of_an_item_that_takes_minutes() -> None:
+    clock, lines = HandClock(), list[str]()
+    with LineBar("Predicting", 1, write=lines.append, clock=clock) as bar:
+        for tile in range(4):
+            bar.show({"tile": f"{tile + 1}/4"})
+            clock.now_s += 20.0
+    assert lines[1:-1] == ["Predicting 0/1 tile 3/4"]
+
+
 def test_a_line_written_right_after_the_step_that_compiled_has_no_rate_and_the_next_one_has_the_others() -> None:
     clock, lines = HandClock(), list[str]()
     with LineBar("Epoch 1/2 [Train]", 40, write=lines.append, clock=clock) as bar:

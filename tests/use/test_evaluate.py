@@ -16,9 +16,12 @@ from halfstep.config.load import load
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.metrics_file import read
+from halfstep.run.assemble import build_workload
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
+from halfstep.use.predict import predict
+from halfstep.use.predictor import Wishes
 from tiny_runs import Told, copied, resnet_run, unet_run
 
 
@@ -39,6 +42,11 @@ def evaluated(run: Path, **wishes: Any) -> Evaluation:
 def logged(run: Path) -> dict[str, Any]:
     """Of the best checkpoint."""
     return [record for record in read(run / "metrics.jsonl") if record.get("best")][-1]
+
+
+def read_names(run: Path) -> tuple[str, ...]:
+    """The validation images."""
+    return build_workload(load(str(run / "config.yaml")).config).val_names
 
 
 @pytest.mark.parametrize("kind", ["unet", "resnet"])
@@ -65,6 +73,48 @@ def test_every_class_is_listed_and_the_worst_median_and_best_images_are_drawn(un
     with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet:
         assert sheet.height > 9 * 256  # three of each
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["metrics"] == found.metrics
+
+
+def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_path: Path) -> None:
+    """The demo's images have 64 pixels a side, the model sees 32."""
+    found = evaluated(unet, full_size=True, out=tmp_path / "out")
+    names = {Path(name).stem for name in read_names(unet)}
+    images = [path for path in sorted((unet / "data" / "imgs").iterdir()) if path.stem in names]
+    wishes = Wishes(out=tmp_path / "masks")
+    predict(unet, images, report=Told(unet).report, wishes=wishes)
+    hit = union = 0
+    for image in images:
+        truth = np.asarray(Image.open(next((unet / "data" / "masks").glob(f"{image.stem}*")))) > 0
+        mask = np.asarray(Image.open(tmp_path / "masks" / "masks" / f"{image.stem}_mask.png")) > 0
+        assert mask.shape == truth.shape == (64, 64)
+        hit, union = hit + (mask & truth).sum(), union + (mask | truth).sum()
+    assert found.metrics["iou"] == pytest.approx(hit / union, abs=1e-12)
+    assert "loss" not in found.metrics
+    assert "own size" in found.scored_at
+    assert "32×32" in evaluated(unet).scored_at
+
+
+def test_full_size_is_refused_where_it_means_nothing(unet: Path, resnet: Path) -> None:
+    with pytest.raises(ConfigError, match="--full-size means nothing for resnet18"):
+        evaluated(resnet, full_size=True)
+    with pytest.raises(ConfigError, match="--batch-size 4 means nothing with --full-size"):
+        evaluated(unet, full_size=True, batch_size=4)
+
+
+def test_the_background_rule_is_the_runs_own_and_is_said(unet: Path, tmp_path: Path) -> None:
+    assert "without mask value 0" in evaluated(unet).scoring
+    run = unet_run(tmp_path / "run", {"model.background": None, "train.max_steps": 1})
+    found = evaluated(run)
+    assert found.metrics["iou"] == found.metrics["iou_all"] == (found.metrics["iou/0"] + found.metrics["iou/1"]) / 2
+    assert [row["class"] for row in found.classes] == ["0", "1"]
+    assert "all classes" in found.scoring
+    assert found.metrics == {name: logged(run)[name] for name in found.metrics}
+
+
+def test_a_background_that_the_masks_do_not_hold_is_refused_with_those_they_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.background=7 is no value of the masks: 0, 255"):
+        unet_run(tmp_path / "run", {"model.background": 7})
+    assert unet_run(tmp_path / "other", {"model.background": 255, "train.max_steps": 1}).is_dir()
 
 
 def test_a_classifier_shows_accuracies_confusion_and_mistakes(resnet: Path, tmp_path: Path) -> None:

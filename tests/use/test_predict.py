@@ -14,6 +14,8 @@ from PIL import Image
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.prediction_view import Answer, Predictions
+from halfstep.report.progress import Bar
+from halfstep.run.whole_images import smallest_good_tile
 from halfstep.use.evaluate import evaluate
 from halfstep.use.inputs import Input
 from halfstep.use.open_run import open_run, plan_for_use, with_weights
@@ -21,7 +23,7 @@ from halfstep.use.predict import predict
 from halfstep.use.predictor import Wishes
 from halfstep.workloads.classification.config import ImageDataConfig
 from halfstep.workloads.classification.data import evaluation_share
-from halfstep.workloads.segmentation.predict import MaskPredictor, smallest_good_tile
+from halfstep.workloads.segmentation.predict import MaskPredictor
 from tiny_runs import Told, copied, resnet_run, unet_run
 
 
@@ -88,7 +90,10 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
 
     model.register_forward_pre_hook(refuse_wide_images)
     told, item = Told(unet), Input(path=large, name=Path(large.name))
-    (answer,) = predictor.answers([item], model, plan, Wishes(out=tmp_path / "out"), told.report)
+    bar = Bar("Predicting", 1)
+    (answer,) = predictor.answers([item], model, plan, Wishes(out=tmp_path / "out"), told.report, bar)
+    shown = next(part for part in bar.parts() if part.startswith("tile "))
+    assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
     assert isinstance(answer, Answer)
     assert "going on with tiles of 128 pixels" in told.text
     whole = mask_of(predicted(unet, large, out=tmp_path / "whole").answers[0])

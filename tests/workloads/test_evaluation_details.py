@@ -8,7 +8,7 @@ import torch
 from halfstep.data.masks import IGNORED
 from halfstep.workloads.classification.per_image import ClassificationDetails
 from halfstep.workloads.segmentation.per_image import SegmentationDetails
-from halfstep.workloads.segmentation.scores import SegmentationMetrics
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, predicted_classes
 
 NUM = 3
 
@@ -61,3 +61,17 @@ def test_mistakes_come_with_their_confidence_the_surest_first_and_nan_last() -> 
     assert mistakes[0].confidence == pytest.approx(float(logits[2].softmax(0)[2]))
     assert details.confusion().tolist() == [[1, 1, 0], [0, 0, 1], [1, 0, 0]]
     assert details.compute() == {"top1": 0.25}
+
+
+def test_an_image_counted_by_its_class_maps_has_the_counts_of_the_batch() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(2, NUM, 5, 7)
+    mask = torch.randint(0, NUM, (2, 5, 7), dtype=torch.uint8)
+    mask[0, 0] = IGNORED
+    for background in (0, 1, None):
+        batched, single = SegmentationDetails(NUM, background), SegmentationDetails(NUM, background)
+        batched.update(logits, {"mask": mask, "index": torch.tensor([0, 1])})
+        for index in range(2):
+            single.count(predicted_classes(logits)[index].byte(), mask[index], index)
+        assert single.compute() == batched.compute()
+        assert single.per_image() == batched.per_image()

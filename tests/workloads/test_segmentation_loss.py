@@ -150,7 +150,7 @@ def test_the_mean_leaves_out_background_and_classes_that_never_occur() -> None:
     result = scores(4, [(logits, torch.tensor([[[1, 1], [2, 1]]]).byte())])
     assert result["iou"] == pytest.approx((3 / 4 + 0) / 2)
     of_classes = {f"{name}/{k}" for name in ("iou", "dice", "predicted") for k in (1, 2)}
-    assert set(result) == {"iou", "dice", "accuracy", *of_classes}
+    assert set(result) == {"iou", "dice", "accuracy", "iou_all", "dice_all", *of_classes}
     assert (result["predicted/1"], result["predicted/2"]) == (1, 0)
 
 
@@ -169,3 +169,17 @@ def test_counting_goes_on_from_a_saved_state() -> None:
     rest.update(second[0], {"mask": second[1]})
     assert rest.compute() == scores(3, [first, second])
     assert SegmentationMetrics(3).state_dict() == {}
+
+
+def test_both_means_are_reported_and_the_background_decides_the_first() -> None:
+    """Class 0 has IoU 1/2, class 1 has 0, class 2 has 1."""
+    logits = torch.nn.functional.one_hot(torch.tensor([0, 0, 2]), 3).float().T.reshape(1, 3, 1, 3)
+    truth = {"mask": torch.tensor([[[0, 1, 2]]], dtype=torch.uint8)}
+    scores = {}
+    for background in (0, 2, None):
+        metrics = SegmentationMetrics(3, background)
+        metrics.update(logits, truth)
+        scores[background] = metrics.compute()
+    assert [scores[background]["iou"] for background in (0, 2, None)] == [1 / 2, 1 / 4, 1 / 2]
+    assert {found["iou_all"] for found in scores.values()} == {1 / 2}
+    assert scores[None]["dice"] == scores[0]["dice_all"] == pytest.approx((2 / 3 + 0 + 1) / 3)

@@ -16,6 +16,7 @@ from halfstep.workloads.segmentation.pictures import (
     CELL,
     CLASS_COLOURS,
     COLUMNS,
+    CONFUSED,
     FALSE_ALARM,
     MISSED,
     SheetRow,
@@ -101,6 +102,37 @@ def test_a_file_comes_back_at_its_own_size(tmp_path: Path, resize: list[float]) 
     assert shapes == [(1, 3, round(90 * resize[0]), round(70 * resize[1]))]
 
 
+@pytest.mark.parametrize("tile", [64, 1000])
+@pytest.mark.parametrize("size", [(301, 130), (75, 200)])
+def test_logits_are_resampled_not_classes(size: tuple[int, int], tile: int) -> None:
+    """As torch's bilinear interpolation of the whole, in tiles as well; smaller ones too."""
+    model = model_in_use()
+    image = torch.rand(3, 150, 97, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = torch.nn.functional.interpolate(model(image[None]), size, mode="bilinear")[0]
+    best = logits.topk(2, dim=0).values
+    is_clear = (best[0] - best[1]) > 1e-4 * logits.abs().max()
+    found = predict_image(model, image, depth=DEPTH, tile=tile, size=size)
+    assert found.shape == size
+    assert torch.equal(found[is_clear], logits.argmax(0).byte()[is_clear])
+    assert is_clear.float().mean() > 0.99
+
+
+def test_an_edge_between_two_pixels_lands_between_them_at_full_size(tmp_path: Path) -> None:
+    """Logits of -1 and 3 cross zero a quarter of the way; copied classes would cross at the half."""
+    Image.fromarray(np.zeros((4, 16), dtype=np.uint8)).save(tmp_path / "a.png")
+    line = torch.tensor([-1.0, -1.0, 3.0, 3.0]).expand(1, 1, 4, 4)
+    classes = predict_file(tmp_path / "a.png", lambda part: line, store=store(resize=[1, 0.25]), depth=2, device=CPU)
+    assert classes[0].tolist() == [0] * 7 + [1] * 9
+
+
+def test_the_tiles_done_are_told_before_each() -> None:
+    told: list[tuple[int, int]] = []
+    predict_image(model_in_use(), torch.rand(3, 60, 150), depth=DEPTH, tile=64, tell=lambda *at: told.append(at))
+    assert told == [(number, len(told)) for number in range(len(told))]
+    assert len(told) > 2
+
+
 def test_errors_are_coloured_by_their_kind() -> None:
     truth = np.array([[0, 1], [1, IGNORED]], dtype=np.uint8)
     prediction = np.array([[1, 0], [1, 1]], dtype=np.uint8)
@@ -114,11 +146,26 @@ def test_an_overlay_tints_classes_and_leaves_the_background() -> None:
     image = np.full((2, 2, 3), 100, dtype=np.uint8)
     tinted = np.asarray(overlay(image, np.array([[0, 0], [0, 1]], dtype=np.uint8)))
     assert (tinted[0] == 100).all()
-    assert tinted[1, 1].tolist() == [round((100 + int(c)) / 2) for c in CLASS_COLOURS[1]]
+    assert tinted[1, 1].tolist() == [round((100 + int(c)) / 2) for c in CLASS_COLOURS[0]]
 
 
-def test_many_classes_reuse_colours_but_never_the_backgrounds() -> None:
-    colours = class_colours(np.arange(1, 30, dtype=np.uint8)[None])
+def test_without_a_background_every_class_is_tinted_and_every_error_is_a_wrong_class() -> None:
+    image = np.full((1, 2, 3), 100, dtype=np.uint8)
+    classes = np.array([[0, 1]], dtype=np.uint8)
+    assert (np.asarray(overlay(image, classes, background=None)) != 100).any(axis=-1).all()
+    assert (class_colours(classes, None) != 0).any(axis=-1).all()
+    assert (error_picture(image, classes, classes[:, ::-1], None) == CONFUSED).all()
+
+
+@pytest.mark.parametrize("background", [0, 7, None])
+def test_forty_classes_have_forty_colours_that_eyes_can_tell_apart(background: int | None) -> None:
+    colours = class_colours(np.arange(40, dtype=np.uint8)[None], background)[0].astype(int)
+    apart = np.abs(colours[:, None] - colours[None]).sum(-1) + 999 * np.eye(40)
+    assert apart.min() > 40  # of 3 · 255
+
+
+def test_beyond_the_last_colour_they_start_again_without_the_backgrounds() -> None:
+    colours = class_colours(np.arange(1, 200, dtype=np.uint8)[None])
     assert (colours.sum(axis=-1) > 0).all()
 
 
@@ -128,3 +175,4 @@ def test_the_contact_sheet_has_a_row_a_sample() -> None:
     one, two = contact_sheet([row]), contact_sheet([row, row])
     assert one.width > len(COLUMNS) * CELL
     assert two.height - one.height > CELL
+    assert contact_sheet([row], names=["0: sky"]).height > one.height  # a legend of the classes

@@ -110,7 +110,7 @@ def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -
         faster_data=_faster_data(runner),
         flops=flops,
         matmul_tflops=_matmul_rates(hardware),
-        channels_last_speedup=_channels_last_speedup(hardware, runner.precision),
+        channels_last_speedup=hardware.layout_gain(runner.precision),
         bandwidth_gb_s=hardware.bandwidth_gb_s,
     )
 
@@ -151,8 +151,3 @@ def _faster_data(runner: Runner) -> str:
 def _matmul_rates(hardware: Hardware) -> dict[str, float]:
     measured = ((name, hardware.measured("matmul", MATMUL_FORMAT.get(name, name))) for name in PRECISIONS)
     return {name: found.tflops for name, found in measured if found is not None}
-
-
-def _channels_last_speedup(hardware: Hardware, precision: str) -> float | None:
-    last, first = hardware.measured("conv_nhwc", precision), hardware.measured("conv_nchw", precision)
-    return last.tflops / first.tflops if last and first else None

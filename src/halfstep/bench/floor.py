@@ -22,6 +22,6 @@ def step_flops(problem: Problem) -> int:
 
 
 def floor_s(flops: int, hardware: Hardware, precision: str) -> float | None:
-    """The shortest step this arithmetic allows; None where the format's rate was not measured."""
+    """The shortest step this arithmetic allows; None where the format's rate was not measured at full size."""
     measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
-    return flops / (measured.tflops * 1e12) if measured is not None else None
+    return flops / (measured.tflops * 1e12) if measured and not measured.small else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,8 +17,21 @@ if TYPE_CHECKING:
     from halfstep.precision.advice import Advice
 
 
+THIS_MACHINE = re.compile(r"(auto|cpu|cuda|rocm|mps|xpu)(:\d+)?", re.IGNORECASE)
+"""A word that names a device of this machine; any other names a GPU of the table."""
+LIST = "list"
+
+
 def command(
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="Answer for a known GPU instead: v100, 4090, M2 Max.")] = "",
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="GPU|DEVICE", help="Same as --gpu or --device: v100, rtx 4090, cuda:1.", show_default=False
+        ),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option(metavar="NAME", help="Answer for a known GPU instead: v100, 4090, M2 Max; list: all of them.")
+    ] = "",
     device: Annotated[
         str, typer.Option(metavar="DEVICE", help="Only this device: cuda:1, cpu, mps, xpu, or auto for the best.")
     ] = "",
@@ -34,15 +48,21 @@ def command(
 
         halfstep detect
 
-        halfstep detect --gpu v100
+        halfstep detect v100
+
+        halfstep detect --gpu list
 
         halfstep detect --device cuda:1 --fresh --json
     """
+    gpu, device = asked_for(" ".join(name or []), gpu, device)
     if gpu and (device or fresh or no_measure):
         raise ConfigError(
             f"--gpu {gpu} asks the table, and --device, --fresh or --no-measure ask this machine",
             fix="give --gpu alone, or leave it out",
         )
+    if gpu.lower() == LIST:
+        print_known(as_json=as_json)
+        return
     devices = (known(gpu),) if gpu else devices_here(device, look_only=no_measure, fresh=fresh)
     from halfstep.precision.advice import advise
 
@@ -51,6 +71,36 @@ def command(
         print_json(answers)
     else:
         print_tables(answers)
+
+
+def asked_for(name: str, gpu: str, device: str) -> tuple[str, str]:
+    """What a bare name adds to --gpu and --device."""
+    if not name:
+        return gpu, device
+    is_here = THIS_MACHINE.fullmatch(name) is not None
+    flag, said = ("--device", device) if is_here else ("--gpu", gpu)
+    if said and said != name:
+        raise ConfigError(f"{name!r} and {flag} {said} disagree", fix="name one")
+    return (gpu, name) if is_here else (name, device)
+
+
+def print_known(*, as_json: bool) -> None:
+    """Every name of the table, an architecture a line."""
+    from halfstep.hardware.gpus import KNOWN
+
+    names: dict[str, list[str]] = {}
+    for gpu in KNOWN:
+        names.setdefault(f"{gpu.vendor} {gpu.architecture}", []).append(gpu.name)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"gpus": names}, indent=2))
+        return
+    from rich.console import Console
+
+    from halfstep.report.tables import pairs_table
+
+    Console().print(pairs_table((family, ", ".join(models)) for family, models in names.items()))
 
 
 def known(name: str) -> Hardware:
@@ -93,7 +143,9 @@ def print_tables(answers: list[tuple[Hardware, Advice]]) -> None:
     for hardware, advice in answers:
         print_device(console, hardware, advice)
     if all(hardware.kind == "cpu" for hardware, _ in answers):
-        console.print("No GPU here. `halfstep detect --gpu NAME` answers for one you may rent.", style="dim")
+        console.print(
+            "No GPU here. `halfstep detect NAME` answers for one you may rent: v100, 4090, h200.", style="dim"
+        )
 
 
 def print_device(console: Console, hardware: Hardware, advice: Advice) -> None:

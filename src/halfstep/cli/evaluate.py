@@ -20,6 +20,9 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
     precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Default: the run's.")] = None,
+    full_size: Annotated[
+        bool, typer.Option("--full-size", help="U-Net: score masks at each image's own size, as predict writes them.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder for pictures.", show_default="RUN/report/evaluation")
     ] = None,
@@ -29,6 +32,8 @@ def command(
 
     Without --data these are the numbers that training saw when it wrote the checkpoint. Of other data everything is
     evaluated, or their own validation part where they have one. Nothing is overwritten.
+
+    U-Net is scored at data.image_size, as in training; --full-size compares the masks that predict writes.
 
     Example:
 
@@ -52,6 +57,7 @@ def command(
         device=device,
         precision=precision,
         batch_size=batch_size,
+        full_size=full_size,
         out=out,
     )
     if as_json:

@@ -13,7 +13,7 @@ def command(
     inputs: Annotated[list[Path], typer.Argument(metavar="INPUT", help="Files, or folders of them.")],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="New folder for masks and overlays.", show_default="RUN/predictions"),
+        typer.Option(metavar="DIR", help="New folder; masks/ and overlays/ in it.", show_default="RUN/predictions"),
     ] = None,
     checkpoint: Annotated[str, typer.Option(metavar="best|last|NAME", help="Which checkpoint, or its step.")] = "best",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
@@ -34,7 +34,7 @@ def command(
 
     Example:
 
-        halfstep predict runs/unet-20250101-120000 photos/ --out masks
+        halfstep predict runs/unet-20250101-120000 photos/ --out predicted
 
         halfstep predict runs/resnet50 cat.jpg photos/ --top-k 3 --csv answers.csv
     """

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS, precision_name
-from halfstep.config.interpolate import interpolated, references
+from halfstep.config.interpolate import Interpolation, references
 from halfstep.config.keys import canonical, field_at, fields_of, is_empty
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
 from halfstep.config.problems import explained
@@ -106,7 +106,8 @@ def with_globals(said: Sequence[Statement]) -> list[Statement]:
     """Every reference replaced by the global of the highest layer that names it."""
     ranked = sorted(said, key=lambda s: LAYERS.index(s.source.layer))
     values = {s.path.removeprefix("globals."): s.value for s in ranked if open_section_of(s.path) == "globals"}
-    return [replace(s, value=interpolated(s.value, values, s.source)) for s in said]
+    interpolated = Interpolation(values)
+    return [replace(s, value=interpolated(s.value, s.source)) for s in said]
 
 
 def meant_by_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:

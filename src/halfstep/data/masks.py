@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import ARRAYS, UNREADABLE, load_array, some_of, unreadable
-from halfstep.data.images import channels_last
+from halfstep.data.files import ARRAYS, UNREADABLE, load_array, readable_files, some_of, unreadable
+from halfstep.data.images import ImageFacts, channels_last, image_facts
 from halfstep.errors import DataError
 
 Array = np.ndarray[Any, Any]
@@ -19,6 +19,8 @@ MaskValue = int | tuple[int, int, int]
 
 IGNORED = 255
 """The class of pixels that count neither in the loss nor in the metrics; class maps are uint8."""
+FOREGROUND = 255
+"""The value of things whose masks lie in a folder, a file each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +79,33 @@ def table_from(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
     )
 
 
+def mask_files(path: Path) -> list[Path]:
+    """The files of a mask: itself, or all of a folder in which each file shows one thing."""
+    return readable_files(path) if path.is_dir() else [path]
+
+
+def mask_facts(path: Path) -> ImageFacts:
+    """Size and kind of a mask; the files of a folder must have one size."""
+    files = mask_files(path)
+    facts = [image_facts(file) for file in files]
+    odd = next((file for file, one in zip(files, facts, strict=True) if one.size != facts[0].size), None)
+    if odd is not None:
+        raise DataError(
+            f"{odd} and {files[0].name} differ in size",
+            why="the files of one folder are one mask",
+            fix="export them at one size, or leave such pairs out: data.on_bad_file=skip",
+        )
+    return facts[0]
+
+
 def read_mask(path: Path) -> Array:
-    """A mask's values: (H, W) integers, or (H, W, 3) uint8 where the channels truly differ. Palettes give indices."""
+    """A mask's values: (H, W) integers, or (H, W, 3) uint8 where the channels truly differ. Palettes give indices.
+
+    Of a folder it is 255 wherever one of its files is not 0: things of one kind, a file each.
+    """
+    if path.is_dir():
+        shown = [np.atleast_3d(read_mask(file)).any(axis=2) for file in mask_files(path)]
+        return np.where(np.any(shown, axis=0), FOREGROUND, 0).astype(np.uint8)
     if path.suffix.lower() in ARRAYS:
         array = channels_last(load_array(path), path)
     else:

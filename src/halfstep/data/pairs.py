@@ -1,27 +1,16 @@
-"""Image and mask pairs on disk: `imgs/<id>.<ext>` + `masks/<id>_mask.<ext>`, and the other common folder names.
-
-DIR may hold such a pair of folders, or `train/` and `val/` that each hold one.
-"""
+"""Image and mask pairs on disk, `imgs/<id>.<ext>` + `masks/<id>_mask.<ext>` and the other layouts, and their split."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep.data.files import BadFiles, natural_key, readable_files, some_of
+from halfstep.data.layouts import Layout, Names, PairLayout, find_layout
+from halfstep.data.name_patterns import ID, NamePattern
 from halfstep.errors import DataError, nearest
-
-FOLDER_NAMES = (
-    ("imgs", "masks"),
-    ("images", "masks"),
-    ("image", "mask"),
-    ("image", "label"),
-    ("images", "labels"),
-    ("img", "mask"),
-)
-VALIDATION_NAMES = ("val", "valid", "validation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +20,7 @@ class Pair:
     id: str
     image: Path
     mask: Path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairLayout:
-    """How the folders and masks are called; an empty folder name means any of the common ones."""
-
-    images: str = ""
-    masks: str = ""
-    mask_suffix: str = "_mask"
-    """Stands between id and ending in a mask's name; masks named as their image are found as well."""
+    """A file, or a folder of files that each show one thing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,45 +33,82 @@ class Split:
     val_list: Path | None = None
 
 
-def find_split(
-    root: Path, *, layout: PairLayout, split: Split, bad_files: BadFiles
-) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundPairs:
+    """The pairs of a data folder, and what its layout says about them."""
+
+    train: tuple[Pair, ...]
+    val: tuple[Pair, ...]
+    layout: str
+    """Which folders they come from, and the data set's name where it is a known one."""
+    ignored: int | None = None
+    """The mask value of pixels without a label, where the layout has one."""
+
+
+def find_split(root: Path, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
     """The training and validation pairs of a data folder."""
-    _check_folder(root)
-    validation = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
-    if (root / "train").is_dir() and validation is not None:
-        train, val = (find_pairs(part, layout=layout, bad_files=bad_files) for part in (root / "train", validation))
-        return train, val
-    if (root / "train").is_dir() and _folders(root, layout) is None:
-        root = root / "train"
-    return split_pairs(find_pairs(root, layout=layout, bad_files=bad_files), split)
+    check_folder(root)
+    folder, found = find_layout(root, layout)
+    parts = [names for names in (found.train, found.val) if names]
+    pairs = [_paired(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts]
+    for lonely in _lonely_masks(folder, parts, pairs, layout):
+        bad_files.report(_lonely(lonely, f"an image {found.train.images}"))
+    where, asked_lists = _described(root, folder, found), split.train_list or split.val_list
+    if found.lists and not asked_lists:
+        lists = [folder / name for name in found.lists]
+        split = replace(split, train_list=lists[0], val_list=lists[1])
+        where += f"; split by {found.lists[0]} and {found.lists[1]}"
+    if found.val is None or asked_lists:
+        train, val = split_pairs([pair for part in pairs for pair in part], split)
+    else:
+        train, val = pairs
+        where += f"; validation: {found.val}"
+    return FoundPairs(train=train, val=val, layout=where, ignored=found.ignored)
 
 
-def find_pairs(root: Path, *, layout: PairLayout, bad_files: BadFiles) -> tuple[Pair, ...]:
-    """Every pair under `root` in natural order; a file without its partner is a bad file."""
-    _check_folder(root)
-    folders = _folders(root, layout)
-    if folders is None:
-        wanted = f"{layout.images or 'imgs'}/ and {layout.masks or 'masks'}/"
-        raise DataError(
-            f"no {wanted} in {root}",
-            why=f"it holds {some_of(sorted(p.name for p in root.iterdir())) or 'nothing'}",
-            fix="imgs/<id>.png with masks/<id>_mask.png, or name the folders: data.images and data.masks",
-        )
-    images, masks = (_by_id(folder) for folder in folders)
-    pairs, used = [], set()
+def _described(root: Path, folder: Path, found: Layout) -> str:
+    inside = "" if folder == root else f" in {folder.relative_to(root)}/"
+    return f"{found.name}{': ' if found.name else ''}{found.train}{inside}"
+
+
+def _paired(
+    root: Path, names: Names, asked: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
+) -> tuple[Pair, ...]:
+    """Every pair of one part in natural order; an image without its mask is a bad file."""
+    image_names = NamePattern(names.images).with_ending(asked.image_ext)
+    images = _one_each(root, image_names, "data.image_ext")
+    mask_names = [NamePattern(text).with_ending(asked.mask_ext) for text in names.masks]
+    masks = [_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
+    for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
+        if not found:
+            raise _none_called(root, pattern)
+    are_masks = set(masks[0].values())  # images and masks may share a folder
+    pairs = []
     for name, image in images.items():
-        stem = next((s for s in (name + layout.mask_suffix, name) if s in masks), None)
-        if stem is None:
-            bad_files.report(_lonely(image, f"{folders[1]}/{name}{layout.mask_suffix}.* or {name}.*"))
-            continue
-        used.add(stem)
-        pairs.append(Pair(id=name, image=image, mask=masks[stem]))
-    for stem in masks.keys() - used:
-        bad_files.report(_lonely(masks[stem], f"{folders[0]}/{stem.removesuffix(layout.mask_suffix)}.*"))
+        mask = next((found[name] for found in masks if found.get(name, image) != image), None)
+        if mask is not None:
+            pairs.append(Pair(id=name, image=image, mask=mask))
+        elif not (some_without_masks or image in are_masks):
+            wanted = " or ".join(text.replace(ID, name) + ".*" for text in names.masks)
+            bad_files.report(_lonely(image, wanted))
     if not pairs:
-        raise DataError(f"no image in {root} has a mask", fix="check the names and data.mask_suffix")
+        raise DataError(
+            f"no image in {root / image_names.base} has a mask",
+            fix="check the names: data.image_suffix and data.mask_suffix, or a pattern: data.masks=masks/{id}_seg.png",
+        )
     return tuple(pairs)
+
+
+def _lonely_masks(root: Path, parts: Sequence[Names], pairs: Sequence[Sequence[Pair]], asked: PairLayout) -> list[Path]:
+    """Masks whose image is in no part; two parts may share a folder of masks, and masks may lie beside images."""
+    is_used: dict[Path, bool] = {}
+    for names, part in zip(parts, pairs, strict=True):
+        ids = {pair.id for pair in part}
+        for text in names.masks:
+            for name, path in NamePattern(text).with_ending(asked.mask_ext).each(root):
+                is_used[path] = is_used.get(path, False) or name in ids
+    images = {pair.image for part in pairs for pair in part}
+    return sorted(path for path, used in is_used.items() if not used and path not in images)
 
 
 def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
@@ -132,8 +149,8 @@ def _listed(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
         return ()
     if not path.is_file():
         raise DataError(f"no list of ids at {path}", fix="a text file with one id a line")
-    by_name = {pair.id: pair for pair in pairs} | {pair.image.name: pair for pair in pairs}
-    lines = [line.strip() for line in path.read_text().splitlines()]
+    by_name = {name: pair for pair in pairs for name in (pair.image.name, pair.image.stem, pair.id)}
+    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
     wanted = dict.fromkeys(line for line in lines if line and not line.startswith("#"))
     unknown = [name for name in wanted if name not in by_name]
     if unknown:
@@ -141,32 +158,39 @@ def _listed(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
     return tuple(dict.fromkeys(by_name[name] for name in wanted))
 
 
-def _check_folder(root: Path) -> None:
+def check_folder(root: Path) -> None:
+    """Refuse what is no folder."""
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {kind}", fix="check data.dir; without it the demo data are used")
 
 
-def _folders(root: Path, layout: PairLayout) -> tuple[Path, Path] | None:
-    for images, masks in FOLDER_NAMES:
-        folders = root / (layout.images or images), root / (layout.masks or masks)
-        if all(folder.is_dir() for folder in folders):
-            return folders
-    return None
+def _one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
+    """The file of each id; several endings of one id are refused with the key that chooses."""
+    found = names.found(root)
+    for name, paths in found.items():
+        if len(paths) > 1:
+            raise DataError(
+                f"{paths[0]} and {paths[1].name} have the same id {name}",
+                why="which of them counts is not for halfstep to guess",
+                fix=f"choose an ending: {key}={paths[0].suffix} (or {paths[1].suffix})",
+            )
+    return {name: paths[0] for name, paths in found.items()}
 
 
-def _by_id(folder: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for path in readable_files(folder):
-        if path.stem in found:
-            raise DataError(f"{found[path.stem]} and {path.name} have the same id", fix="keep one file an id")
-        found[path.stem] = path
-    return found
+def _none_called(root: Path, names: NamePattern) -> DataError:
+    folder = root / names.base
+    files = readable_files(folder)  # raises where there is none at all
+    return DataError(
+        f"no file in {folder} is called {names.text}{names.ending}",
+        why=f"it holds {some_of(path.name for path in files)}",
+        fix="check data.images, data.masks and their suffixes and endings",
+    )
 
 
 def _lonely(path: Path, wanted: str) -> DataError:
     return DataError(
         f"{path} has no partner",
         why=f"there is no {wanted}",
-        fix="add it, correct data.mask_suffix, or leave such files out: data.on_bad_file=skip",
+        fix="add it, correct data.image_suffix or data.mask_suffix, or leave such files out: data.on_bad_file=skip",
     )

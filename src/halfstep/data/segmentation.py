@@ -15,7 +15,7 @@ from torch import Tensor
 from halfstep.data.cache import SampleCache
 from halfstep.data.files import BadFiles
 from halfstep.data.images import ImageFacts, image_facts, raw_range, read_image, resize_image, scale_for
-from halfstep.data.masks import MaskTable, MaskValue, read_mask, resize_mask, table_of, values_in
+from halfstep.data.masks import MaskTable, MaskValue, mask_facts, mask_files, read_mask, resize_mask, values_in
 from halfstep.data.pairs import Pair
 from halfstep.errors import DataError
 
@@ -66,7 +66,7 @@ class SegmentationData:
 
     def files(self) -> Iterator[Path]:
         """Every image with its mask."""
-        return (path for pair in self.pairs for path in (pair.image, pair.mask))
+        return (path for pair in self.pairs for path in (pair.image, *mask_files(pair.mask)))
 
     def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return self.table.classes_of(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)
@@ -112,14 +112,14 @@ def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     )
 
 
-def discover_table(pairs: Sequence[Pair], *, ignored: MaskValue | None, bad_files: BadFiles) -> MaskTable:
-    """The mask values of all pairs, sorted. Every mask is decoded; a run's store keeps the table for later."""
+def discover_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskValue]:
+    """The mask values of all pairs. Every mask is decoded; a run's store keeps the table for later."""
     found = _for_each(values_in, [pair.mask for pair in pairs], bad_files)
-    return table_of((value for _, values in found for value in values or ()), ignored=ignored)
+    return {value for _, values in found for value in values or ()}
 
 
 def _inspect(pair: Pair) -> ImageFacts:
-    image, mask = image_facts(pair.image), image_facts(pair.mask)
+    image, mask = image_facts(pair.image), mask_facts(pair.mask)
     if image.size != mask.size:
         raise DataError(
             f"{pair.image} is {_text(image.size)}, its mask {pair.mask.name} is {_text(mask.size)}",

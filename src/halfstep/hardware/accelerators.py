@@ -68,6 +68,18 @@ AMD = (
     ),
     *family(
         "AMD",
+        "CDNA4",
+        {
+            "MI350X": ({"fp64": 72.1, "fp32": 144.2, **half(2306.9), "fp8_e4m3": 4613.9}, (288,)),
+            "MI355X": ({"fp64": 78.6, "fp32": 157.3, **half(2516.6), "fp8_e4m3": 5033.2}, (288,)),
+        },
+        kind="rocm",
+        support=amd_formats("gfx950"),
+        source="AMD Instinct MI350X and MI355X datasheets, dense matrix rates",
+        checked="secondary",
+    ),
+    *family(
+        "AMD",
         "RDNA2",
         {
             "RX 6600 XT": (10.6, (8,), (2048, 2589)),
@@ -75,6 +87,7 @@ AMD = (
             "RX 6800": (16.2, (16,), (3840, 2105)),
             "RX 6800 XT": (20.7, (16,), (4608, 2250)),
             "RX 6900 XT": (23.0, (16,), (5120, 2250)),
+            "RX 6950 XT": (23.7, (16,), (5120, 2310)),
         },
         kind="rocm",
         support=amd_formats("gfx1030"),
@@ -96,6 +109,36 @@ AMD = (
         support=amd_formats("gfx1100"),
         ratios=half(2),
         source=PROCESSORS + ", each issuing two operations; bf16 as fp16, by the RDNA3 ISA guide",
+    ),
+    *family(
+        "AMD",
+        "RDNA3",
+        {"RX 7900 GRE": ({}, (16,)), "Radeon PRO W7800": ({}, (32,)), "Radeon PRO W7900": ({}, (48,))},
+        kind="rocm",
+        support=amd_formats("gfx1100"),
+        source="AMD's list of GPUs; no rate of it was verified",
+        checked="recalled",
+    ),
+    *family(
+        "AMD",
+        "RDNA4",
+        {"RX 9060 XT": ({}, (16, 8))},
+        kind="rocm",
+        support=amd_formats("gfx1200"),
+        source="AMD's list of GPUs; no rate of it was verified",
+        checked="recalled",
+    ),
+    *family(
+        "AMD",
+        "RDNA4",
+        {
+            "RX 9070": (36.1, (16,), (7168, 2520)),
+            "RX 9070 XT": (48.7, (16,), (8192, 2970)),
+        },
+        kind="rocm",
+        support=amd_formats("gfx1201"),
+        ratios={**half(4), "fp8_e4m3": 8},
+        source=PROCESSORS + ", each issuing two operations; matrix rates dense, as AMD gives them for the RX 9070 XT",
     ),
 )
 
@@ -160,6 +203,7 @@ APPLE = (
     *_apple("M2", dict.fromkeys(("M2 Pro", "M2 Max", "M2 Ultra")), checked="recalled"),
     *_apple("M3", dict.fromkeys(("M3", "M3 Pro", "M3 Max", "M3 Ultra")), checked="recalled"),
     *_apple("M4", dict.fromkeys(("M4", "M4 Pro", "M4 Max")), checked="recalled"),
+    *_apple("M5", dict.fromkeys(("M5",)), checked="recalled"),
 )
 
 GOOGLE = family(

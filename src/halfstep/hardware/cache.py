@@ -15,7 +15,7 @@ from typing import Any
 
 from halfstep.hardware.facts import Hardware
 
-VERSION = 2
+VERSION = 3
 """Raised when what is measured, or what its notes say, changes: older files then no longer count."""
 
 

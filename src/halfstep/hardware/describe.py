@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from halfstep.formats import FORMATS
 from halfstep.hardware.facts import Hardware, Measurement, Op
 
 GIB = 2**30
+SMALL_MARK = "*"
+"""Behind a rate of the small problem: a note says what fp32 reaches on that one."""
 OP_NAMES: dict[Op, str] = {
     "matmul": "matmul",
     "conv_nchw": "convolution",
@@ -47,10 +49,10 @@ def _memory(hardware: Hardware) -> str:
 
 def format_columns(hardware: Hardware) -> dict[str, list[str]]:
     """Column title to cells, one row a format; columns that would be empty are left out."""
-    unit, per_tflops = _unit(hardware)
+    unit, per_tflops = _unit(hardware.measurements)
 
     def rates(op: Op) -> list[str]:
-        return _measured(hardware, op, lambda m: _number(m.tflops * per_tflops))
+        return _measured(hardware, op, lambda m: _number(m.tflops * per_tflops) + SMALL_MARK * m.small)
 
     def speedups(op: Op) -> list[str]:
         return _measured(hardware, op, lambda m: times(m.speedup))
@@ -86,13 +88,13 @@ def times(speedup: float) -> str:
     return f"{speedup:.1f}" if speedup >= 0.1 else f"1/{1 / speedup:.0f}"
 
 
-def rate(measurement: Measurement, hardware: Hardware) -> str:
-    """As in the table of this device: `31.2 GFLOPS`."""
-    unit, per_tflops = _unit(hardware)
-    return f"{_number(measurement.tflops * per_tflops)} {unit}"
+def rate(tflops: float, measurements: Sequence[Measurement]) -> str:
+    """As in the table of these measurements: `31.2 GFLOPS`."""
+    unit, per_tflops = _unit(measurements)
+    return f"{_number(tflops * per_tflops)} {unit}"
 
 
-def _unit(hardware: Hardware) -> tuple[str, float]:
+def _unit(measurements: Sequence[Measurement]) -> tuple[str, float]:
     """A CPU's rates are unreadable in TFLOPS."""
-    fastest = max((m.tflops for m in hardware.measurements), default=1.0)
+    fastest = max((m.tflops for m in measurements), default=1.0)
     return ("TFLOPS", 1.0) if fastest >= 1 else ("GFLOPS", 1e3)

@@ -28,6 +28,8 @@ class Measurement:
     """Relative Frobenius distance to the fp64 result."""
     speedup: float
     """Against strict fp32, same operation and same size."""
+    small: bool = False
+    """Timed on the small problem only, because the full one takes too long: its rate compares with no full one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,11 @@ class Hardware:
     def measured(self, op: Op, format_name: str) -> Measurement | None:
         """The measurement of this operation in this format, where one was made."""
         return next((m for m in self.measurements if (m.op, m.format) == (op, format_name)), None)
+
+    def layout_gain(self, format_name: str) -> float | None:
+        """How much faster convolutions in this format are in channels_last; None unless both were timed at one size."""
+        nchw, nhwc = self.measured("conv_nchw", format_name), self.measured("conv_nhwc", format_name)
+        return nhwc.tflops / nchw.tflops if nchw and nhwc and nchw.small == nhwc.small else None
 
     def best(self, format_name: str) -> Measurement | None:
         """The operation that gains most from this format, where any was measured."""

@@ -16,10 +16,10 @@ __all__ = ["KNOWN", "KnownGPU", "find_known", "known_gpu"]
 KNOWN: tuple[KnownGPU, ...] = (*NVIDIA, *ACCELERATORS)
 
 VENDOR_WORDS = ("nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "apple", "google")
-NOISE = frozenset((*VENDOR_WORDS, "r", "tm", "gpu", "graphics", "generation"))
+NOISE = frozenset((*VENDOR_WORDS, "r", "tm", "gpu", "graphics", "generation", "edition", "workstation"))
 """Words that vendors and drivers put around a model name, on either side of the comparison."""
 
-FORM_FACTOR = re.compile(r"sxm\d?|pcie|nvl|hbm\d?e?|oam|\d+gb")
+FORM_FACTOR = re.compile(r"sxm\d?|pcie|nvl|dgxs|hbm\d?e?|3e|oam|\d+gb?")
 """Words that may follow the model without making it another one."""
 
 GIB = 2**30
@@ -36,17 +36,20 @@ def words(name: str) -> frozenset[str]:
 
 def find_known(name: str) -> KnownGPU | None:
     """The device a driver (`Tesla T4`) or a person (`4090`) means by this name; None when no single one fits."""
-    asked = words(name)
+    rows = _rows_for(words(name))
+    return rows[0] if len(rows) == 1 else None
+
+
+def _rows_for(asked: frozenset[str]) -> list[KnownGPU]:
     # A longer name than ours, by words that do not make it another model: the row that says most of it.
     within = [gpu for gpu in KNOWN if words(gpu.name) <= asked and _only_form_factor(asked - words(gpu.name))]
     if within:
-        return max(within, key=lambda gpu: len(words(gpu.name)))
-    # A shorter one: the row that adds least to it, if it is the only such row. `3080 12gb` is a row of its own.
+        return [max(within, key=lambda gpu: len(words(gpu.name)))]
+    # A shorter one: the rows that add least to it. `3080 12gb` is a row of its own.
     model = frozenset(word for word in asked if not FORM_FACTOR.fullmatch(word))
     around = _rows_around(asked) or _rows_around(model) if model else []
     least = min((len(words(gpu.name)) for gpu in around), default=0)
-    nearest_rows = [gpu for gpu in around if len(words(gpu.name)) == least]
-    return nearest_rows[0] if len(nearest_rows) == 1 else None
+    return [gpu for gpu in around if len(words(gpu.name)) == least]
 
 
 def _rows_around(wanted: frozenset[str]) -> list[KnownGPU]:
@@ -61,7 +64,7 @@ def known_gpu(name: str) -> Hardware:
     """Facts of a known accelerator, from the table: `known_gpu("v100")`, `known_gpu("NVIDIA A100-SXM4-80GB")`."""
     gpu = find_known(name)
     if gpu is None:
-        raise HardwareError(f"unknown GPU {name!r}", fix=f"nearest known names: {', '.join(nearest_names(name))}")
+        raise _no_single_row(name)
     return Hardware(
         kind=gpu.kind,
         device="",
@@ -90,6 +93,18 @@ def _memory_note(gpu: KnownGPU) -> tuple[str, ...]:
         return ()
     return (
         "sold with " + " or ".join(f"{size} GB" for size in gpu.memory_gb) + ": add the size to the name to choose",
+    )
+
+
+def _no_single_row(name: str) -> HardwareError:
+    everything = "all known names: halfstep detect --gpu list"
+    if rows := _rows_for(words(name)):
+        return HardwareError(
+            f"{name!r} is the name of {len(rows)} GPUs",
+            fix=f"name one of {', '.join(gpu.name for gpu in rows[:6])}; {everything}",
+        )
+    return HardwareError(
+        f"unknown GPU {name!r}", fix=f"nearest known names: {', '.join(nearest_names(name))}; {everything}"
     )
 
 

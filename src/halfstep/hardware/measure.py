@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from halfstep.errors import HardwareError
 from halfstep.formats import format_named
-from halfstep.hardware.describe import OP_NAMES, times
+from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, rate
 from halfstep.hardware.driver import SAMPLES, Driver
 from halfstep.hardware.facts import Hardware, Measurement, Op
 from halfstep.hardware.kernels import Kernel, Problem, copy_kernel, fp32_computes_in, problem
@@ -81,8 +81,6 @@ class _Session:
     sizes: Sizes
     budget_s: float
     notes: list[str] = field(default_factory=list)
-    small_only: dict[str, list[str]] = field(default_factory=dict)
-    """Format to what seemed too slow for the full problem, with its speed on the small one."""
     inexact: dict[str, list[str]] = field(default_factory=dict)
     """Format to what errs by more than rounding its inputs explains."""
     began: float = field(init=False)
@@ -106,15 +104,23 @@ class _Session:
             source="measured",
             measurements=measurements,
             bandwidth_gb_s=bandwidth,
-            notes=(*self.hardware.notes, *self.notes, *self._findings()),
+            notes=(*self.hardware.notes, *self.notes, *self._findings(measurements)),
         )
 
-    def _findings(self) -> Iterator[str]:
+    def _findings(self, measurements: Sequence[Measurement]) -> Iterator[str]:
         load = self.driver.load()
         if self.hardware.kind == "cpu" and load > (os.cpu_count() or 1):
             yield f"the CPU had other work (load {load:.1f}), so the rates are rough: --fresh measures again"
-        for name, found in self.small_only.items():
-            yield f"{name} was timed on a small problem only, the full one takes too long: {', '.join(found)} fp32"
+        for name in dict.fromkeys(m.format for m in measurements if m.small):
+            fp32 = [
+                f"{rate(m.tflops / m.speedup, measurements)} ({OP_NAMES[m.op]})"
+                for m in measurements
+                if m.small and m.format == name
+            ]
+            yield (
+                f"{SMALL_MARK} {name} was timed on a small problem only, the full one takes too long; "
+                f"fp32 reaches {', '.join(fp32)} on the small one"
+            )
         for name, found in self.inexact.items():
             yield f"{name} sums in {name} here, not in fp32: {', '.join(found)}"
 
@@ -158,8 +164,6 @@ class _Session:
                 chosen, seconds = full, timed(full)
             error = chosen.error(chosen.kernel(format_name)())
         speedup = fp32_seconds[chosen] / seconds
-        if chosen is small:
-            self.small_only.setdefault(format_name, []).append(f"{OP_NAMES[op]} {times(speedup)}x")
         if format_name != "fp32" and error > format_named(format_name).spacing_at_1:
             self.inexact.setdefault(format_name, []).append(f"{OP_NAMES[op]} errs by {error:.0e}")
         return Measurement(
@@ -168,6 +172,7 @@ class _Session:
             tflops=chosen.flops / seconds / 1e12,
             error=error,
             speedup=speedup,
+            small=chosen is small,
         )
 
     def _fits(self, expected_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""NVIDIA's part of the table of known accelerators.
+"""NVIDIA's part of the table of known accelerators, but for those in nvidia_unrated.py.
 
 Every capability was compared with NVIDIA's lists of CUDA GPUs, current and legacy; the RTX 4070 Super, 4070 Ti Super
 and 4080 Super, which those leave out, with Wikipedia's.
@@ -7,6 +7,7 @@ and 4080 Super, which those leave out, with Wikipedia's.
 from __future__ import annotations
 
 from halfstep.hardware.known import half, nvidia_family
+from halfstep.hardware.nvidia_unrated import UNRATED
 
 CORES = "CUDA cores and boost clock as Wikipedia's list of NVIDIA GPUs and vendors' pages give them"
 
@@ -82,6 +83,8 @@ NVIDIA = (
             "GTX 1660": (5.0, (6,), (1408, 1785)),
             "GTX 1660 Super": (5.0, (6,), (1408, 1785)),
             "GTX 1660 Ti": (5.4, (6,), (1536, 1770)),
+            "T400": (1.1, (2, 4), (384, 1425)),
+            "T600": (1.7, (4,), (640, 1335)),
         },
         ratios={"fp16": 2},
         source=CORES,
@@ -118,8 +121,8 @@ NVIDIA = (
     *nvidia_family(
         "Turing",
         (7, 5),
-        {"T4": ({"fp32": 8.1, "fp16": 65}, (16,))},
-        source="NVIDIA T4 datasheet",
+        {name: ({"fp32": 8.1, "fp16": 65}, (16,)) for name in ("T4", "T4G")},
+        source="NVIDIA T4 datasheet; the T4G is Amazon's T4 for ARM servers",
         checked="secondary",
     ),
     *nvidia_family(
@@ -127,9 +130,10 @@ NVIDIA = (
         (8, 0),
         {
             "A100": ({"fp64": 19.5, "fp32": 19.5, "tf32": 156, **half(312)}, (40, 80)),
+            "A800": ({"fp32": 19.5, "tf32": 156, **half(312)}, (80, 40)),
             "A30": ({"fp64": 10.3, "fp32": 10.3, "tf32": 82, **half(165)}, (24,)),
         },
-        source="NVIDIA A100 and A30 datasheets, dense",
+        source="NVIDIA A100, A800 and A30 datasheets, dense",
         checked="secondary",
     ),
     *nvidia_family(
@@ -155,10 +159,14 @@ NVIDIA = (
         "Ampere",
         (8, 6),
         {
+            "RTX A400": (2.7, (4,), (768, 1762)),
+            "RTX A1000": (6.7, (8,), (2304, 1462)),
             "RTX A2000": (8.0, (6, 12), (3328, 1200)),
             "RTX A4000": (19.2, (16,), (6144, 1560)),
+            "RTX A4500": (23.7, (20,), (7168, 1650)),
             "RTX A5000": (27.8, (24,), (8192, 1695)),
             "RTX A6000": (38.7, (48,), (10752, 1800)),
+            "A2": (4.5, (16,), (1280, 1770)),
             "A10": (31.2, (24,), (9216, 1695)),
             "A40": (37.4, (48,), (10752, 1740)),
         },
@@ -178,9 +186,24 @@ NVIDIA = (
             "RTX 4080": (48.7, (16,), (9728, 2505)),
             "RTX 4080 Super": (52.2, (16,), (10240, 2550)),
             "RTX 4090": (82.6, (24,), (16384, 2520)),
+            "RTX 4090 D": (73.5, (24,), (14592, 2520)),
+            "L20": (59.4, (48,), (11776, 2520)),
         },
         ratios={"tf32": 1, **half(2), "fp8_e4m3": 4},
         source=CORES + "; dense, fp32 accumulation",
+    ),
+    *nvidia_family(
+        "Ada",
+        (8, 9),
+        {
+            "RTX 2000 Ada": (12.0, (16,), (2816, 2130)),
+            "RTX 4000 Ada": (26.7, (20,), (6144, 2175)),
+            "RTX 4000 SFF Ada": (19.2, (20,), (6144, 1560)),
+            "RTX 4500 Ada": (39.6, (24,), (7680, 2580)),
+            "RTX 5000 Ada": (65.3, (32,), (12800, 2550)),
+        },
+        ratios={"tf32": 2, **half(4), "fp8_e4m3": 8},
+        source=CORES + "; dense, as NVIDIA's table for the RTX 6000 Ada has it",
     ),
     *nvidia_family(
         "Ada",
@@ -212,8 +235,9 @@ NVIDIA = (
             "H200": ({"fp64": 67, "fp32": 67, "tf32": 494.7, **half(989.4), "fp8_e4m3": 1978.9}, (141,)),
             "H200 NVL": ({"fp64": 60, "fp32": 60, "tf32": 417.5, **half(835.5), "fp8_e4m3": 1670.5}, (141,)),
             "GH200": ({"fp64": 67, "fp32": 67, "tf32": 494.7, **half(989.4), "fp8_e4m3": 1978.9}, (96, 144)),
+            "H20": ({"fp64": 1, "fp32": 44, "tf32": 74, **half(148), "fp8_e4m3": 296}, (96, 141)),
         },
-        source="NVIDIA H100, H200 and GH200 datasheets, dense",
+        source="NVIDIA H100, H200, GH200 and H20 datasheets, dense",
         checked="secondary",
     ),
     *nvidia_family(
@@ -228,8 +252,19 @@ NVIDIA = (
     ),
     *nvidia_family(
         "Blackwell",
+        (10, 3),
+        {
+            "B300": ({"fp64": 1.25, "fp32": 75, "tf32": 1125, **half(2250), "fp8_e4m3": 4500}, (270, 288)),
+            "GB300": ({"fp32": 80, "tf32": 1250, **half(2500), "fp8_e4m3": 5000}, (279, 288)),
+        },
+        source="NVIDIA HGX B300 and GB300 NVL72 datasheets, dense",
+        checked="secondary",
+    ),
+    *nvidia_family(
+        "Blackwell",
         (12, 0),
         {
+            "RTX 5050": (13.2, (8,), (2560, 2572)),
             "RTX 5060": (19.2, (8,), (3840, 2497)),
             "RTX 5060 Ti": (23.7, (8, 16), (4608, 2572)),
             "RTX 5070": (30.9, (12,), (6144, 2512)),
@@ -240,4 +275,15 @@ NVIDIA = (
         ratios={"tf32": 1, **half(2), "fp8_e4m3": 4},
         source=CORES + "; dense, fp32 accumulation",
     ),
+    *nvidia_family(
+        "Blackwell",
+        (12, 0),
+        {
+            "RTX PRO 6000 Blackwell": (126.0, (96,), (24064, 2617)),
+            "RTX PRO 6000 Blackwell Max-Q": (110.1, (96,), (24064, 2288)),
+        },
+        ratios={"tf32": 2, **half(4), "fp8_e4m3": 8},
+        source=CORES + "; dense, by the ratios of the RTX 6000 Ada",
+    ),
+    *UNRATED,
 )

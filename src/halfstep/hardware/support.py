@@ -6,6 +6,7 @@ tf32 is listed for NVIDIA alone: it is the only vendor whose switch torch gives 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from types import MappingProxyType
 
@@ -33,9 +34,13 @@ def nvidia_formats(capability: tuple[int, int]) -> Formats:
     return _formats(native="fp64 fp32", emulated="bf16 fp16")
 
 
+SMALL_TURING = re.compile(r"\b(gtx 16\d\d|mx[45]50|t(400|500|550|600|1000|1200|2000))\b")
+"""Models with those chips, among them Quadro T1000 and T2000."""
+
+
 def has_tensor_cores(capability: tuple[int, int], name: str = "") -> bool:
-    """From Volta on, but for the GTX 16 models, which are Turing without them."""
-    return capability >= (7, 0) and "gtx 16" not in name.lower()
+    """From Volta on, but for Turing's small chips (TU116, TU117), which have none."""
+    return capability >= (7, 0) and not (capability == (7, 5) and SMALL_TURING.search(name.lower()))
 
 
 def amd_formats(gfx: str) -> Formats:

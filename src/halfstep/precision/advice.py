@@ -135,9 +135,9 @@ def _loss_scaling(precision: str) -> Setting:
 
 def _channels_last(precision: str, hardware: Hardware) -> Setting:
     nchw, nhwc = hardware.measured("conv_nchw", precision), hardware.measured("conv_nhwc", precision)
-    if nchw and nhwc:
-        gain = nhwc.tflops / nchw.tflops
-        rates = f"{rate(nhwc, hardware)} against {rate(nchw, hardware)}"
+    gain, measured = hardware.layout_gain(precision), hardware.measurements
+    if nchw and nhwc and gain is not None:
+        rates = f"{rate(nhwc.tflops, measured)} against {rate(nchw.tflops, measured)}"
         reason = f"convolutions in {precision} run {times(gain)}x as fast in it: {rates} (measured)"
         return Setting(name="channels_last", value=gain > LAYOUT_GAIN, reason=reason)
     if hardware.tensor_cores and hardware.kind in ("cuda", "rocm", "xpu"):

@@ -34,6 +34,10 @@ class Evaluation:
     device: str
     metrics: Mapping[str, float]
     """As validation computes them in training."""
+    scoring: str = ""
+    """What the metrics' names do not say of how they are computed."""
+    scored_at: str = ""
+    """The size at which masks were compared."""
     classes: tuple[Mapping[str, Cell], ...] = ()
     """One row a class; every row has the same columns, the first of which names the class."""
     ranking: str = ""
@@ -69,6 +73,8 @@ def show_evaluation(found: Evaluation, console: Console) -> None:
                 ("checkpoint", f"{found.checkpoint}, weights {found.weights}"),
                 ("data", f"{found.data}, {found.samples:,} samples"),
                 ("precision", f"{found.precision}{simulated} on {found.device}"),
+                *([("scores", found.scoring)] if found.scoring else []),
+                *([("scored at", found.scored_at)] if found.scored_at else []),
             ]
         ),
         soft_wrap=True,

@@ -124,6 +124,14 @@ class LineBar(Bar):
 
     def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
         super().advance(shown, begins_pace=begins_pace)
+        self._write_when_due()
+
+    def show(self, shown: Mapping[str, str]) -> None:
+        """One item may take minutes, and its fields tell how far it is."""
+        super().show(shown)
+        self._write_when_due()
+
+    def _write_when_due(self) -> None:
         now_s = self._clock()
         # The last step's line is the one that __exit__ writes.
         if now_s - self._line_s >= LINE_EVERY_S and self.done < self.total:

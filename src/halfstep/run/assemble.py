@@ -122,6 +122,15 @@ def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Wo
     return build(config, store)
 
 
+def with_settled(config: RunConfig, workload: Workload) -> RunConfig:
+    """The config with what its data decided, so that a stored run never has to decide it again."""
+    for path, value in workload.settled.items():
+        section, name = path.split(".")
+        part = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: part})
+    return config
+
+
 def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
     """The model on its device, with the storage, compute and memory layout it trains and predicts in."""
     model = plan.apply(model.to(torch.device(plan.device)))

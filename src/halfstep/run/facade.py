@@ -29,8 +29,9 @@ from halfstep.step.facts import Facts, Reading
 from halfstep.step.guard import Action, Guard, GuardOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
-from halfstep.step.step import LossFn, Window
+from halfstep.step.step import LossFn, OnGradients, Window
 from halfstep.step.step import Step as GuardedStep
+from halfstep.step.step_state import refuse_unfit
 from halfstep.step.torch_schedulers import from_torch
 
 
@@ -86,6 +87,8 @@ class Step(GuardedStep):
         ema_decay: float = 0.0,
         guard: GuardOptions | None = None,
         skip_spikes: bool = False,
+        also: Sequence[nn.Module | Tensor] = (),
+        on_gradients: OnGradients | None = None,
     ) -> None:
         _refuse_other_kinds(model, optimizer)
         device = _device_of(model)
@@ -107,14 +110,21 @@ class Step(GuardedStep):
             schedules=_schedules(schedule),
             ema=Ema(model, decay=ema_decay) if ema_decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes),
+            also=also,
+            on_gradients=on_gradients,
         )
-        self.guard = Guard(guard, scaling=plan.needs_loss_scaling, min_scale=self.scaler.options.min_scale)
+        scaling = plan.needs_loss_scaling
+        self.guard = Guard(guard, scaling=scaling, min_scale=self.scaler.options.min_scale, is_run=False)
         for hint in self._hints():
             warnings.warn(hint, stacklevel=2)
 
     def __call__(self, loss_fn: LossFn, window: Window) -> Outcome:  # type: ignore[override]
         """Compute, judge and commit one window; `loss_fn(batch)` gives the loss, or (loss, weight)."""
-        facts = super().__call__(loss_fn, window)
+        return Outcome(super().__call__(loss_fn, window))
+
+    def commit(self, facts: Facts) -> None:
+        """Commit or drop what compute() found; raises TrainingStopped where too many steps in a row were bad."""
+        super().commit(facts)
         verdict = self.guard.watch(facts)
         if verdict.action is not Action.CONTINUE:
             raise TrainingStopped(
@@ -122,7 +132,6 @@ class Step(GuardedStep):
                 why="the weights are as they were before those steps",
                 fix=verdict.fix,
             )
-        return Outcome(facts)
 
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
         """Forward, backward and verdict of one window; nothing is committed yet."""
@@ -132,8 +141,10 @@ class Step(GuardedStep):
         return {**super().state_dict(), "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put a stored state back, or refuse it and change nothing."""
+        refuse_unfit(self, state)
+        self.guard.load_state_dict(state.get("guard", {}))
         super().load_state_dict(state)
-        self.guard.load_state_dict(state["guard"])
 
     def _hints(self) -> list[str]:
         hints = []

@@ -36,10 +36,12 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
         ("data", f"{len(parts.workload.train_samples)} training, {len(parts.workload.val_samples)} validation samples"),
         *([("data folder", _with_source(str(config.data.dir), loaded, "data.dir"))] if config.data.dir else []),
+        *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.sources.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
         ("steps", _length(parts)),
         ("optimizer", ", ".join(commits)),
+        *([("scores", parts.workload.scoring)] if parts.workload.scoring else []),
         ("run", str(folder.path)),
     ]
     warnings = (*loaded.warnings, *plan.warnings, *_first(parts.workload.notes))

@@ -55,7 +55,7 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
         ) from error  # fmt: skip
     put_back(parts.model, state["buffers"])
     step, notes = _with_changes(parts, state["step"], changes)
-    parts.step.load_state_dict({**step, "ema": checkpoint.ema})
+    parts.step.load_state_dict({**step, "ema": _average(parts, checkpoint, changes)})
     parts.guard.load_state_dict(state["guard"])
     if parts.plateau is not None and state["plateau"]:
         parts.plateau.load_state_dict(state["plateau"])
@@ -64,6 +64,14 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
     if parts.snapshots is not None and state["snapshots"] and not changes.touch("optimizer.", "precision."):
         parts.snapshots.load_state_dict(state["snapshots"])
     return [*notes, *restore_generators(state["generators"]), *_use_threads(parts, int(state["threads"]))]
+
+
+def _average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> dict[str, Tensor]:
+    """The stored one; an average that was switched on or off starts from the weights, or is dropped."""
+    own = parts.step.ema
+    if changes.touch("ema.") and (own is not None) != bool(checkpoint.ema):
+        return {} if own is None else own.restarted()
+    return dict(checkpoint.ema)
 
 
 def _with_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -> tuple[dict[str, Any], list[str]]:

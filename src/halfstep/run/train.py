@@ -27,7 +27,7 @@ from halfstep.precision.plan import Plan
 from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.ending import ended_early, left_nothing
@@ -71,6 +71,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
                     folder = RunFolder.create(out, f"{_run_name(loaded.config)}-demo")
                     loaded = _with_demo_data(loaded, folder)
                 workload = build_workload(loaded.config)
+                loaded = dataclasses.replace(loaded, config=with_settled(loaded.config, workload))
                 plan = plan_for(loaded.config, workload, hardware)
                 plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet), rehearsal)
                 parts = _assembled(loaded.config, workload, plan)

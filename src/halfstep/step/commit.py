@@ -64,8 +64,8 @@ class Committer:
         self.optimizer, self.rates = optimizer, rates
         self.way = way_to_commit(optimizer)
         self.takes_tensor_lr = self.way == "found_inf" or self.way == "select" and _is_capturable(optimizer)
-        self.settled: set[int] = set()
-        self.snapshot: Snapshot | None = None
+        self.settled: set[Tensor] = set()
+        """Parameters whose state the optimizer has built."""
         self.single_pass: SinglePass | None = None
         """While a step is captured: what takes the place of torch's kernel."""
         if rates is not None and self.takes_tensor_lr:
@@ -80,7 +80,9 @@ class Committer:
         """What the way costs in memory while a step commits."""
         if self.way != "select":
             return 0
-        return sum(t.numel() * t.element_size() for t in self._tensors())
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        state = [value for own in self.optimizer.state.values() for value in own.values() if torch.is_tensor(value)]
+        return sum(t.numel() * t.element_size() for t in (*parameters, *state))
 
     def commit(self, bad: Tensor, factor: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`, or leave everything as it was where `bad` is set."""
@@ -93,8 +95,7 @@ class Committer:
 
     def forget(self) -> None:
         """After the state was loaded: the tensors are new ones."""
-        self.snapshot = None
-        self.settled = {id(p) for p in self.optimizer.state}
+        self.settled = set(self.optimizer.state)
         if self.rates is not None and self.takes_tensor_lr:
             self.rates.bind(self.optimizer)
 
@@ -105,15 +106,14 @@ class Committer:
 
     def close_capture(self) -> None:
         """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
-        self.snapshot = self.single_pass = None
+        self.single_pass = None
 
     def _commit_by_host(self, bad: Tensor) -> None:
         if bool(bad):
             return
         self._begin_momentum()
         self._step()
-        self.settled |= {id(p) for p in self._with_grad()}
-        self.snapshot = None
+        self.settled.update(self._with_grad())
 
     def _begin_momentum(self) -> None:
         """Fused SGD cannot begin the momentum of one parameter after the others: what it starts from is put there."""
@@ -141,24 +141,33 @@ class Committer:
                 delattr(self.optimizer, name)
 
     def _commit_by_selection(self, bad: Tensor) -> None:
-        if self.snapshot is None:
-            self.snapshot = Snapshot(self._tensors())
-        self.snapshot.save()
+        snapshot = Snapshot(self._about_to_be_written())
+        snapshot.save()
         self._step()
-        self.snapshot.restore_where(bad)
+        snapshot.restore_where(bad)
 
     def _step(self) -> None:
         if self.rates is not None and not self.takes_tensor_lr:
             self.rates.write_floats(self.optimizer)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            if "closure" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self.name} needs a closure in its step(): {error}",
+                why="it evaluates the model several times in one step, so no single verdict exists",
+                fix="use AdamW, SGD or another optimizer that steps without one",
+            ) from error
 
     def _has_unsettled(self) -> bool:
-        return any(id(p) not in self.settled for p in self._with_grad())
+        return any(p not in self.settled for p in self._with_grad())
 
     def _with_grad(self) -> Iterator[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
 
-    def _tensors(self) -> list[Tensor]:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        state = [value for own in self.optimizer.state.values() for value in own.values() if torch.is_tensor(value)]
-        return parameters + state
+    def _about_to_be_written(self) -> list[Tensor]:
+        """Parameters that have a gradient now, and their state: others may be frozen for a while."""
+        parameters = list(self._with_grad())
+        own = (self.optimizer.state[p].values() for p in parameters)
+        return parameters + [value for values in own for value in values if torch.is_tensor(value)]

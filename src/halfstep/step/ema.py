@@ -86,8 +86,21 @@ class Ema:
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def restarted(self) -> dict[str, Tensor]:
+        """The state of an average that begins with the model as it is now."""
+        for shadow, group in zip(self.shadows, self._live_groups(), strict=True):
+            shadow.copy_(self._start(group))
+        return self.state_dict()
+
+    def refuse_unfit(self, state: Mapping[str, Tensor]) -> None:
+        """A state that `load_state_dict` cannot take."""
         own = self.state_dict()
+        if not state:
+            raise CheckpointError(
+                "the checkpoint holds no averaged weights, this step has an average",
+                fix="make the step without ema_decay, or start the average from what it has now: "
+                "state | {'ema': step.ema.state_dict()}",
+            )
         if own.keys() != state.keys():
             differing = sorted(own.keys() ^ state.keys())
             raise CheckpointError(
@@ -95,6 +108,16 @@ class Ema:
                 fix="resume with the model the run was started with",
             )
         for name, shadow in own.items():
+            if shadow.shape != state[name].shape:
+                raise CheckpointError(
+                    f"the stored average of {name} has the shape {tuple(state[name].shape)}, not {tuple(shadow.shape)}",
+                    fix="resume with the model the run was started with",
+                )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.refuse_unfit(state)
+        for name, shadow in self.state_dict().items():
             shadow.copy_(state[name])
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
@@ -20,7 +22,7 @@ class Reading:
     is_spike: bool
     is_empty: bool
     is_ruined: bool
-    """A buffer, such as a BatchNorm statistic, was no longer finite."""
+    """Something that forward writes, such as a BatchNorm statistic, was no longer finite."""
     scale: float
     """The loss scale this step ran with; 1 without scaling."""
     committed: int
@@ -89,7 +91,12 @@ class Facts:
 
     def read(self) -> Reading:
         """Wait for this step, and for this step only."""
-        assert self._host is not None, "facts are read after commit"
+        if self._host is None:
+            raise ConfigError(
+                "these facts cannot be read yet",
+                why="they leave the device when the step is committed",
+                fix="call step.commit(facts) first",
+            )
         if self._event is not None:
             self._event.synchronize()
         v: dict[str, Any] = dict(zip(FIELDS, self._host.tolist(), strict=True))

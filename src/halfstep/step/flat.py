@@ -26,7 +26,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_writable_in_place(tensor: Tensor) -> bool:
-    """An expanded tensor shares memory between elements, so nothing can write into it."""
+    """An expanded tensor shares memory between elements, so nothing can write into it; nor into a sparse one."""
+    if tensor.layout is not torch.strided:
+        return False
     return all(stride > 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
@@ -88,7 +90,14 @@ class Snapshot:
     def restore_where(self, flag: Tensor) -> None:
         """Where `flag` is true every tensor gets its saved bits back; otherwise it keeps what it has now."""
         for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
-            scatter(torch.where(flag, saved, gather(group)), group)
+            scatter(torch.where(flag.to(saved.device), saved, gather(group)), group)
+        self.saved = []
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give every tensor its saved bits back."""
+        for group, saved in zip(self.groups, self.saved, strict=False):
+            scatter(saved, group)
         self.saved = []
 
 

@@ -116,10 +116,10 @@ class GraphedStep:
 
     def _recorded(self, loss_fn: LossFn) -> Facts:
         facts = self.step.judge(loss_fn, self.inputs)
-        self.step.settle(facts)
         reason = self.step.why_not_captured()
         if reason:
             raise CaptureFailed(reason)
+        self.step.settle(facts)
         return facts
 
 

@@ -16,11 +16,14 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from halfstep.errors import ConfigError
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.step.facts import Facts, Reading
 
 LAG = 2
 """Steps between a step and the guard's look at it: enough for the host to stay ahead of the device."""
+
+
+COUNTERS = ("num_faults", "num_at_floor", "num_rollbacks", "num_skipped", "first_fault_committed")
 
 
 class Action(Enum):
@@ -76,9 +79,12 @@ class Guard:
         *,
         scaling: bool,
         min_scale: float = 1.0,
+        is_run: bool = True,
         on_reading: Callable[[Reading], None] = lambda reading: None,
     ) -> None:
         self.options = options or GuardOptions()
+        self.is_run = is_run
+        """Whether flags and settings of a run can be advised; a step in a loop of the user's own has arguments."""
         self.scaling, self.min_scale, self.on_reading = scaling, min_scale, on_reading
         self.pending: deque[Facts | Reading] = deque()
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
@@ -127,8 +133,8 @@ class Guard:
             action=Action.STOP,
             reason=f"{self.num_at_floor} steps in a row overflowed with the loss scale at its floor of "
             f"{self.min_scale:g} (step {reading.attempted}: {reading.reason})",
-            fix="the model itself produces infinities: try --precision bf16, a lower learning rate, or look at "
-            f"the samples {_few(reading.sample_ids)}",
+            fix=f"the model itself produces infinities: try {'--precision bf16' if self.is_run else 'precision=bf16'}, "
+            f"a lower learning rate, or look at the samples {_few(reading.sample_ids)}",
         )
 
     def _judge_fault(self, reading: Reading) -> Verdict:
@@ -144,27 +150,33 @@ class Guard:
         return Verdict(
             action=Action.STOP,
             reason=reason + tried,
-            fix="lower the learning rate, clip gradients (train.clip_norm), or let halfstep go back by itself with "
-            f"guard.on_fault=rollback; samples of the last step: {_few(reading.sample_ids)}",
+            fix=f"{self._ways_out()}; samples of the last step: {_few(reading.sample_ids)}",
         )
+
+    def _ways_out(self) -> str:
+        if not self.is_run:
+            return "lower the learning rate, or clip gradients with clip_norm=1.0, and go on from your last checkpoint"
+        clip = "lower the learning rate, clip gradients (train.clip_norm=1)"
+        if self.options.on_fault == "rollback":
+            return clip
+        return f"{clip}, or let halfstep go back by itself with guard.on_fault=rollback"
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the facts not looked at yet as plain numbers: a resumed run judges them at the same step."""
         pending = [item.read() if isinstance(item, Facts) else item for item in self.pending]
         self.pending = deque(pending)
-        return {
-            "pending": [asdict(reading) for reading in pending],
-            "num_faults": self.num_faults,
-            "num_at_floor": self.num_at_floor,
-            "num_rollbacks": self.num_rollbacks,
-            "num_skipped": self.num_skipped,
-            "first_fault_committed": self.first_fault_committed,
-        }
+        return {"pending": [asdict(reading) for reading in pending], **{name: getattr(self, name) for name in COUNTERS}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put a stored state back, or refuse it and change nothing."""
+        missing = [name for name in ("pending", *COUNTERS) if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"the guard's stored state lacks {', '.join(missing)}", fix="give a state_dict()'s own"
+            )
         readings = ({**r, "sample_ids": tuple(r["sample_ids"])} for r in state["pending"])
-        self.pending = deque(Reading(**reading) for reading in readings)
-        for name in ("num_faults", "num_at_floor", "num_rollbacks", "num_skipped", "first_fault_committed"):
+        self.pending = deque([Reading(**reading) for reading in readings])
+        for name in COUNTERS:
             setattr(self, name, int(state[name]))
 
 

@@ -47,12 +47,20 @@ class ScalerOptions:
 class Scaler:
     """Scale and growth tracker as device tensors. Disabled (bf16, tf32, fp32) it is the identity, never None."""
 
-    def __init__(self, device: torch.device, *, enabled: bool, options: ScalerOptions | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, enabled: bool, options: ScalerOptions | None = None, accumulate: int = 1
+    ) -> None:
         self.enabled = enabled
         self.options = options or ScalerOptions()
-        start = self.options.init_scale if enabled else 1.0
+        start = self._start(accumulate) if enabled else 1.0
         self.value = torch.full((), start, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    def _start(self, accumulate: int) -> float:
+        """Usual loops divide the loss by `accumulate` before they scale it, a window here divides at its end. So that
+        fp16 meets the same numbers, and as many first steps overflow, the scale begins that much lower."""
+        power_of_two = 1 << (accumulate - 1).bit_length()
+        return max(self.options.init_scale / power_of_two, self.options.min_scale)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on. In fp32: a half loss times 65536 would be infinite at once."""
@@ -88,15 +96,24 @@ class Scaler:
             "_growth_tracker": int(self.growth_tracker.item()),
         }
 
+    def refuse_unfit(self, state: Mapping[str, Any]) -> None:
+        """A state that `load_state_dict` cannot take: of another precision, or of something else."""
+        if self.enabled != bool(state):
+            made, here = ("with", "without") if state else ("without", "with")
+            raise CheckpointError(
+                f"the checkpoint was made {made} loss scaling, this step runs {here} it",
+                why="fp16 needs its scale, other precisions have none",
+                fix="resume with the precision the run was started with",
+            )
+        if missing := [key for key in ("scale", "_growth_tracker") if state and key not in state]:
+            raise CheckpointError(
+                f"the stored loss scale lacks {', '.join(missing)}",
+                fix="give the state of a halfstep or torch scaler",
+            )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes our state or a torch GradScaler's. The factors stay as configured, the position is restored."""
-        if not self.enabled or not state:
-            if self.enabled or state:
-                raise CheckpointError(
-                    f"the checkpoint was made {'with' if state else 'without'} loss scaling, this run is not",
-                    why="fp16 needs its scale, other precisions have none",
-                    fix="resume with the precision the run was started with",
-                )
-            return
-        self.value.fill_(float(state["scale"]))
-        self.growth_tracker.fill_(int(state["_growth_tracker"]))
+        self.refuse_unfit(state)
+        if self.enabled:
+            self.value.fill_(float(state["scale"]))
+            self.growth_tracker.fill_(int(state["_growth_tracker"]))

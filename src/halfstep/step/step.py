@@ -3,19 +3,20 @@
     facts = step.compute(loss_fn, window)   forward, backward, norm, verdict: nothing committed, nothing read
     step.commit(facts)                      the device decides: a bad step is dropped by a flag, not by an `if`
 
-A step is bad when its loss, its gradient norm or a buffer it wrote is not finite (or, on request, when its loss is a
-spike). On a bad step weights, buffers, optimizer state, average, schedule and committed counter keep their bits.
-BatchNorm statistics are written during forward, so they are copied when the window starts and put back. They belong
-to the verdict, too: a variance can overflow while loss and gradients stay finite, and only evaluation would show it.
+A step is bad when its loss, its gradient norm or something forward wrote is not finite (or, on request, when its loss
+is a spike). On a bad step weights, buffers, optimizer state, average, schedule and committed counter keep their bits.
+What forward writes, such as BatchNorm statistics, is copied when the window starts and put back (forward_writes.py). It
+belongs to the verdict, too: a variance can overflow while loss and gradients stay finite, and only evaluation would
+show it.
 
 Order inside: backward on the scaled loss, norm, verdict, then one factor on every gradient (one over scale and window
-weight, times what clipping leaves), commit. On CUDA fused optimizers apply the factor as they read the gradients.
+weight, times what clipping leaves), commit. On CUDA fused optimizers apply the factor as they read the gradients. With
+`on_gradients` gradients are unscaled first, the hook edits them, and norm and verdict are of what it leaves.
 The host waits for nothing here but the first commit of each optimizer (see commit.py).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,21 +26,24 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.precision.plan import Plan
-from halfstep.step.buffers import Buffers
 from halfstep.step.clip import Clip
 from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, restore_rng, rng_state
+from halfstep.step.forward_writes import ForwardWrites
+from halfstep.step.one_process import refuse_many_processes
 from halfstep.step.rates import Rates
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
+from halfstep.step.step_state import load_into, refuse_unfit, state_of
 
 Batch = Any
 Window = Sequence[Batch]
 Weight = Tensor | float | int
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Agree = Callable[[Tensor], Tensor]
+OnGradients = Callable[[nn.Module], None]
 
 
 def alone(flag: Tensor) -> Tensor:
@@ -63,17 +67,21 @@ class Step:
         ema: Ema | None = None,
         spikes: SpikeMeter | None = None,
         agree: Agree = alone,
+        also: Sequence[nn.Module | Tensor] = (),
+        on_gradients: OnGradients | None = None,
     ) -> None:
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, not {accumulate}", fix="1 means no accumulation")
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
-        self.device = self._trained_parameters()[0].device
+        trained = self._trained_parameters()
+        refuse_many_processes(model, trained)
+        self.device = trained[0].device
         self.rates = Rates(self.optimizers, schedules, self.device) if schedules else None
         self.committers = [Committer(optimizer, self.rates) for optimizer in self.optimizers]
         if not isinstance(scaler, Scaler):
-            scaler = Scaler(self.device, enabled=plan.needs_loss_scaling, options=scaler)
+            scaler = Scaler(self.device, enabled=plan.needs_loss_scaling, options=scaler, accumulate=accumulate)
         self.scaler = scaler
         self.spikes = spikes or SpikeMeter(self.device)
         self.agree = agree
@@ -81,9 +89,12 @@ class Step:
         self.generation = 0
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._buffers = Buffers(model)
+        self.on_gradients = on_gradients
+        self._writes = ForwardWrites(model, also)
         self._rng: dict[str, Tensor] = {}
         """The generators before a compute() that is not committed yet."""
+        self._judged: list[tuple[Tensor, Tensor | None, int]] = []
+        """Its parameters with their gradients and the versions of those."""
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Groups of `accumulate` micro-batches; the last partial group still steps."""
@@ -102,44 +113,59 @@ class Step:
         return facts
 
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
-        """Forward, backward, norm and verdict. Gradients are there afterwards, nothing else has changed for good. Where
-        `facts.factor` is set they are not multiplied by it yet: commit() does that."""
+        """Forward, backward, norm and verdict. Gradients are there afterwards, nothing else has changed for good: a
+        window that is not committed is undone by the next compute(). To edit gradients, see `on_gradients`."""
         if isinstance(window, (Tensor, Mapping)):
             raise ConfigError(
                 f"a step takes a window, a list of batches, not one {type(window).__name__}",
                 why="iterating over a batch would train on its rows or its keys",
                 fix="step(loss_fn, [batch]), or loop over step.windows(loader)",
             )
+        if self._rng:
+            self.abandon()
         self._rng = rng_state(self.device)
         try:
             facts = self.judge(loss_fn, window)
+            self._writes.refuse_unsaved(facts.bad)
         except BaseException:
             self.abandon()
             raise
         facts.ids, facts.rng = sample_ids(window), self._rng
+        gradients = ((p, p.grad) for p in self._trained_parameters())
+        self._judged = [(p, g, 0 if g is None else g._version) for p, g in gradients]
         return facts
 
     def judge(self, loss_fn: LossFn, window: Window) -> Facts:
         """The part of `compute` that the device does: what a CUDA graph can hold."""
         parameters = self._trained_parameters()
-        self._buffers.save()
+        self._writes.save(parameters)
         self.clear_gradients()
         loss, weight = self._accumulate(loss_fn, window)
+        self._writes.look()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
     def abandon(self) -> None:
         """Undo a compute() that was not committed: buffers and generators as before. Twice does no harm."""
         self.clear_gradients()
         if self._rng:
-            self._buffers.restore_where(torch.ones((), dtype=torch.bool, device=self.device))
+            self._writes.put_back()
             restore_rng(self._rng, self.device)
-            self._rng = {}
+        self._rng, self._judged = {}, []
 
     def commit(self, facts: Facts) -> None:
         """Let the device commit or drop the step, in every place alike."""
-        self.look_ahead()
-        self.settle(facts)
-        self._rng = {}
+        if not self._rng:
+            raise ConfigError(
+                "commit() without a compute() before it", fix="step.commit(step.compute(loss_fn, window))"
+            )
+        try:
+            self._refuse_edited_gradients()
+            self.look_ahead()
+            self.settle(facts)
+        except BaseException:
+            self.abandon()
+            raise
+        self._rng, self._judged = {}, []
         self.attempted += 1
         facts.send()
 
@@ -157,7 +183,7 @@ class Step:
         lr = self._first_rate()
         for committer in self.committers:
             committer.commit(bad, facts.factor)
-        self._buffers.restore_where(bad)
+        self._writes.restore_where(bad)
         self.committed.add_(~bad)
         if self.ema is not None:
             self.ema.update(self.committed, bad)
@@ -175,16 +201,19 @@ class Step:
         """What keeps this step from being replayed as a CUDA graph; empty where nothing does."""
         if self.device.type != "cuda":
             return f"a CUDA graph needs a CUDA device, not {self.device}"
-        if self._buffers.are_replaced:
-            return "the model replaces a buffer in its forward pass instead of writing into it"
-        if by_host := self.why_never_captured():
-            return by_host
+        if reason := self.why_never_captured() or self._writes.why_not_captured:
+            return reason
         return "" if all(c.settled for c in self.committers) else "an optimizer has not made its first step"
+
+    def forget_writes(self) -> None:
+        """After state was loaded: a compute() before it is void, and what forward writes is found anew."""
+        self._writes.compare_anew()
+        self._rng, self._judged = {}, []
 
     def forget_capture(self) -> None:
         """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
         self.clear_gradients()
-        self._buffers.forget()
+        self._writes.forget()
         for committer in self.committers:
             committer.close_capture()
 
@@ -222,6 +251,10 @@ class Step:
         _refuse_sparse(gradients)
         scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
+        overflow: Tensor | None = None
+        if self.on_gradients is not None:
+            overflow = self._unscale_and_edit(gradients, unscale)
+            gradients, unscale = [p.grad for p in parameters if p.grad is not None], None
         norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
         if isinstance(weight, Tensor):
@@ -229,9 +262,10 @@ class Step:
         elif weight == 0:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
-        facts.ruined = self._buffers.became_non_finite(self.device)
+        facts.ruined = self._writes.became_non_finite(self.device)
         # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
         bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
+        bad = bad if overflow is None else bad | overflow
         facts.bad = self.agree(bad | facts.spike if self.spikes.skips else bad)
         facts.spike = facts.spike & ~bad
         if self._optimizers_multiply(parameters):
@@ -239,6 +273,26 @@ class Step:
         elif factor is not None:
             torch._foreach_mul_(gradients, factor)
         return facts
+
+    def _unscale_and_edit(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor | None:
+        """Let the hook edit unscaled gradients. With loss scaling an overflow counts as one whatever the hook makes of
+        it, as with torch's scaler: the scale has to fall."""
+        assert self.on_gradients is not None
+        if unscale is not None and gradients:
+            torch._foreach_mul_(gradients, unscale)
+        norm = torch.nn.utils.get_total_norm(gradients) if self.scaler.enabled and gradients else None
+        self.on_gradients(self.model)
+        return None if norm is None else norm - norm != 0
+
+    def _refuse_edited_gradients(self) -> None:
+        """What the verdict was not about must not be committed."""
+        if any(p.grad is not g or g is not None and g._version != version for p, g, version in self._judged):
+            raise ConfigError(
+                "gradients were changed between compute() and commit(): the step is dropped",
+                why="norm and verdict are of the gradients that compute() left; these were never judged",
+                fix="edit them in a hook: hs.Step(..., on_gradients=edit), where edit(model) changes .grad in place, "
+                "unscaled and before clipping",
+            )
 
     def _optimizers_multiply(self, parameters: list[Tensor]) -> bool:
         """Whether the optimizers' kernels scale the gradients as they read them, which saves a pass over all of them.
@@ -283,34 +337,12 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed step needs besides the model; waits for the device."""
-        return {
-            "attempted": self.attempted,
-            "committed": int(self.committed),
-            "rate_factor": float(self.rates.factor) if self.rates is not None else 1.0,
-            "scaler": self.scaler.state_dict(),
-            "spikes": self.spikes.state_dict(),
-            "optimizers": [_with_plain_rates(optimizer.state_dict()) for optimizer in self.optimizers],
-            "ema": self.ema.state_dict() if self.ema is not None else {},
-        }
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.attempted = int(state["attempted"])
-        self.generation += 1
-        self.committed.fill_(int(state["committed"]))
-        self.scaler.load_state_dict(state["scaler"])
-        self.spikes.load_state_dict(state["spikes"])
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
-        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            # A copy: torch keeps tensors that already fit, and training on would write into what was loaded.
-            optimizer.load_state_dict(copy.deepcopy(own))
-            _match_layouts(optimizer)
-        if self.rates is not None:
-            self.rates.factor.fill_(float(state["rate_factor"]))
-            self.rates.cover(self.attempted)
-            self.rates.refind(self.optimizers)
-        for committer in self.committers:
-            committer.forget()
+        """Put a stored state back, or refuse it and change nothing."""
+        refuse_unfit(self, state)
+        load_into(self, state)
 
 
 def batch_length(batch: Batch) -> int:
@@ -381,17 +413,3 @@ def _refuse_sparse(gradients: list[Tensor]) -> None:
             why="a bad step could not be judged or undone without making it dense",
             fix="nn.Embedding(..., sparse=False)",
         )
-
-
-def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
-    """Learning rates as numbers: the tensors are views of one vector and are bound again on load."""
-    groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
-    return {**state, "param_groups": groups}
-
-
-def _match_layouts(optimizer: Optimizer) -> None:
-    """State of channels_last weights must lie in memory as they do: fused kernels walk both as flat arrays."""
-    for parameter, own in optimizer.state.items():
-        for name, value in own.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                own[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

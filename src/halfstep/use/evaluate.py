@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import DataError, MemoryLimitError
+from halfstep.errors import ConfigError, DataError, MemoryLimitError
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import memory_picture
 from halfstep.precision.plan import Plan
@@ -21,12 +21,14 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.hints import hint_about
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.validate import evaluating, validate
+from halfstep.run.whole_images import WholeImages
 from halfstep.step.randomness import algorithms
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.use.evaluation import Kind, Look, PlainEvaluation
 from halfstep.use.open_run import OpenedRun, fresh_folder, open_run, plan_for_use, with_weights, write_text
 from halfstep.workloads import CLASSIFIERS
 from halfstep.workloads.classification.evaluate import ClassificationEvaluation
+from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.evaluate import SegmentationEvaluation
 from halfstep.workloads.workload import Batch, Workload
 
@@ -45,12 +47,15 @@ def evaluate(
     device: str | None = None,
     precision: str | None = None,
     batch_size: int | None = None,
+    full_size: bool = False,
     out: Path | None = None,
 ) -> Evaluation:
     """Metrics as in training, results of each class, and pictures in a folder of their own."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint)
     kind = KINDS.get(run.config.workload, PlainEvaluation)
+    if full_size:
+        _refuse_full_size(run.config.workload, kind, batch_size)
     config, workload = _with_data(run, kind, data, report)
     plan = plan_for_use(run, workload.model, device=device, precision=precision)
     for note in (*run.notes, *plan.warnings, *workload.notes):
@@ -62,9 +67,12 @@ def evaluate(
     ):
         model = with_weights(run, workload.model, plan)
         counted = replace(workload, metrics=lambda: evaluation.metrics)
-        pieces = int(run.checkpoint.state["pieces"]) if batch_size is None else 1
-        size = batch_size or config.train.batch_size
-        metrics = _validated(config, counted, model, plan, report, batch_size=size, pieces=pieces)
+        if full_size:
+            metrics = _at_full_size(evaluation, config, model, plan, report)
+        else:
+            pieces = int(run.checkpoint.state["pieces"]) if batch_size is None else 1
+            size = batch_size or config.train.batch_size
+            metrics = _validated(config, counted, model, plan, report, batch_size=size, pieces=pieces)
         pictures = evaluation.draw(folder, _look(workload, model, plan, config.train.seed))
         summary = folder / "evaluation.json"
         found = Evaluation(
@@ -78,6 +86,8 @@ def evaluate(
             simulated=plan.simulated,
             device=f"{plan.device} ({plan.device_name})",
             metrics=metrics,
+            scoring=workload.scoring,
+            scored_at=evaluation.scored_at,
             classes=evaluation.classes(),
             ranking=evaluation.ranking,
             hint=hint_about(config.workload, metrics),
@@ -108,6 +118,34 @@ def _with_data(run: OpenedRun, kind: type[Kind], data: Path | None, report: RunR
             fix="--data DIR with data that it has not seen",
         )
     return config, workload
+
+
+def _refuse_full_size(workload: str, kind: type[Kind], batch_size: int | None) -> None:
+    if kind is not SegmentationEvaluation:
+        raise ConfigError(f"--full-size means nothing for {workload}", why="only masks have a size", fix="leave it out")
+    if batch_size is not None:
+        raise ConfigError(
+            f"--batch-size {batch_size} means nothing with --full-size",
+            why="images of different sizes are taken one at a time",
+            fix="leave one of them out",
+        )
+
+
+def _at_full_size(
+    evaluation: Kind, config: RunConfig, model: nn.Module, plan: Plan, report: RunReport
+) -> dict[str, float]:
+    assert isinstance(evaluation, SegmentationEvaluation)
+    assert isinstance(config, UNetConfig)
+    workload = evaluation.workload
+    images = WholeImages(
+        model,
+        plan,
+        store=workload.store,
+        depth=config.model.depth,
+        warn=lambda text: report.notice(text, "warning"),
+    )
+    with report.phase("Evaluating", len(workload.val_samples)) as bar:
+        return evaluation.score_full_size(images, bar)
 
 
 def _validated(

@@ -26,6 +26,11 @@ class Kind(Protocol):
         ...
 
     @property
+    def scored_at(self) -> str:
+        """The size at which outputs were compared, where that is a question."""
+        ...
+
+    @property
     def metrics(self) -> Metrics:
         """Those of validation, which may note more on the way."""
         ...
@@ -48,6 +53,7 @@ class PlainEvaluation:
     """Of a workload that nobody knows more about."""
 
     ranking = ""
+    scored_at = ""
 
     def __init__(self, workload: Workload) -> None:
         self.metrics = workload.metrics()

@@ -54,7 +54,7 @@ def open_run(path: Path, *, checkpoint: str = "best") -> OpenedRun:
     config = load_config(str(folder.config)).config
     notes: list[str] = []
     chosen, content = _first_whole(_candidates(folder.checkpoints(), checkpoint, notes), notes)
-    return OpenedRun(folder=folder, config=_without_start(config), path=chosen, checkpoint=content, notes=tuple(notes))
+    return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
 
 
 def plan_for_use(run: OpenedRun, model: nn.Module, *, device: str | None, precision: str | None) -> Plan:
@@ -119,11 +119,6 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="make room, or --out DIR") from error
-
-
-def _without_start(config: RunConfig) -> RunConfig:
-    # The file a run once started from may be gone; its checkpoint replaces every weight anyway.
-    return config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
 
 
 def _candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:

@@ -53,7 +53,7 @@ def predict(
         model = with_weights(run, predictor.model, plan)
         answers: list[Answer] = []
         with report.phase("Predicting", len(inputs)) as bar:
-            for result in predictor.answers(inputs, model, plan, replace(wishes, out=folder), report):
+            for result in predictor.answers(inputs, model, plan, replace(wishes, out=folder), report, bar):
                 if isinstance(result, Answer):
                     answers.append(result)
                 else:

@@ -12,6 +12,7 @@ from torch import nn
 from halfstep.errors import DataError
 from halfstep.precision.plan import Plan
 from halfstep.report.prediction_view import Answer, Failure
+from halfstep.report.progress import Bar
 from halfstep.report.run_report import RunReport
 from halfstep.use.inputs import Input
 from halfstep.use.open_run import OpenedRun
@@ -47,9 +48,9 @@ class Predictor(Protocol):
         ...
 
     def answers(
-        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport
+        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport, bar: Bar
     ) -> Iterator[Answer | Failure]:
-        """One for each input, in order."""
+        """One for each input, in order; the bar counts inputs, and may show how far one of them is."""
         ...
 
 

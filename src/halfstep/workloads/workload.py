@@ -57,6 +57,8 @@ class Workload:
     metric: str
     """The headline metric: picks the best checkpoint, stops early, drives plateau."""
     mode: Literal["max", "min"] = "max"
+    scoring: str = ""
+    """How the metrics are computed, where their names alone do not say it."""
     fragile: tuple[str, ...] = ()
     """Islands, as `name: reason`; rows of the plan."""
     store: Mapping[str, Any] = field(default_factory=dict)
@@ -65,6 +67,10 @@ class Workload:
     """What the user should read before training starts, such as the files that were left out."""
     val_names: tuple[str, ...] = ()
     """Files of the validation samples, for reports; empty where the samples are no files."""
+    about: tuple[tuple[str, str], ...] = ()
+    """What the data decided, as names and values for the run's header."""
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    """Settings by path that the data decided where the user had not; a run stores them with its config."""
 
     def weighed_loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """Loss and weight; a loss that comes alone counts by the number of samples."""

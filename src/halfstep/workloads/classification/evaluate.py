@@ -24,6 +24,7 @@ class ClassificationEvaluation:
     """Counts every class and keeps every mistake."""
 
     ranking = "accuracy"
+    scored_at = ""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload

@@ -15,6 +15,7 @@ from halfstep.data.folder_samples import centre_square
 from halfstep.errors import DataError
 from halfstep.precision.plan import Plan
 from halfstep.report.prediction_view import Answer, Failure
+from halfstep.report.progress import Bar
 from halfstep.report.run_report import RunReport
 from halfstep.run.validate import evaluating
 from halfstep.use.inputs import Input
@@ -41,7 +42,7 @@ class ClassPredictor:
         self.prepare, self.eval_share = Prepared(run.config.data), evaluation_share(run.config.data, run.store)
 
     def answers(
-        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport
+        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport, bar: Bar
     ) -> Iterator[Answer | Failure]:
         """Answers in the order of the files; a batch is as large as in training."""
         top_k = wishes.top_k or TOP

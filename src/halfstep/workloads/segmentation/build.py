@@ -6,7 +6,7 @@ parameters of the reference at two classes. `classes: 1` asks for its other form
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from halfstep.data.augment import Augmentation, augment
 from halfstep.data.files import BadFiles, some_of
 from halfstep.data.loader import Batch
-from halfstep.data.masks import MaskTable, table_from
-from halfstep.data.pairs import Pair, PairLayout, Split, find_split
-from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_table, scan_pairs
+from halfstep.data.masks import MaskTable, table_from, table_of
+from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.unet import UNet
 from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.pair_data import MANY_VALUES, find_data, ignored_value, image_side
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.workload import Workload
@@ -32,26 +32,38 @@ FRAGILE = (
     "loss.dice: sums over all pixels of a batch pass fp16's largest number",
 )
 
-MANY_VALUES = 64
-"""More classes than common data sets of masks have (Cityscapes 34, VOC 22): rather grey edges than classes."""
-
 SHOWN_VALUES = 8
 
 
 def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run fixes classes and image format."""
     bad_files = BadFiles(config.data.on_bad_file)
-    train_pairs, val_pairs = _pairs(config, bad_files)
+    found = find_data(config, bad_files)
+    train_pairs, val_pairs = found.train, found.val
     scan = scan_pairs([*train_pairs, *val_pairs], bad_files=bad_files)
     usable, num_val = set(scan.pairs), len(val_pairs)
-    train_pairs, val_pairs = ([pair for pair in part if pair in usable] for part in (train_pairs, val_pairs))
+    train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (train_pairs, val_pairs))
     if not train_pairs:
         raise DataError("no usable pair is left to train on", why=f"{len(bad_files.skipped)} files were left out")
     bad_files.refuse_empty_validation(num_val, len(val_pairs))
+    is_new = store is None
+    about = [("layout", found.layout)]
+    settled: dict[str, Any] = {}
     if store is None:
-        store = _store(config, scan, discover_table(scan.pairs, ignored=config.model.ignore_index, bad_files=bad_files))
+        seen = discover_values(scan.pairs, bad_files=bad_files)
+        ignored, why_ignored = ignored_value(config, found, seen)
+        side, why_side = image_side(config, scan)
+        store = _store(config, scan, table_of(seen, ignored=ignored), side)
+        settled = {"data.image_size": side}
+        about += [("ignored mask value", why_ignored)] if why_ignored else []
+        about += [("image size", why_side)] if why_side else []
     table, image = table_of_store(store), image_format_of_store(store)
     _check_class_weights(config, num_classes=store["num_classes"])
+    background = background_class(config, table)
+    model = model_from_store(config, store)
+    if is_new and config.model.weights:  # a stored run's checkpoint brings its own
+        weights, _ = read_weights(Path(config.model.weights))
+        load_weights_(model, weights, source=config.model.weights)
     augmentation = _augmentation(config)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
@@ -73,25 +85,23 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
 
     return Workload(
         name="unet",
-        model=_model(config, store),
+        model=model,
         train_samples=SegmentationData(train_pairs, table=table, image=image),
         val_samples=SegmentationData(val_pairs, table=table, image=image),
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
         loss=loss,
-        metrics=lambda: SegmentationMetrics(store["num_classes"]),
+        metrics=lambda: SegmentationMetrics(store["num_classes"], background),
         metric="iou",
         mode="max",
         fragile=FRAGILE,
+        scoring=_scoring(table, background),
         store=store,
         notes=(*_many_values(table), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
         val_names=tuple(pair.image.name for pair in val_pairs),
+        about=tuple(about),
+        settled=settled,
     )
-
-
-def model_from_store(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
-    """The model alone, for prediction where there are no masks."""
-    return _model(config, store)
 
 
 def unit_range(pixels: Tensor) -> Tensor:
@@ -114,26 +124,30 @@ def image_format_of_store(store: Mapping[str, Any]) -> ImageFormat:
     )
 
 
-def _pairs(config: UNetConfig, bad_files: BadFiles) -> tuple[Sequence[Pair], Sequence[Pair]]:
-    data = config.data
-    if data.dir is None:
-        raise DataError("no data folder", why="building U-Net's data needs data.dir", fix="--data-dir DIR")
-    layout = PairLayout(
-        images=data.images,
-        masks=data.masks,
-        mask_suffix=data.mask_suffix,
-    )
-    split = Split(
-        val_fraction=data.val_fraction,
-        seed=data.split_seed,
-        train_list=Path(data.train_list) if data.train_list else None,
-        val_list=Path(data.val_list) if data.val_list else None,
-    )
-    return find_split(Path(data.dir), layout=layout, split=split, bad_files=bad_files)
+def background_class(config: UNetConfig, table: MaskTable) -> int | None:
+    """The class that `iou` and `dice` leave out."""
+    asked = config.model.background
+    if asked is None or asked == "first":
+        return None if asked is None else 0
+    if asked not in table.values:
+        raise ConfigError(
+            f"model.background={asked} is no value of the masks: {some_of(table.values, SHOWN_VALUES)}",
+            fix="a mask value, first for the smallest, or null to count all classes",
+        )
+    return table.values.index(asked)
 
 
-def _store(config: UNetConfig, scan: Scan, table: MaskTable) -> dict[str, Any]:
-    found, asked, side = len(table.values), config.model.classes, config.data.image_size
+def _scoring(table: MaskTable, background: int | None) -> str:
+    if background is None:
+        return "iou and dice are means over all classes, as iou_all and dice_all are (model.background=null)"
+    return (
+        f"iou and dice are means without mask value {table.values[background]}, the background; iou_all and dice_all "
+        "are over all classes (model.background=null makes iou so, too)"
+    )
+
+
+def _store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[str, Any]:
+    found, asked = len(table.values), config.model.classes
     if found < 2:
         raise DataError(
             f"every mask holds only the value {table.values[0]}",
@@ -188,7 +202,8 @@ def _augmentation(config: UNetConfig) -> Augmentation:
     )
 
 
-def _model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
+def model_from_store(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
+    """The model alone, for a checkpoint's weights: all that prediction needs."""
     side, depth = store["image_size"], config.model.depth
     if side < 2 ** (depth + 1):
         raise ConfigError(
@@ -196,7 +211,7 @@ def _model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
             why="each level halves the image, and BatchNorm needs more than one pixel at the deepest",
             fix=f"data.image_size={2 ** (depth + 2)} or more, or a smaller depth",
         )
-    model = UNet(
+    return UNet(
         in_channels=store["channels"],
         num_classes=store["num_classes"],
         base_channels=config.model.base_channels,
@@ -204,7 +219,3 @@ def _model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
         bilinear=config.model.bilinear,
         checkpointing=config.train.activation_checkpointing,
     )
-    if config.model.weights:
-        weights, _ = read_weights(Path(config.model.weights))
-        load_weights_(model, weights, source=config.model.weights)
-    return model

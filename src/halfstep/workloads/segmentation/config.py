@@ -26,14 +26,28 @@ class UNetAugmentConfig(Section):
 class UNetDataConfig(DataConfig):
     """Image and mask pairs."""
 
-    image_size: PositiveCount = Field(default=512, description="Side of the square images the model sees, in pixels")
-    images: str = Field(default="", description="Folder of the images below data.dir; empty: imgs, images or image")
+    image_size: PositiveCount = Field(
+        default=512,
+        description="Side of the square images the model sees; unset: 512 pixels, less where the pictures have less",
+    )
+    images: str = Field(
+        default="",
+        description="Folder of the images below data.dir, or a pattern: scans/{id}_t1.png; empty: imgs, images, image",
+    )
     masks: str = Field(
-        default="", description="Folder of the masks below data.dir; empty: masks, mask, labels or label"
+        default="",
+        description="Folder of the masks, or a pattern: truth/**/{id}_seg.png; empty: masks, mask, labels or label",
     )
+    image_suffix: str = Field(default="", description="What an image's name adds to the id that its mask shares")
     mask_suffix: str = Field(
-        default="_mask", description="What a mask's name adds to its image's; masks named as their image are found too"
+        default="_mask", description="What a mask's name adds to the id; masks named as the id alone are found too"
     )
+    image_ext: str = Field(default="", description="Ending of the images that count (.png); empty: any readable one")
+    mask_ext: str = Field(default="", description="Ending of the masks that count (.npy); empty: any readable one")
+    val_images: str = Field(
+        default="", description="Folder or pattern of the validation images; empty: found beside, or val_fraction"
+    )
+    val_masks: str = Field(default="", description="Folder or pattern of their masks")
     channels: Literal["auto", 1, 3] = Field(
         default="auto", description="Channels of the images; auto: as the files have them"
     )
@@ -43,6 +57,12 @@ class UNetDataConfig(DataConfig):
     train_list: str | None = Field(default=None, description="Text file with the training images; default: all others")
     split_seed: int = Field(default=0, ge=0, description="Seed of the split by val_fraction")
     augment: UNetAugmentConfig = UNetAugmentConfig()
+
+    @model_validator(mode="after")
+    def validation_has_both(self) -> Self:
+        if bool(self.val_images) != bool(self.val_masks):
+            raise ValueError("data.val_images and data.val_masks belong together: set both, or neither")
+        return self
 
 
 class UNetModelConfig(ModelConfig):
@@ -56,14 +76,20 @@ class UNetModelConfig(ModelConfig):
     classes: Literal["auto"] | PositiveCount = Field(
         default="auto", description="Classes, background included; auto: from the masks"
     )
+    background: Literal["first"] | int | tuple[int, int, int] | None = Field(
+        default="first",
+        description="Mask value that iou and dice leave out (iou_all and dice_all never do); first: the smallest; "
+        "null: none, all classes count",
+    )
     dice_weight: float = Field(default=1.0, ge=0, description="Weight of the Dice part of the loss")
     ce_weight: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy part of the loss")
     class_weights: tuple[float, ...] = Field(
         default=(), description="Weight of each class in the cross-entropy; empty: all equal"
     )
-    ignore_index: int | tuple[int, int, int] | None = Field(
-        default=None,
-        description="Mask value (a number, or a colour) that counts neither in the loss nor in the metrics",
+    ignore_index: Literal["auto"] | int | tuple[int, int, int] | None = Field(
+        default="auto",
+        description="Mask value (number or colour) that counts neither in loss nor metrics; auto: the data set's own "
+        "where it is known (VOC: 255), and 255 beside the classes 0, 1, 2, ...; null: none",
     )
 
     @model_validator(mode="after")

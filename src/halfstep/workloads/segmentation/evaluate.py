@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from halfstep.config.schema import RunConfig
+from halfstep.data.images import read_image
+from halfstep.data.masks import Array, read_mask
+from halfstep.data.segmentation import SegmentationData
 from halfstep.report.evaluation_view import Cell
+from halfstep.report.progress import Bar
+from halfstep.run.whole_images import WholeImages
 from halfstep.use.evaluation import Look
 from halfstep.workloads.other_data import pairs_folder, with_all_pairs
 from halfstep.workloads.segmentation.per_image import SegmentationDetails
 from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
-from halfstep.workloads.segmentation.scores import predicted_classes
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, predicted_classes
 from halfstep.workloads.workload import Workload
 
 SHOWN_EACH = 3
@@ -25,7 +32,29 @@ class SegmentationEvaluation:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.values = workload.store["mask_values"]
-        self.metrics = SegmentationDetails(workload.store["num_classes"])
+        counted = workload.metrics()
+        assert isinstance(counted, SegmentationMetrics)
+        self.background = counted.background
+        self.metrics = SegmentationDetails(counted.num_classes, counted.background)
+        self._at_full_size: FullSize | None = None
+
+    @property
+    def scored_at(self) -> str:
+        """The size of the masks that were compared."""
+        if self._at_full_size is not None:
+            return "each image's own size, as predict writes masks"
+        side = self.workload.store["image_size"]
+        return f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
+
+    def score_full_size(self, images: WholeImages, bar: Bar) -> dict[str, float]:
+        """Count every validation image at its own size; there is no loss to report."""
+        assert isinstance(self.workload.val_samples, SegmentationData)
+        self._at_full_size = FullSize(self.workload.val_samples, images, bar)
+        for index in range(len(self.workload.val_samples)):
+            truth, prediction = self._at_full_size.maps(index)
+            self.metrics.count(torch.from_numpy(prediction), torch.from_numpy(truth), index)
+            bar.advance()
+        return self.metrics.compute()
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
@@ -41,7 +70,7 @@ class SegmentationEvaluation:
         total = sum(pixels.true for pixels in found)
         return tuple(
             {
-                "class": f"{number}" + (" (background)" if number == 0 else ""),
+                "class": f"{number}" + (" (background)" if number == self.background else ""),
                 "mask value": str(self.values[number]),
                 "IoU": pixels.iou,
                 "Dice": pixels.dice,
@@ -56,18 +85,42 @@ class SegmentationEvaluation:
         """The contact sheet."""
         rows = [self._row(kind, index, score, look) for kind, index, score in _chosen(self.metrics.per_image())]
         path = folder / "contact_sheet.png"
-        contact_sheet(rows).save(path)
+        names = [f"{number}: {value}" for number, value in enumerate(self.values)]
+        contact_sheet(rows, background=self.background, names=names).save(path)
         return [path]
 
     def _row(self, kind: str, index: int, score: float, look: Look) -> SheetRow:
-        batch, logits = look(index)
         names = self.workload.val_names
+        name = f"{kind}: {names[index] if names else index}, IoU {score:.3f}"
+        if self._at_full_size is not None:
+            truth, prediction = self._at_full_size.maps(index)
+            return SheetRow(name=name, image=self._at_full_size.image(index), truth=truth, prediction=prediction)
+        batch, logits = look(index)
         return SheetRow(
-            name=f"{kind}: {names[index] if names else index}, IoU {score:.3f}",
+            name=name,
             image=batch["image"][0].permute(1, 2, 0).float().cpu().numpy(),
             truth=batch["mask"][0].cpu().numpy(),
             prediction=predicted_classes(logits)[0].cpu().numpy(),
         )
+
+
+class FullSize:
+    """Validation pairs at the size of their files."""
+
+    def __init__(self, samples: SegmentationData, images: WholeImages, bar: Bar) -> None:
+        self._samples, self._images, self._bar = samples, images, bar
+
+    def maps(self, index: int) -> tuple[Array, Array]:
+        """Truth and prediction; the file is read and predicted anew each time, since many would not fit in memory."""
+        pair = self._samples.pairs[index]
+        return self._samples.table.classes_of(read_mask(pair.mask), pair.mask), self._images.classes(
+            pair.image, self._bar
+        )
+
+    def image(self, index: int) -> Array:
+        form = self._samples.image
+        pixels = read_image(self._samples.pairs[index].image, channels=form.channels, raw_scale=form.raw_scale)
+        return pixels if pixels.shape[-1] != 2 else pixels[..., :1]
 
 
 def _chosen(ranked: list[tuple[int, float]]) -> list[tuple[str, int, float]]:

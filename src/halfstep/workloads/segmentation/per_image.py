@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.workloads.segmentation.scores import SegmentationMetrics, pixel_counts
+from halfstep.workloads.segmentation.scores import SegmentationMetrics, image_counts, pixel_counts, predicted_classes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +39,24 @@ class ClassPixels:
 class SegmentationDetails(SegmentationMetrics):
     """The metrics of validation, and the IoU of every single image."""
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(num_classes)
+    def __init__(self, num_classes: int, background: int | None = 0) -> None:
+        super().__init__(num_classes, background)
         self._scored: list[Tensor] = []
 
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
         """Count one batch; no host wait."""
-        super().update(logits, batch)
-        score = image_iou(pixel_counts(logits, batch["mask"], self.num_classes))
-        self._scored.append(torch.stack([batch["index"].double(), score]))
+        self._add(pixel_counts(predicted_classes(logits), batch["mask"], self.num_classes), batch["index"])
+
+    def count(self, classes: Tensor, truth: Tensor, index: int) -> None:
+        """Count one image of any size by its class maps (H, W)."""
+        self._add(image_counts(classes, truth, self.num_classes).unsqueeze(1), torch.tensor([index]))
+
+    def _add(self, counts: Tensor, indices: Tensor) -> None:
+        self.add(counts.sum(1))
+        self._scored.append(torch.stack([indices.double(), image_iou(counts, self.background)]))
 
     def per_class(self) -> list[ClassPixels]:
-        """Every class, the background first; waits for the device."""
+        """Every class in order; waits for the device."""
         if self._counts is None:
             return []
         rows = self._counts.T.tolist()
@@ -62,11 +68,13 @@ class SegmentationDetails(SegmentationMetrics):
         return sorted(((int(index), score) for index, score in scored), key=lambda found: (found[1], found[0]))
 
 
-def image_iou(counts: Tensor) -> Tensor:
+def image_iou(counts: Tensor, background: int | None = 0) -> Tensor:
     """Mean IoU (N) of the classes but the background that an image shows; 1 where there was nothing to find."""
-    hit, predicted, true = counts[..., 1:].double()
+    hit, predicted, true = counts.double()
     union = predicted + true - hit
     occurs = union > 0
+    if background is not None:
+        occurs[:, background] = False
     sums = torch.where(occurs, hit / union.clamp(min=1), 0).sum(dim=1)
     return torch.where(occurs.any(dim=1), sums / occurs.sum(dim=1).clamp(min=1), 1.0)
 

@@ -13,25 +13,26 @@ from halfstep.data.masks import IGNORED
 
 Array = np.ndarray[Any, Any]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the background stays black.
-CLASS_COLOURS = np.array(
-    [
-        (0, 0, 0),
-        (86, 180, 233),
-        (230, 159, 0),
-        (0, 158, 115),
-        (240, 228, 66),
-        (204, 121, 167),
-        (213, 94, 0),
-        (0, 114, 178),
-    ],
+# Okabe and Ito's seven, which colour-blind readers can tell apart; then each the farthest (in CIELAB) from all before
+# it, from black and from NO_CLASS: no two are closer than 26.
+CLASS_COLOURS = np.frombuffer(
+    bytes.fromhex(
+        "56b4e9 e69f00 009e73 f0e442 cc79a7 d55e00 0072b2 0000ff 00ff00 ff00dd ffffdd ff0066 0066ff 667700 99ff88 "
+        "771188 882222 00ffff dd9977 cc88ff 009900 bbff00 aa44ff ff0022 ffddff cc1188 664400 99aa77 225522 663366 "
+        "00ffbb ffdd88 ee6666 99cccc 7799ff 3344aa aaffcc 0022cc 88bb00 007777 aa0000 992255 00dd44 aacc66 ff77dd "
+        "aa99aa aa8833 885544"
+    ),
     dtype=np.uint8,
-)
+).reshape(-1, 3)
+"""Of class 1 first, of class 0 last: that one is nearly always the background, which stays black."""
+BACKGROUND = (0, 0, 0)
 MISSED, FALSE_ALARM, CONFUSED, NO_CLASS = (0, 114, 178), (230, 159, 0), (204, 121, 167), (96, 96, 96)
 COLUMNS = ("image", "truth", "prediction", "error")
-LEGEND = (("missed", MISSED), ("false alarm", FALSE_ALARM), ("wrong class", CONFUSED), ("ignored", NO_CLASS))
+Legend = tuple[tuple[str, tuple[int, ...]], ...]
+LEGEND: Legend = (("missed", MISSED), ("false alarm", FALSE_ALARM), ("wrong class", CONFUSED), ("ignored", NO_CLASS))
 CELL, GAP, BAND = 256, 6, 22
 """Sides in pixels: a picture, the space between two, a line of text."""
+LEGEND_COLUMNS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,51 +47,73 @@ class SheetRow:
     """Class maps (H, W)."""
 
 
-def overlay(image: Array, classes: Array, *, strength: float = 0.5) -> Image.Image:
+def overlay(image: Array, classes: Array, *, background: int | None = 0, strength: float = 0.5) -> Image.Image:
     """The image with every class but the background tinted."""
     picture = _rgb(image).astype(np.float32)
-    tinted = picture * (1 - strength) + class_colours(classes) * np.float32(strength)
-    return Image.fromarray(np.where((classes > 0)[..., None], tinted, picture).round().astype(np.uint8))
+    tinted = picture * (1 - strength) + class_colours(classes, background) * np.float32(strength)
+    is_plain = _is(classes, background)[..., None]
+    return Image.fromarray(np.where(is_plain, picture, tinted).round().astype(np.uint8))
 
 
-def contact_sheet(rows: Sequence[SheetRow]) -> Image.Image:
-    """One row a sample, with a heading and a legend."""
+def contact_sheet(rows: Sequence[SheetRow], *, background: int | None = 0, names: Sequence[str] = ()) -> Image.Image:
+    """One row a sample, with a heading and a legend of the errors and of the classes, where they have names."""
     width = len(COLUMNS) * (CELL + GAP) + GAP
-    sheet = Image.new("RGB", (width, 2 * BAND + len(rows) * (CELL + BAND + GAP)), "white")
+    legends = [LEGEND if background is not None else LEGEND[2:], *_class_legends(rows, names, background)]
+    sheet = Image.new("RGB", (width, (1 + len(legends)) * BAND + len(rows) * (CELL + BAND + GAP)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
     lefts = [GAP + column * (CELL + GAP) for column in range(len(COLUMNS))]
     for left, heading in zip(lefts, COLUMNS, strict=True):
         draw.text((left, 3), heading, fill="black", font=font)
     for number, row in enumerate(rows):
         top = BAND + number * (CELL + BAND + GAP)
-        for left, cell in zip(lefts, _cells(row), strict=True):
+        for left, cell in zip(lefts, _cells(row, background), strict=True):
             sheet.paste(_fitted(cell), (left, top))
         draw.text((GAP, top + CELL + 2), row.name, fill="black", font=font)
-    _write_legend(draw, font, sheet.height - BAND)
+    for number, legend in enumerate(legends):
+        _write_legend(draw, font, sheet.height - (len(legends) - number) * BAND, legend)
     return sheet
 
 
-def class_colours(classes: Array) -> Array:
+def class_colours(classes: Array, background: int | None = 0) -> Array:
     """(H, W, 3) colours of a class map; past the last colour they start again, background aside."""
-    wrapped = np.where(classes == 0, 0, (classes.astype(np.int64) - 1) % (len(CLASS_COLOURS) - 1) + 1)
-    return np.where((classes == IGNORED)[..., None], np.array(NO_CLASS, dtype=np.uint8), CLASS_COLOURS[wrapped])
+    colours = CLASS_COLOURS[(classes.astype(np.int64) - 1) % len(CLASS_COLOURS)]
+    colours[_is(classes, background)] = BACKGROUND
+    colours[classes == IGNORED] = NO_CLASS
+    return colours
 
 
-def error_picture(image: Array, truth: Array, prediction: Array) -> Array:
+def error_picture(image: Array, truth: Array, prediction: Array, background: int | None = 0) -> Array:
     """The image in pale gray with every wrong pixel in the colour of its kind of error."""
     gray = _rgb(image).mean(axis=-1, keepdims=True).repeat(3, axis=-1)
     picture: Array = (255 - (255 - gray) * 0.5).astype(np.uint8)
     wrong = (truth != prediction) & (truth != IGNORED)
     picture[wrong] = CONFUSED
-    picture[wrong & (prediction == 0)] = MISSED
-    picture[wrong & (truth == 0)] = FALSE_ALARM
+    picture[wrong & _is(prediction, background)] = MISSED
+    picture[wrong & _is(truth, background)] = FALSE_ALARM
     picture[truth == IGNORED] = NO_CLASS
     return picture
 
 
-def _cells(row: SheetRow) -> tuple[Array, ...]:
-    errors = error_picture(row.image, row.truth, row.prediction)
-    return _rgb(row.image), class_colours(row.truth), class_colours(row.prediction), errors
+def _is(classes: Array, background: int | None) -> Array:
+    """Where the background is; nowhere if there is none."""
+    return np.zeros(classes.shape, dtype=bool) if background is None else classes == background
+
+
+def _cells(row: SheetRow, background: int | None) -> tuple[Array, ...]:
+    errors = error_picture(row.image, row.truth, row.prediction, background)
+    maps = (class_colours(classes, background) for classes in (row.truth, row.prediction))
+    return _rgb(row.image), *maps, errors
+
+
+def _class_legends(rows: Sequence[SheetRow], names: Sequence[str], background: int | None) -> list[Legend]:
+    """Lines of the classes that the sheet shows."""
+    shown = {int(k) for row in rows for classes in (row.truth, row.prediction) for k in np.unique(classes)}
+    entries = [
+        (names[k], tuple(int(part) for part in class_colours(np.array([[k]]), background)[0, 0]))
+        for k in sorted(shown)
+        if k < len(names)
+    ]
+    return [tuple(entries[start : start + LEGEND_COLUMNS]) for start in range(0, len(entries), LEGEND_COLUMNS)]
 
 
 def _rgb(image: Array) -> Array:
@@ -105,9 +128,9 @@ def _fitted(pixels: Array) -> Image.Image:
     return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
 
 
-def _write_legend(draw: ImageDraw.ImageDraw, font: Any, top: int) -> None:
+def _write_legend(draw: ImageDraw.ImageDraw, font: Any, top: int, legend: Legend) -> None:
     left = GAP
-    for text, colour in LEGEND:
+    for text, colour in legend:
         draw.rectangle((left, top + 4, left + 12, top + 16), fill=colour)
         draw.text((left + 18, top + 2), text, fill="black", font=font)
         left += 130

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.data.files import READABLE
 from halfstep.data.images import read_image
 from halfstep.errors import CheckpointError, DataError
-from halfstep.models.unet import receptive_radius
 from halfstep.precision.plan import Plan
 from halfstep.report.prediction_view import Answer, Failure
+from halfstep.report.progress import Bar
 from halfstep.report.run_report import RunReport
-from halfstep.run.validate import evaluating
-from halfstep.tune.memory_limit import OutOfMemory
+from halfstep.run.whole_images import WholeImages, any_size
 from halfstep.use.inputs import Input
 from halfstep.use.open_run import OpenedRun
 from halfstep.use.predictor import Wishes, failure_of
-from halfstep.workloads.segmentation.build import model_from_store, table_of_store
+from halfstep.workloads.segmentation.build import background_class, model_from_store, table_of_store
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.pictures import overlay
-from halfstep.workloads.segmentation.tiles import Array, predict_file
-
-TILE = 1024
-"""Pixels a side, where the model allows it: a few GB at full width."""
+from halfstep.workloads.segmentation.tiles import Array
 
 
 class MaskPredictor:
@@ -44,45 +38,33 @@ class MaskPredictor:
         self.model = model_from_store(run.config, run.store)
 
     def answers(
-        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport
+        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport, bar: Bar
     ) -> Iterator[Answer | Failure]:
-        """Each file's mask, written as it is found; tiles are halved where the device runs out of memory."""
-        out, tile = wishes.out, wishes.tile or smallest_good_tile(self.config.model.depth)
-        assert out is not None
-
-        def forward(images: Tensor) -> Tensor:
-            with evaluating(model), plan.forward():
-                logits: Tensor = model(images)
-                return logits
-
+        """Each file's mask, written as it is found."""
+        assert wishes.out is not None
+        images = WholeImages(
+            model,
+            plan,
+            store=self.store,
+            depth=self.config.model.depth,
+            warn=lambda text: report.notice(text, "warning"),
+            tile=wishes.tile,
+        )
         for item in inputs:
             try:
-                with any_size():
-                    classes, tile = self._classes(item.path, forward, plan, tile, report)
-                    yield self._written(item, classes, out)
+                yield self._written(item, images.classes(item.path, bar), wishes.out)
             except DataError as error:
                 yield failure_of(item, error)
-
-    def _classes(
-        self, path: Path, forward: Callable[[Tensor], Tensor], plan: Plan, tile: int, report: RunReport
-    ) -> tuple[Array, int]:
-        device, depth = torch.device(plan.device), self.config.model.depth
-        while True:
-            try:
-                return predict_file(path, forward, store=self.store, depth=depth, device=device, tile=tile), tile
-            except OutOfMemory as error:
-                error.__traceback__ = None  # its frames hold the activations that did not fit
-                torch.cuda.empty_cache()
-                tile //= 2
-                report.notice(f"out of memory: going on with tiles of {tile} pixels", "warning")
 
     def _written(self, item: Input, classes: Array, out: Path) -> Answer:
         name = item.name.with_suffix("")
         mask = _unused(out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
         picture = _unused(out / "overlays" / f"{name}_overlay.png")
         _save(Image.fromarray(self.table.paint(classes)), mask)
-        image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
-        _save(overlay(image if image.shape[-1] != 2 else image[..., :1], classes), picture)
+        with any_size():
+            image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
+        shown = image if image.shape[-1] != 2 else image[..., :1]
+        _save(overlay(shown, classes, background=background_class(self.config, self.table)), picture)
         shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
         return Answer(
             file=str(item.path),
@@ -97,23 +79,6 @@ class MaskPredictor:
                 "share of each mask value": ", ".join(f"{value}: {share:.1%}" for value, share in shares.items()),
             },
         )
-
-
-def smallest_good_tile(depth: int) -> int:
-    """`TILE`, or for a very deep model what leaves eight pooled cells between the margins."""
-    step = 1 << depth
-    return max(TILE, 2 * (-(-receptive_radius(depth) // step) * step) + 8 * step)
-
-
-@contextmanager
-def any_size() -> Iterator[None]:
-    """Pillow refuses pictures beyond 179 million pixels as an attack; here the user named the file."""
-    limit = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = None
-    try:
-        yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
 
 
 def _unused(path: Path) -> Path:

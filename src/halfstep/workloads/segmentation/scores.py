@@ -74,34 +74,44 @@ def predicted_classes(logits: Tensor) -> Tensor:
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
 
 
-def pixel_counts(logits: Tensor, mask: Tensor, num_classes: int) -> Tensor:
-    """Integers (3, N, C): the pixels of each class in each image that were hit, predicted and true."""
+def pixel_counts(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
+    """Integers (3, N, C): the pixels of each class in each image (N, H, W) that were hit, predicted and true."""
     truth = one_hot(mask, num_classes)
-    predicted = one_hot(predicted_classes(logits), num_classes) & (mask != IGNORED).unsqueeze(1)
+    predicted = one_hot(classes, num_classes) & (mask != IGNORED).unsqueeze(1)
     pixels = (2, 3)
     return torch.stack([(truth & predicted).sum(pixels), predicted.sum(pixels), truth.sum(pixels)])
+
+
+def image_counts(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
+    """The same integers (3, C) of one image (H, W) on the CPU, without a copy for each class: it may be very large."""
+    is_counted = mask != IGNORED
+    kinds = (classes[is_counted & (classes == mask)], classes[is_counted], mask[is_counted])
+    return torch.stack([torch.bincount(found, minlength=num_classes) for found in kinds])
 
 
 class SegmentationMetrics:
     """IoU and Dice over a whole data set: pixels are counted as integers on the device, and divided once at the end.
 
-    `iou` and `dice` are means over the classes but class 0, the background. A class that neither truth nor
-    prediction ever show has no score and is left out of the mean; where no class has one, nothing was to be found
-    and nothing was, which scores 1.
+    `iou` and `dice` are means over the classes but the background, where there is one; `iou_all` and `dice_all` are
+    means over all classes. A class that neither truth nor prediction ever show has no score and is left out of the
+    means; where no class has one, nothing was to be found and nothing was, which scores 1.
     """
 
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes = max(2, num_classes)
+    def __init__(self, num_classes: int, background: int | None = 0) -> None:
+        self.num_classes, self.background = max(2, num_classes), background
         self._counts: Tensor | None = None
 
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
         """Count one batch; no host wait."""
-        counts = pixel_counts(logits, batch["mask"], self.num_classes).sum(1)
+        self.add(pixel_counts(predicted_classes(logits), batch["mask"], self.num_classes).sum(1))
+
+    def add(self, counts: Tensor) -> None:
+        """Integers (3, C) of some pixels: hit, predicted and true."""
         self._counts = counts if self._counts is None else self._counts.to(counts.device) + counts
 
     def compute(self) -> dict[str, float]:
-        """`iou`, `dice`, `accuracy`; of each class K that occurs `iou/K`, `dice/K`, and `predicted/K`, its share of
-        what was predicted. Waits for the device."""
+        """`iou`, `dice`, `accuracy`, `iou_all`, `dice_all`; of each class K that occurs `iou/K`, `dice/K`, and
+        `predicted/K`, its share of what was predicted. Waits for the device."""
         if self._counts is None:
             return {}
         hit, predicted, true = self._counts.double().cpu()
@@ -110,9 +120,11 @@ class SegmentationMetrics:
         scores = {f"iou/{k}": float(hit[k] / union[k]) for k in occurs}
         scores |= {f"dice/{k}": float(2 * hit[k] / (predicted[k] + true[k])) for k in occurs}
         scores |= {f"predicted/{k}": float(predicted[k] / predicted.sum()) for k in occurs}
-        means = {name: _mean([scores[f"{name}/{k}"] for k in occurs if k > 0]) for name in ("iou", "dice")}
         accuracy = float(hit.sum() / true.sum()) if true.sum() > 0 else 1.0
-        return means | {"accuracy": accuracy} | scores
+        kinds = ("iou", "dice")
+        means = {kind: _mean([scores[f"{kind}/{k}"] for k in occurs if k != self.background]) for kind in kinds}
+        of_all = {f"{kind}_all": _mean([scores[f"{kind}/{k}"] for k in occurs]) for kind in kinds}
+        return means | {"accuracy": accuracy} | of_all | scores
 
     def state_dict(self) -> dict[str, Tensor]:
         """The counts so far, none before the first batch."""
@@ -129,10 +141,9 @@ def one_class_everywhere(scores: Mapping[str, float]) -> str:
     for number in ious:
         others = [value for name, value in ious.items() if name != number]
         if others and scores[f"predicted/{number}"] > NEARLY_ALL and max(others) < NEARLY_NONE:
-            kind = "background" if number == "0" else f"class {number}"
             return (
-                f"practically every pixel of every image was predicted as {kind}: common in the first epochs; if it "
-                "stays, try a lower optimizer.lr, model.class_weights for rare classes, or look at the masks"
+                f"practically every pixel of every image was predicted as class {number}: common in the first epochs; "
+                "if it stays, try a lower optimizer.lr, model.class_weights for rare classes, or look at the masks"
             )
     return ""
 

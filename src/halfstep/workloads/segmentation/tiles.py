@@ -8,6 +8,7 @@ the largest logit in fp32). Bilinear upsampling stretches with the tile, so ther
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from halfstep.data.images import image_facts
-from halfstep.data.masks import resize_mask
 from halfstep.data.segmentation import read_planes
 from halfstep.errors import ConfigError
 from halfstep.models.unet import receptive_radius
@@ -29,10 +29,22 @@ Forward = Callable[[Tensor], Tensor]
 """Images (N, C, H, W) to logits (N, K, H, W), with the model in evaluation mode and its precision applied."""
 Array = np.ndarray[Any, Any]
 Span = tuple[int, int]
+Tell = Callable[[int, int], None]
+"""Hears before each tile how many are done, of how many."""
+
+RESAMPLED_AT_ONCE = 1 << 24
+"""Logits: 64 MB."""
 
 
 def predict_file(
-    path: Path, forward: Forward, *, store: Mapping[str, Any], depth: int, device: torch.device, tile: int = 1024
+    path: Path,
+    forward: Forward,
+    *,
+    store: Mapping[str, Any],
+    depth: int,
+    device: torch.device,
+    tile: int = 1024,
+    tell: Tell = lambda done, total: None,
 ) -> Array:
     """The class map (uint8) of an image file at its own size, computed at the scale the model was trained at."""
     original = image_facts(path).size
@@ -40,22 +52,75 @@ def predict_file(
         max(2**depth, round(side * factor)) for side, factor in zip(original, store["resize"], strict=True)
     )
     planes = read_planes(path, replace(image_format_of_store(store), size=(height, width)))
-    classes = predict_image(forward, torch.from_numpy(planes).to(device), depth=depth, tile=tile)
-    return resize_mask(classes.numpy(), original)
+    image = torch.from_numpy(planes).to(device)
+    return predict_image(forward, image, depth=depth, tile=tile, size=original, tell=tell).numpy()
 
 
 @torch.no_grad()
-def predict_image(forward: Forward, image: Tensor, *, depth: int, tile: int = 1024) -> Tensor:
-    """The class map (H, W, uint8, on the CPU) of one image (C, H, W); in tiles where a side is longer than `tile`."""
+def predict_image(
+    forward: Forward,
+    image: Tensor,
+    *,
+    depth: int,
+    tile: int = 1024,
+    size: tuple[int, int] | None = None,
+    tell: Tell = lambda done, total: None,
+) -> Tensor:
+    """The class map (uint8, on the CPU) of one image (C, H, W), at its own size or at `size`.
+
+    In tiles where a side is longer than `tile`. Logits are resampled, not classes: edges come out where the model saw
+    them, between two pixels, and thin lines stay whole.
+    """
     _, height, width = image.shape
-    classes = torch.empty(height, width, dtype=torch.uint8)
-    for rows, used_rows in _spans(height, tile, depth):
-        for columns, used_columns in _spans(width, tile, depth):
-            part = unit_range(image[None, :, slice(*rows), slice(*columns)])
-            found = predicted_classes(forward(part))[0].to(torch.uint8).cpu()
-            inner = found[_inside(rows, used_rows), _inside(columns, used_columns)]
-            classes[slice(*used_rows), slice(*used_columns)] = inner
+    classes = torch.empty(size or (height, width), dtype=torch.uint8)
+    tiles = list(itertools.product(_spans(height, tile, depth), _spans(width, tile, depth)))
+    for number, ((rows, used_rows), (columns, used_columns)) in enumerate(tiles):
+        tell(number, len(tiles))
+        logits = forward(unit_range(image[None, :, slice(*rows), slice(*columns)]))
+        _paint(classes, logits, _Axis(height, classes.shape[0], rows, used_rows),
+               _Axis(width, classes.shape[1], columns, used_columns))  # fmt: skip
     return classes
+
+
+class _Axis:
+    """One tile along one axis: the pixels of the result that are its own, and where in the tile they lie."""
+
+    def __init__(self, length: int, result: int, seen: Span, used: Span) -> None:
+        # Pixels are areas: the middle of the first one lies half a pixel inside, at either size.
+        places = (torch.arange(result, dtype=torch.float64) + 0.5) * (length / result) - 0.5
+        places = places.clamp(0, length - 1)
+        first, end = torch.searchsorted(places, torch.tensor(used, dtype=torch.float64)).tolist()
+        self.own = slice(first, end if used[1] < length else result)
+        self.places = (places[self.own] - seen[0]).float()
+
+
+def _paint(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None:
+    """The classes of one tile's own pixels; some rows at a time, so that many classes at full size need little room."""
+    across = logits.shape[1] * max(1, len(columns.places))
+    for places, lines in zip(
+        *(
+            part.split(max(1, RESAMPLED_AT_ONCE // across))
+            for part in (rows.places, torch.arange(len(classes))[rows.own])
+        ),
+        strict=True,
+    ):
+        resampled = _resampled(_resampled(logits.float(), places, 2), columns.places, 3)
+        classes[lines, columns.own] = predicted_classes(resampled)[0].to(torch.uint8).cpu()
+
+
+def _resampled(logits: Tensor, places: Tensor, axis: int) -> Tensor:
+    """Linear interpolation at `places` along one axis; at whole numbers the logits themselves."""
+    before = places.floor()
+    weight = (places - before).to(logits.device).view(-1, *[1] * (logits.ndim - axis - 1))
+    first = before.long().to(logits.device)
+    second = (first + 1).clamp(max=logits.shape[axis] - 1)
+    return torch.lerp(logits.index_select(axis, first), logits.index_select(axis, second), weight)
+
+
+def margin_of(depth: int) -> int:
+    """What a tile must see around the part that is used, and one pixel more for the interpolation at its edge."""
+    step = 1 << depth
+    return -(-(receptive_radius(depth) + 1) // step) * step
 
 
 def _spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
@@ -64,7 +129,7 @@ def _spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
         yield (0, length), (0, length)
         return
     step = 1 << depth
-    margin = -(-receptive_radius(depth) // step) * step
+    margin = margin_of(depth)
     core = (tile - 2 * margin) // step * step
     if core < step:
         raise ConfigError(
@@ -75,7 +140,3 @@ def _spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
     for start in range(0, length, core):
         end = min(start + core, length)
         yield (max(0, start - margin), min(length, end + margin)), (start, end)
-
-
-def _inside(seen: Span, used: Span) -> slice:
-    return slice(used[0] - seen[0], used[1] - seen[0])

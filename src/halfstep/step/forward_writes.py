@@ -1,0 +1,301 @@
+"""What forward passes write belongs to the step: saved when a window starts, put back where the step turns out bad.
+
+    buffers      all of them: BatchNorm writes its statistics before any verdict exists
+    parameters   those seen to be written, such as a VQ codebook, a momentum encoder, a weight that forward clamps
+
+Frozen backbones are large: copying every parameter at every step would be too dear. So in a parameter's first window
+the host keeps a copy of it and compares all bits afterwards, because a write through `.data` leaves no trace: one wait,
+and host memory for one window. From then on Python tells: another object, another version, another address. What is
+first written in a later window has no copy: if that step is good it is saved from then on, if it is bad the run ends
+with an error that names it.
+
+Most modules write into a tensor. Some replace it, and the old one still has the old bits; some give it other storage
+(`.data = ...`), some register it when first used. On good steps bits, identity and version counters stay as forward
+left them, so that a graph kept from one step to the next, as between the networks of a GAN, stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from halfstep.errors import ConfigError, ModelError
+from halfstep.step.flat import Snapshot, became_non_finite, gather, is_writable_in_place
+from halfstep.step.places import Name, Place, Places
+
+Change = tuple[Place, Tensor | None, Tensor | None]
+"""A place, and what it held before and after forward."""
+
+
+class ForwardWrites:
+    """Buffers and written parameters of some modules across one step."""
+
+    before: list[Tensor | None]
+    """What the saved places held when the window started."""
+    storages: list[Tensor | None]
+    """The memory of those, which `.data = ...` would exchange."""
+    snapshots: list[Snapshot]
+    marks: list[tuple[Tensor | None, int, int]]
+    """What the watched places held, with versions and addresses."""
+    copies: dict[Name, Tensor]
+    """On the host: parameters in their first window."""
+    unsaved: list[Place]
+    """Written in this window, without a copy from before it."""
+    replaced: list[Change]
+    moved: list[tuple[Tensor, Tensor]]
+
+    def __init__(self, model: nn.Module, also: Sequence[nn.Module | Tensor] = ()) -> None:
+        modules, tensors = _sorted_out(also)
+        self.loose = nn.Module()
+        """Holds what no module here does: tensors of `also` as buffers, parameters that are trained as such."""
+        self.places = Places([model, *modules, self.loose])
+        self.places.refresh()
+        _refuse_uninitialised(self.places)
+        asked = {id(tensor) for tensor in tensors}
+        self.written: set[Name] = {p.name for p in self.places.parameters if id(p.owner[p.key]) in asked}
+        """Parameters that every window saves."""
+        inside = {id(p.owner[p.key]) for p in (*self.places.parameters, *self.places.buffers)}
+        for number, tensor in enumerate(t for t in tensors if id(t) not in inside):
+            self.loose._buffers[f"also_{number}"] = tensor
+        self.compared: set[Name] = set()
+        """Parameters whose first window is over."""
+        self.trained: list[int] = []
+        self.saved: list[Place] = []
+        self.watched: list[Place] = []
+        self.has_new_ones = True
+        self._close()
+
+    # --- a window ---
+
+    def save(self, trained: Sequence[Tensor]) -> None:
+        """Before the window's first forward pass; `trained` are the optimizers' parameters."""
+        ids = [id(p) for p in trained]
+        if self.places.refresh() or ids != self.trained:
+            self._take_in(trained)
+            self.trained = ids
+        self.before = [owner.get(key) for _, owner, key in self.saved]
+        self.storages = [None if held is None else held.data for held in self.before]
+        self.snapshots = [Snapshot(s for s in self.storages if s is not None and is_writable_in_place(s))]
+        self.snapshots[0].save()
+        now = [owner.get(key) for _, owner, key in self.watched]
+        self.marks = [(None, 0, 0) if held is None else (held, held._version, held.data_ptr()) for held in now]
+        self.copies = self._copies_of_new_ones() if self.has_new_ones else {}
+        self.is_open = True
+
+    def look(self) -> None:
+        """After the window's last backward pass: find the parameters that it wrote without their being saved."""
+        self._find_written()
+        self.compared.update(self.copies)
+        self.copies, self.has_new_ones = {}, False
+        self.replaced, self.moved = self._replaced_now(), self._moved_now()
+        self._refuse_replaced_weights()
+
+    @torch.no_grad()
+    def became_non_finite(self, device: torch.device) -> Tensor:
+        """Whether forward left a number that is not finite where there was a finite one."""
+        found = torch.zeros((), dtype=torch.bool, device=device)
+        for snapshot in self.snapshots:
+            for group, saved in zip(snapshot.groups, snapshot.saved, strict=True):
+                if saved.is_floating_point():
+                    found = found | became_non_finite(saved, gather(group)).to(device)
+        exchanged = [(before, now) for _, before, now in self.replaced]
+        for before, now in (*exchanged, *((storage, held.data) for held, storage in self.moved)):
+            if now is not None and now.is_floating_point():
+                fresh = torch.zeros((), device=now.device)
+                found = found | became_non_finite(fresh if before is None else before, now).to(device)
+        return found
+
+    @torch.no_grad()
+    def restore_where(self, bad: Tensor) -> None:
+        """Everything gets its bits back where the flag is set. The host waits where only it can do that: for what
+        was made, removed or resized in this window."""
+        for snapshot in self.snapshots:
+            snapshot.restore_where(bad)
+        for place, before, now in self.replaced:
+            if before is None or now is None or not _are_alike(before, now):
+                if bool(bad):
+                    _hold(place, before)
+            elif isinstance(now, nn.Parameter):
+                now.data = torch.where(bad, before, now)  # the same object: others may hold it, too
+            else:
+                place.owner[place.key] = torch.where(bad, before, now)  # another one: that may be the user's batch
+        for held, storage in self.moved:
+            if _are_alike(storage, held):
+                held.data = torch.where(bad, storage, held.data)
+            elif bool(bad):
+                held.data = storage
+        if self.places.have_grown and bool(bad):
+            self.places.take_back()
+        self._close()
+
+    def put_back(self) -> None:
+        """Undo a window that is not to be judged, as one that broke off."""
+        self._find_written()
+        self._put_back_what_was_exchanged()
+        for snapshot in self.snapshots:
+            snapshot.restore()
+        self._close()
+
+    def forget(self) -> None:
+        """After a capture, which ran nothing: its copies are the graph's, and what it exchanged is put back."""
+        self._put_back_what_was_exchanged()
+        self._close()
+
+    def _close(self) -> None:
+        self.is_open = False
+        self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], [], {}
+        self.unsaved, self.replaced, self.moved = [], [], []
+
+    # --- what the step asks ---
+
+    @property
+    def why_not_captured(self) -> str:
+        """What of the last window a CUDA graph could not repeat."""
+        if self.replaced or self.moved or self.is_open and self.places.have_grown:
+            return "the model replaces or registers a tensor in its forward pass instead of writing into it"
+        return f"forward wrote {self._names_of_unsaved()} for the first time" if self.unsaved else ""
+
+    def refuse_unsaved(self, bad: Tensor) -> None:
+        """A bad step has written a parameter that was never seen to be written, so that no copy of it exists."""
+        if self.unsaved and bool(bad):
+            raise ModelError(
+                f"a bad step wrote {self._names_of_unsaved()} in its forward pass, for the first time in this run",
+                why="parameters are saved once they were seen to be written, so these cannot be put back; everything "
+                "else is as it was before the step",
+                fix="load your last checkpoint, and name them when you make the step: "
+                "also=[model.part.weight], or also=[*model.part.parameters()]",
+            )
+
+    def compare_anew(self) -> None:
+        """After state was loaded: the next window is a first one again."""
+        self.compared.clear()
+        self.trained = []
+        self._close()
+
+    # --- inside ---
+
+    def _take_in(self, trained: Sequence[Tensor]) -> None:
+        """Modules, or the optimizers' groups, are others than at the last window."""
+        inside = {id(owner[key]) for _, owner, key in self.places.parameters}
+        for tensor in trained:
+            if id(tensor) not in inside:  # such as a loss function's own
+                self.loose._parameters[f"trained_{len(self.loose._parameters)}"] = tensor  # type: ignore[assignment]
+        self.places.refresh()
+        _refuse_uninitialised(self.places)
+        self._sort_parameters()
+
+    def _sort_parameters(self) -> None:
+        saved = [p for p in self.places.parameters if p.name in self.written or p.owner[p.key] is None]
+        self.saved = [*self.places.buffers, *saved]
+        names = {place.name for place in saved}
+        rest = (place for place in self.places.parameters if place.name not in names)
+        self.watched = [place for place in rest if _has_plain_storage(place.owner[place.key])]
+        self.has_new_ones = any(place.name not in self.compared for place in self.watched)
+
+    def _copies_of_new_ones(self) -> dict[Name, Tensor]:
+        new = (place for place in self.watched if place.name not in self.compared)
+        return {p.name: held.data.to("cpu", copy=True) for p in new if (held := p.owner.get(p.key)) is not None}
+
+    @torch.no_grad()
+    def _find_written(self) -> None:
+        found: list[Place] = []
+        for place, (held, version, address) in zip(self.watched, self.marks, strict=False):
+            in_place = held is not None and (held._version != version or held.data_ptr() != address)
+            if place.owner.get(place.key) is not held or in_place or self._differs_from_copy(place, held):
+                self._begin_saving(place, held, in_place=in_place)
+                found.append(place)
+        self.marks = []
+        if found:
+            self.written.update(place.name for place in found)
+            self.watched = [place for place in self.watched if place.name not in self.written]
+
+    def _differs_from_copy(self, place: Place, held: Tensor | None) -> bool:
+        copy = self.copies.get(place.name)
+        return copy is not None and held is not None and not _same_bits(copy, held.data.cpu())
+
+    def _begin_saving(self, place: Place, held: Tensor | None, *, in_place: bool) -> None:
+        """From now on with the others; in this window by the host's copy, where there is one."""
+        self.saved.append(place)
+        self.before.append(held)
+        self.storages.append(None if held is None else held.data)
+        copy = self.copies.get(place.name)
+        if held is not None and copy is not None:
+            snapshot = Snapshot([held.data])
+            snapshot.saved = [gather([copy]).to(held.device)]
+            self.snapshots.append(snapshot)
+        elif in_place:
+            self.unsaved.append(place)
+
+    def _names_of_unsaved(self) -> str:
+        return ", ".join(self.places.full_name(place) for place in self.unsaved)
+
+    def _replaced_now(self) -> list[Change]:
+        pairs = zip(self.saved, self.before, strict=False)
+        return [(p, before, now) for p, before in pairs if (now := p.owner.get(p.key)) is not before]
+
+    def _moved_now(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors with other storage than before, and the old one."""
+        pairs = zip(self.before, self.storages, strict=True)
+        return [(t, s) for t, s in pairs if t is not None and s is not None and t.data_ptr() != s.data_ptr()]
+
+    def _put_back_what_was_exchanged(self) -> None:
+        if self.is_open:
+            for place, before, _ in self._replaced_now():
+                _hold(place, before)
+            for held, storage in self._moved_now():
+                held.data = storage
+            self.places.take_back()
+
+    def _refuse_replaced_weights(self) -> None:
+        for place, before, now in self.replaced:
+            has_gradient = any(t is not None and t.grad is not None for t in (before, now))
+            if has_gradient and id(before) in self.trained:
+                name = self.places.full_name(place)
+                raise ModelError(
+                    f"the forward pass replaces the parameter {name}, which an optimizer trains, by a new one",
+                    why="the optimizer holds the old one and would go on training that, without any effect",
+                    fix=f"write into it: with torch.no_grad(): self.{place.key}.copy_(...)",
+                )
+
+
+def _sorted_out(also: Sequence[nn.Module | Tensor]) -> tuple[list[nn.Module], list[Tensor]]:
+    for one in also:
+        if not isinstance(one, (nn.Module, Tensor)):
+            raise ConfigError(
+                f"also= has a {type(one).__name__} in it",
+                why="it names modules and parameters that a bad step must leave alone besides the model's own",
+                fix="also=[discriminator], or also=[*encoder.parameters()]",
+            )
+    return [m for m in also if isinstance(m, nn.Module)], [t for t in also if isinstance(t, Tensor)]
+
+
+def _refuse_uninitialised(places: Places) -> None:
+    for place in (*places.parameters, *places.buffers):
+        if isinstance(place.owner[place.key], (UninitializedBuffer, UninitializedParameter)):
+            raise ModelError(
+                f"{places.full_name(place)} has no shape yet: its module is lazy",
+                why="what does not exist before a step could not be put back after a bad one",
+                fix="run the model once on a batch before you make the optimizer and the step",
+            )
+
+
+def _has_plain_storage(tensor: Tensor | None) -> bool:
+    """Not a wrapper such as a quantised weight's: of those only their modules know how they are written."""
+    return tensor is not None and type(tensor.data) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
+
+
+def _hold(place: Place, tensor: Tensor | None) -> None:
+    place.owner[place.key] = tensor
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if not _are_alike(one, other):
+        return False
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))

@@ -1,0 +1,130 @@
+"""A step's state as it is stored, and how it comes back: all of it, or an error that has changed nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from halfstep.step.step import Step
+
+KEYS = ("attempted", "committed", "rate_factor", "scaler", "spikes", "optimizers", "ema")
+SHAPED_LIKE_THE_PARAMETER = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
+    *("sum", "exp_inf", "ax", "prev", "step_size"),
+}
+TELLS_OPTIMIZERS_APART = {"betas", "momentum", "alpha", "rho", "etas", "lambd", "lr_decay", "beta2_decay", "ns_steps"}
+
+
+def state_of(step: Step) -> dict[str, Any]:
+    """Waits for the device."""
+    return {
+        "attempted": step.attempted,
+        "committed": int(step.committed),
+        "rate_factor": float(step.rates.factor) if step.rates is not None else 1.0,
+        "scaler": step.scaler.state_dict(),
+        "spikes": step.spikes.state_dict(),
+        "optimizers": [_with_plain_rates(optimizer.state_dict()) for optimizer in step.optimizers],
+        "ema": step.ema.state_dict() if step.ema is not None else {},
+    }
+
+
+def load_into(step: Step, state: Mapping[str, Any]) -> None:
+    """Put everything in place; `refuse_unfit` has found that it fits."""
+    step.attempted = int(state["attempted"])
+    step.generation += 1
+    step.committed.fill_(int(state["committed"]))
+    step.scaler.load_state_dict(state["scaler"])
+    step.spikes.load_state_dict(state["spikes"])
+    if step.ema is not None:
+        step.ema.load_state_dict(state["ema"])
+    for optimizer, own in zip(step.optimizers, state["optimizers"], strict=True):
+        # A copy: torch keeps tensors that already fit, and training on would write into what was loaded.
+        optimizer.load_state_dict(copy.deepcopy(own))
+        _match_layouts(optimizer)
+    if step.rates is not None:
+        step.rates.factor.fill_(float(state["rate_factor"]))
+        step.rates.refind(step.optimizers)
+    for committer in step.committers:
+        committer.forget()
+    step.forget_writes()
+
+
+def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
+    """Whatever could fail while a state is put back, found before anything is."""
+    found = list(state) if isinstance(state, Mapping) else []
+    if missing := [key for key in KEYS if key not in found]:
+        holds = f" of {', '.join(map(str, found[:4]))}" if found else ""
+        raise CheckpointError(
+            f"this {type(state).__name__}{holds} is not the state of a step: it lacks {', '.join(missing)}",
+            fix="give what step.state_dict() gave; a model's or an optimizer's own state is loaded by those",
+        )
+    step.scaler.refuse_unfit(state["scaler"])
+    if step.ema is not None:
+        step.ema.refuse_unfit(state["ema"])
+    elif state["ema"]:
+        raise CheckpointError(
+            "the checkpoint holds averaged weights, this step has no average",
+            why="they would be lost without a word",
+            fix="make the step with ema_decay, or leave them with state | {'ema': {}}",
+        )
+    _refuse_other_optimizers(step.optimizers, state["optimizers"])
+    if step.rates is not None:
+        step.rates.cover(int(state["attempted"]))  # a schedule may have ended; a longer table changes nothing
+
+
+def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+    if len(optimizers) != len(states):
+        raise _other(f"holds {len(states)} optimizers, this step has {len(optimizers)}")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        name = type(optimizer).__name__
+        own, stored = optimizer.param_groups, state["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (stored, own)]
+        if sizes[0] != sizes[1]:
+            raise _other(f"holds groups of {_listed(sizes[0])} parameters, {name} here has {_listed(sizes[1])}")
+        for mine, theirs in zip(own, stored, strict=True):
+            if differing := sorted(TELLS_OPTIMIZERS_APART & (mine.keys() ^ theirs.keys())):
+                raise _other(f"is of another optimizer than {name}: they differ in {', '.join(differing)}")
+        _refuse_other_shapes(optimizer, state)
+
+
+def _refuse_other_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            if key in SHAPED_LIKE_THE_PARAMETER and torch.is_tensor(value) and value.shape != parameter.shape:
+                theirs, own = tuple(value.shape), tuple(parameter.shape)
+                raise _other(f"has {key} of shape {theirs} for parameter {number}, whose shape is {own}")
+
+
+def _other(difference: str) -> CheckpointError:
+    return CheckpointError(
+        f"the stored state does not fit: it {difference}",
+        fix="load it into a step made with the same model and the same optimizers, in the same order",
+    )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return " and ".join(map(str, sizes))
+
+
+def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+    """Learning rates as numbers: the tensors are views of one vector and are bound again on load."""
+    groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def _match_layouts(optimizer: Optimizer) -> None:
+    """State of channels_last weights must lie in memory as they do: fused kernels walk both as flat arrays."""
+    for parameter, own in optimizer.state.items():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                own[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
