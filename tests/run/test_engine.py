@@ -24,7 +24,7 @@ from halfstep.run.engine import Engine
 from halfstep.step.facts import Facts
 from halfstep.step.graph import Batch, CaptureFailed, GraphedStep
 from halfstep.step.step import LossFn, Step
-from halfstep.train import rates
+from halfstep.step import rates
 from halfstep.tune.modes import UNCAPTURED
 from whole_runs import TINY
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep.step.graph_memory import SAID, SETTING, growing_segments
-from halfstep.train import graph_memory
+from halfstep.step import graph_memory
 
 
 class Allocator:
