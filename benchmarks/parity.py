@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from equivalence import equivalence
-from halfstep.config.load import from_dict
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
+from halfstep.workloads import from_dict
 from recording import shown_settings, store
 
 Settings = Mapping[str, object]

@@ -26,13 +26,13 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.config.load import from_dict
 from halfstep.data.prefetch import prefetch
 from halfstep.data.stored_images import TrainingImages
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.tune.layout import in_layout_of
+from halfstep.workloads import from_dict
 from recording import shown_settings, store, time_steps
 
 Batch = dict[str, Tensor]

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from halfstep.bench.problem import random_batch, random_workload
-from halfstep.config.load import load
 from halfstep.config.schema import RunConfig
 from halfstep.guide.memory import step_cost
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.build import model_from_store
 from halfstep.workloads.segmentation.config import UNetConfig
 from recording import store, time_steps

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from halfstep.config.load import from_dict
 from halfstep.errors import HalfstepError
 from halfstep.run.train import train
+from halfstep.workloads import from_dict
 
 CONFIG = {
     # Mixed precision

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit
 from halfstep.tune.trial_time import TrialTime
+from halfstep.workloads import from_dict
 from halfstep.workloads.workload import Workload
 
 USUAL = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from halfstep.config.load import load
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
+from halfstep.workloads import load
 
 UNET: dict[str, object] = {
     "data.image_size": 32,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.config.load import load
 from halfstep.report.metrics_file import read
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.train import train
 from halfstep.run.tree import pack
+from halfstep.workloads import load
 from tiny_training import assert_same_bits
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True, "train.batch_size": 4,

@@ -24,11 +24,11 @@ from halfstep.bench.peer_isolation import isolated
 from halfstep.bench.peer_setup import PeerSetup
 from halfstep.bench.peers import PEERS, PeerMissing, peers
 from halfstep.bench.runner import Batch, Problem, Runner
-from halfstep.config.load import load
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, forced, wanted
 from halfstep.precision.backend import effective_leaves, read_flags
 from halfstep.tune.own_thread import in_own_thread
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss
 
 STEPS = 4

@@ -20,8 +20,8 @@ import pytest
 
 from data.picture_folders import write_split
 from halfstep.cli.main import main
-from halfstep.config.load import load
 from halfstep.hardware.driver import Driver
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 
 pty = pytest.importorskip("pty", reason="no pseudo-terminals on this system: the terminal was NOT tested")

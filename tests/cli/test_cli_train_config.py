@@ -13,8 +13,8 @@ from rich.console import Console
 
 from halfstep.cli.main import main
 from halfstep.config.dump import to_yaml
-from halfstep.config.load import load
 from halfstep.report.config_view import show_config
+from halfstep.workloads import load
 
 Capture = pytest.CaptureFixture[str]
 

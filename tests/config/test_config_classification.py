@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from halfstep.config.dump import to_yaml
-from halfstep.config.load import load
 from halfstep.config.schema import PRESET_NAMES
 from halfstep.errors import ConfigError
+from halfstep.workloads import load
 from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS, ResNetConfig, ViTConfig
 
 PAIRS = [(name, preset) for name in ("resnet50", "vit_b_16") for preset in CLASSIFIER_SCHEMAS[name].presets]

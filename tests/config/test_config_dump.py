@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfstep.config.dump import json_schema, to_yaml
-from halfstep.config.load import from_dict, load
 from halfstep.config.schema import RunConfig
+from halfstep.workloads import from_dict, load
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(

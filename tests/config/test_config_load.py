@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.config.keys import fields_of
-from halfstep.config.load import Loaded, from_dict, load
+from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.config.statements import DEFAULT
 from halfstep.config.workloads import SCHEMAS
 from halfstep.errors import ConfigError
+from halfstep.workloads import from_dict, load
 from halfstep.workloads.segmentation.config import UNetConfig
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from halfstep.config.aliases import FOREIGN_KEYS, KEY_ALIASES, PRECISION_NAMES, PRECISIONS, precision_name
 from halfstep.config.keys import fields_of
-from halfstep.config.load import from_dict, load
 from halfstep.errors import ConfigError
+from halfstep.workloads import from_dict, load
 from halfstep.workloads.segmentation.config import UNetConfig
 
 TABLE = """

@@ -6,9 +6,9 @@ import pytest
 
 from halfstep.config import workers
 from halfstep.config.dump import json_schema, to_yaml
-from halfstep.config.load import load
 from halfstep.config.schema import DataConfig
 from halfstep.errors import ConfigError
+from halfstep.workloads import load
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (6, 6), (64, 8)])

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.config.load import load
 from halfstep.errors import DataError
-from halfstep.workloads import build
+from halfstep.workloads import build, load
 from halfstep.workloads.segmentation.demo import write_demo
 
 

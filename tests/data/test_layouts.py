@@ -8,11 +8,10 @@ import pytest
 
 from data import data_sets
 from data.data_sets import SIZE, mask, picture
-from halfstep.config.load import from_dict
 from halfstep.data.layouts import KNOWN
 from halfstep.data.segmentation import SegmentationData
 from halfstep.errors import ConfigError, DataError
-from halfstep.workloads import unet
+from halfstep.workloads import from_dict, unet
 from halfstep.workloads.workload import Workload
 
 

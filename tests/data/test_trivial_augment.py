@@ -12,9 +12,9 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from data.picture_folders import smooth_picture
-from halfstep.config.load import load
 from halfstep.data.classification_augment import ImageChanges, model_images
 from halfstep.data.trivial_augment import CHANGES, trivially_augmented
+from halfstep.workloads import load
 
 SIDE = 64
 WITHOUT_STRENGTH = ("stretch", "equalise")

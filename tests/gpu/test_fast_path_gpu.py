@@ -14,7 +14,6 @@ import torch
 from test_run_gpu import tensors_of
 from torch import Tensor, nn
 
-from halfstep.config.load import from_dict, load
 from halfstep.errors import Interrupted
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.probe import probe
@@ -32,6 +31,7 @@ from halfstep.step.randomness import algorithms
 from halfstep.step.step import Step
 from halfstep.tune.choose import tuned
 from halfstep.tune.modes import UNCAPTURED
+from halfstep.workloads import from_dict, load
 from halfstep.workloads.segmentation.demo import write_demo
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, batch, bits, everything, loss_of, make_step, plan, poisoned

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.config.load import from_dict
 from halfstep.guide.memory import step_cost
+from halfstep.workloads import from_dict
 from halfstep.workloads.classification.scores import build as image_classification
 from halfstep.workloads.segmentation.scores import build as unet
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from halfstep.bench.peers import peers
 from halfstep.bench.runner import Batch, Problem
-from halfstep.config.load import load
 from halfstep.models.unet import UNet
 from halfstep.precision.backend import effective_leaves
 from halfstep.tune.own_thread import in_own_thread
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss
 
 pytestmark = pytest.mark.gpu

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.config.load import from_dict, load
 from halfstep.errors import Interrupted, MemoryLimitError
 from halfstep.report.metrics_file import read
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
 from halfstep.run.tree import pack
+from halfstep.workloads import from_dict, load
 from halfstep.workloads.segmentation.demo import write_demo
 from tiny_training import assert_same_bits
 

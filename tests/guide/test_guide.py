@@ -14,7 +14,6 @@ from PIL import Image
 from rich.console import Console
 
 from data.picture_folders import smooth_picture, write_classes, write_split
-from halfstep.config.load import from_dict, load
 from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep.guide.ask import Prompt, Question, path_in, read_answers
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
@@ -26,6 +25,7 @@ from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
 from halfstep.precision.advice import UNET_SAMPLE_BYTES
+from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.config.load import load
 from halfstep.errors import CheckpointError, Interrupted
 from halfstep.hardware.probe import probe
 from halfstep.run import train as train_module
@@ -20,6 +19,7 @@ from halfstep.run.loop import Loop
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from halfstep.workloads import load
 from whole_runs import TINY, learning_rates, newest, resume, run
 
 

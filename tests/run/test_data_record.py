@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from halfstep.config.load import load
 from halfstep.run.train import train
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from whole_runs import run
 

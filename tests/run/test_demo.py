@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from colour_threshold import best_threshold_iou
-from halfstep.config.load import load
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
+from halfstep.workloads import load
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.config.load import load
 from halfstep.errors import CheckpointError, DataError, HalfstepError, TrainingStopped
 from halfstep.run.train import train
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from whole_runs import events, newest, resume, run, small_disk
 

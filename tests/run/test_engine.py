@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from halfstep.config.load import load
 from halfstep.hardware.probe import probe
 from halfstep.kernels.fast_forms import decided
 from halfstep.run import engine as engine_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
+from halfstep.step import rates
 from halfstep.step.facts import Facts
 from halfstep.step.graph import Batch, CaptureFailed, GraphedStep
 from halfstep.step.step import LossFn, Step
-from halfstep.step import rates
 from halfstep.tune.modes import UNCAPTURED
+from halfstep.workloads import load
 from whole_runs import TINY
 
 

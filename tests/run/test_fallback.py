@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.config.load import load
 from halfstep.errors import HardwareError
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
+from halfstep.workloads import load
 from hardware.fake_driver import T4, FakeDriver
 
 WARNING = "bf16 asked for, running fp16 with loss scaling: Tesla T4 only emulates bf16"

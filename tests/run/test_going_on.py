@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from whole_runs import newest, resume, run, stored_lines
 
 from halfstep.cli.main import main
-from halfstep.config.load import load
 from halfstep.errors import CheckpointError
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.use.open_run import open_run, with_weights
+from halfstep.workloads import load
 from tiny_workload import Net
+from whole_runs import newest, resume, run, stored_lines
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-from whole_runs import TINY, run
 
-from halfstep.config.load import load
 from halfstep.errors import Interrupted
 from halfstep.run import train as training
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.interrupts import HEARD, interrupts
+from halfstep.workloads import load
+from whole_runs import TINY, run
 
 SLOW = """
 import sys, time

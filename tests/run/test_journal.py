@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.config.load import from_dict
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.report import progress
@@ -17,6 +16,7 @@ from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.journal import COMPILING, Journal
 from halfstep.run.waiting import Waiting
 from halfstep.step.facts import Reading
+from halfstep.workloads import from_dict
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.config.load import load
 from halfstep.errors import DataError
 from halfstep.run.folder import RunFolder
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from tiny_runs import Told, unet_run
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from warm_processes import process
-from whole_runs import assert_same_run, final_state, records, resume
 
 from halfstep.cli.main import main
-from halfstep.config.load import load
 from halfstep.errors import CheckpointError, Interrupted
 from halfstep.run import loop
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
+from halfstep.workloads import load
 from tiny_training import assert_same_bits
+from warm_processes import process
+from whole_runs import assert_same_run, final_state, records, resume
 
 POISONED = [2, 3, 9]
 """Before the interruption at step 6 and after it."""

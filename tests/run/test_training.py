@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.config.load import from_dict, load
 from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepError, HardwareError, TrainingStopped
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
@@ -22,6 +21,7 @@ from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
 from halfstep.tune.memory_limit import memory_error, split_window
+from halfstep.workloads import from_dict, load
 
 QUIET = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True, "train.batch_size": 4}
 

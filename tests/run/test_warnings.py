@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.config.load import load
 from halfstep.run.train import train
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 
 SMALL = ["data.image_size=16", "model.base_channels=2", "model.depth=1", "train.batch_size=2", "train.max_steps=1",

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.step import commit
 from halfstep.step.commit import Committer
 from halfstep.step.graph import CaptureFailed, opened_for_capture
 from halfstep.step.single_pass import SinglePass, takes
 from halfstep.step.step import Step
-from halfstep.step import commit
 from tiny_training import assert_same_bits, batch, loss_of, make_model, plan
 
 pytest.importorskip("halfstep.step.adamw_triton", reason="Triton is not installed: NOT tested")

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 
-from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
 from halfstep.kernels.fast_forms import decided
 from halfstep.precision.plan import Plan
@@ -26,6 +25,7 @@ from halfstep.tune.choose import expected_steps, tuned
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, asked_way
 from halfstep.tune.trials import Rehearse, Trial, cost_in
+from halfstep.workloads import from_dict
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.workload import Workload
 from mode_trials import made

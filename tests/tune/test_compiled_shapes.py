@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 import tiny_workload
-from halfstep.config.load import load
 from halfstep.data.seeds import generator_for
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
@@ -22,6 +21,7 @@ from halfstep.run.engine import Engine
 from halfstep.run.train import train
 from halfstep.tune.compiled_shapes import CompiledShapes
 from halfstep.tune.modes import UNCAPTURED, Batch, Region
+from halfstep.workloads import load
 from halfstep.workloads.workload import Workload
 from tiny_training import assert_same_bits
 from whole_runs import TINY, newest, resume

@@ -8,14 +8,13 @@ from types import MappingProxyType
 
 import pytest
 
-from halfstep.config.load import load
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
 from halfstep.tune.fp8_trial import fp8_gains
-from halfstep.workloads import write_demo
+from halfstep.workloads import load, write_demo
 from halfstep.workloads.workload import Workload
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")

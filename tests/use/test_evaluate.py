@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.config.load import load
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.metrics_file import read
@@ -22,6 +21,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.use.predictor import Wishes
+from halfstep.workloads import load
 from tiny_runs import Told, copied, resnet_run, unet_run
 
 

@@ -10,14 +10,13 @@ import torch
 from PIL import Image
 from torch import nn
 
-from halfstep.config.load import load
 from halfstep.data.cifar import ROW_BYTES
 from halfstep.data.folder_samples import EvaluationFiles
 from halfstep.data.loader import Loader
 from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.resnet import ResNet, resnet
-from halfstep.workloads import build
+from halfstep.workloads import build, load
 from halfstep.workloads.classification.scores import ClassificationMetrics
 from halfstep.workloads.workload import Workload
 

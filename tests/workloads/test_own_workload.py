@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.config.load import load
 from halfstep.errors import ConfigError
 from halfstep.run.train import train
-from halfstep.workloads import build
+from halfstep.workloads import build, load
 
 TESTS = Path(__file__).resolve().parent.parent
 SETTINGS = ["device=cpu", "train.max_steps=1", "train.batch_size=4", "data.num_workers=0"]

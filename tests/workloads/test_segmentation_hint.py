@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from halfstep.config.load import load
 from halfstep.report.evaluation_view import show_evaluation
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, one_class_everywhere
 from tiny_runs import Told

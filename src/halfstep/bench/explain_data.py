@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from halfstep.bench.runner import Batch, Problem
-from halfstep.config.load import load
 from halfstep.data.loader import Loader
 from halfstep.errors import ConfigError
 from halfstep.run.assemble import build_workload
+from halfstep.workloads import load
 
 
 def stated_folder(target: str, overrides: Sequence[str], flags: Mapping[str, object]) -> str | None:

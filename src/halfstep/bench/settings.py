@@ -9,12 +9,13 @@ from typing import Literal
 
 import torch
 
-from halfstep.config.load import Loaded, load
+from halfstep.config.load import Loaded
 from halfstep.config.safety import ScalerConfig
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
+from halfstep.workloads import load
 
 Way = Literal["eager", "compile", "graph", "auto"]
 FAST: dict[Way, str] = {"eager": "off", "compile": "compile", "graph": "graph", "auto": "auto"}

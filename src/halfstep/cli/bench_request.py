@@ -110,9 +110,9 @@ def with_workload(words: Sequence[str]) -> list[str]:
     target = words[0]
     if not target.strip():
         raise ConfigError(f"the workload is {target!r}", why=UNSET, fix="name one, such as unet, resnet50 or vit_b_16")
-    from halfstep.config.workloads import SCHEMAS
+    from halfstep.workloads import KINDS
 
-    if target not in SCHEMAS and Path(target).is_dir():
+    if target not in tuple(KINDS) and Path(target).is_dir():
         raise ConfigError(
             f"{target} is a folder, not a workload", why="a bench needs no data", fix=_fix_of_folder(Path(target))
         )

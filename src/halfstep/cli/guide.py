@@ -44,8 +44,8 @@ def command(
     """
     outcome = conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
     if outcome.start:
-        from halfstep.config.load import load
         from halfstep.run.train import train
+        from halfstep.workloads import load
 
         train(load(str(outcome.file)))
 

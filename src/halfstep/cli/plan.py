@@ -28,8 +28,8 @@ def command(
 
         halfstep plan resnet50 'precision.modules={fc: fp32}'
     """
-    from halfstep.config.load import load
     from halfstep.run.plan import plan
+    from halfstep.workloads import load
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
     loaded = load(words[0], flags=flags, overrides=words[1:])

@@ -131,7 +131,7 @@ def command(
 
 def loaded_from(words: list[str], flags: dict[str, object], resume: Path | None) -> Loaded:
     """The first word names the workload or the file; with --resume the run's own config is the file."""
-    from halfstep.config.load import load
+    from halfstep.workloads import load
 
     target, overrides = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
     if resume:
@@ -152,10 +152,11 @@ def loaded_from(words: list[str], flags: dict[str, object], resume: Path | None)
 
 def write_schema(workload: str, path: Path) -> None:
     from halfstep.config.dump import json_schema
+    from halfstep.workloads import KINDS
 
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(json_schema(workload), indent=2) + "\n")
+            file.write(json.dumps(json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n")
     except FileExistsError:
         raise ConfigError(f"{path} exists already", fix="choose another name, or remove it first") from None
     except OSError as error:

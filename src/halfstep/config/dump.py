@@ -9,7 +9,6 @@ import yaml
 
 from halfstep.config.scalars import typed
 from halfstep.config.schema import RunConfig
-from halfstep.config.workloads import schema_for
 
 SHORTHANDS = ("precision", "optimizer", "schedule", "model", "data", "ema")
 """Sections that one value may stand for: `precision: bf16`, `optimizer: sgd`, `ema: true`."""
@@ -52,9 +51,9 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def json_schema(workload: str) -> dict[str, Any]:
-    """The JSON schema of a workload's config file: shorthands and `${globals.NAME}` are valid in it."""
-    schema = schema_for(workload).model_json_schema()
+def json_schema(config: type[RunConfig]) -> dict[str, Any]:
+    """The JSON schema of such config files: shorthands and `${globals.NAME}` are valid in it."""
+    schema = config.model_json_schema()
     for definition in schema["$defs"].values():
         fields = definition.get("properties", {})
         fields |= {name: or_reference(field) for name, field in fields.items()}

@@ -28,7 +28,7 @@ from halfstep.config.sources import file_statements, flag_statements, layer_stat
 from halfstep.config.statements import DEFAULT, LAYERS, OPEN_SECTIONS, Override, Source, Statement, open_section_of
 from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 from halfstep.config.workers import num_cores
-from halfstep.config.workloads import SCHEMAS, is_import_path, schema_for
+from halfstep.config.workloads import Schemas, is_import_path, schema_for
 from halfstep.config.yaml_source import read_yaml
 from halfstep.errors import ConfigError, nearest
 
@@ -46,41 +46,51 @@ class Loaded:
 
 
 def load(
-    target: str, *, flags: Mapping[str, object] | None = None, overrides: Sequence[str] = (), preset: str | None = None
+    target: str,
+    *,
+    kinds: Schemas,
+    flags: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+    preset: str | None = None,
 ) -> Loaded:
     """The config for a workload's name, an import path, or a YAML file, with flags and overrides on top."""
     given = {**(flags or {}), **({"preset": preset} if preset else {})}
     said = [*override_statements(overrides), *flag_statements(given)]
-    if is_file(target):
-        return resolve([*file_statements(read_yaml(Path(target))), *said])
+    if is_file(target, kinds):
+        return resolve([*file_statements(read_yaml(Path(target))), *said], kinds)
     named = Statement(path="workload", value=target, source=Source(layer="flag", where=target, key="WORKLOAD"))
-    return resolve([named, *said])
+    return resolve([named, *said], kinds)
 
 
 def from_dict(
-    workload: str, values: Mapping[str, object], *, overrides: Sequence[str] = (), preset: str | None = None
+    workload: str,
+    values: Mapping[str, object],
+    *,
+    kinds: Schemas,
+    overrides: Sequence[str] = (),
+    preset: str | None = None,
 ) -> Loaded:
     """The config for a Python dict, flat as in guide 0 (`use_amp`, `num_epochs`) or nested as in a file."""
     said = [*override_statements(overrides), *flag_statements({"preset": preset})]
     named = Statement(path="workload", value=workload, source=Source(layer="flag", where=workload, key="WORKLOAD"))
-    return resolve([*layer_statements(values, "file", "config dict"), named, *said])
+    return resolve([*layer_statements(values, "file", "config dict"), named, *said], kinds)
 
 
-def is_file(target: str) -> bool:
+def is_file(target: str, workloads: Iterable[str]) -> bool:
     """Whether this is meant as one. A workload's name is that, though a folder here be called the same."""
-    if target in ("", *SCHEMAS) or is_import_path(target):
+    if target in ("", *workloads) or is_import_path(target):
         return False
     return target.lower().endswith((".yaml", ".yml")) or "/" in target or Path(target).exists()
 
 
-def resolve(said: Sequence[Statement]) -> Loaded:
+def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
     """Everything that was said, in any order, as one config."""
     used = {name for statement in said for name in references(statement.value)}
     said = with_globals(said)
     workload = strongest("workload", said)
     if workload is None or is_empty(workload.value):
         raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
-    schema = schema_for(str(workload.value), str(workload.source))
+    schema = schema_for(str(workload.value), kinds, str(workload.source))
     said = [*preset_statements(strongest("preset", said), schema), *said]
     settings = [setting for statement in said if (setting := canonical(statement, schema))]
     settings += meant_by_globals(settings, used)

@@ -1,17 +1,23 @@
-"""Which workloads have a schema: an explicit dict, no registration by import."""
+"""What config files may ask of a workload: its schema. Which workloads there are is handed in."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, nearest
-from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS
-from halfstep.workloads.segmentation.config import UNetConfig
-
-SCHEMAS: dict[str, type[RunConfig]] = {"unet": UNetConfig, **CLASSIFIER_SCHEMAS}
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class HasSchema(Protocol):
+    def schema(self, workload: str) -> type[RunConfig]: ...
+
+
+Schemas = Mapping[str, HasSchema]
+"""By workload name; import paths of the user's own are found in it, too."""
 
 
 def is_import_path(name: str) -> bool:
@@ -19,12 +25,15 @@ def is_import_path(name: str) -> bool:
     return IMPORT_PATH.fullmatch(name) is not None
 
 
-def schema_for(workload: str, where: str = "") -> type[RunConfig]:
-    """The schema of a workload; one of the user's own has the settings that all workloads share."""
-    if is_import_path(workload):
-        return RunConfig
-    if workload not in SCHEMAS:
-        at = f" ({where})" if where and where != workload else ""
-        fix = f"{nearest(workload, SCHEMAS)} (or a YAML file, or an import path such as my_pkg.my_mod:build)"
-        raise ConfigError(f"unknown workload {workload!r}{at}", fix=fix)
-    return SCHEMAS[workload]
+def schema_for(workload: str, kinds: Schemas, where: str = "") -> type[RunConfig]:
+    """The schema of a workload."""
+    try:
+        return kinds[workload].schema(workload)
+    except KeyError:
+        raise unknown_workload(workload, kinds, where) from None
+
+
+def unknown_workload(workload: str, known: Iterable[str], where: str = "") -> ConfigError:
+    at = f" ({where})" if where and where != workload else ""
+    fix = f"{nearest(workload, known)} (or a YAML file, or an import path such as my_pkg.my_mod:build)"
+    return ConfigError(f"unknown workload {workload!r}{at}", fix=fix)

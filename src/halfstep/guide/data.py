@@ -12,14 +12,13 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
 from halfstep.data.files import OnBadFile, some_of
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples
 from halfstep.data.stored_images import TrainingImages
 from halfstep.errors import DataError
-from halfstep.workloads import write_demo
+from halfstep.workloads import KINDS, from_dict
 from halfstep.workloads.classification.config import ClassifierConfig
 from halfstep.workloads.classification.data import open_image_data
 from halfstep.workloads.segmentation import build as unet
@@ -70,7 +69,7 @@ def look_at(workload: str, folder: Path) -> DataLook:
 def look_at_demo(workload: str, folder: Path) -> DataLook:
     """The same for the demo data of a workload, which are written to `folder`."""
     if not folder.exists():
-        write_demo(workload, folder, seed=0)
+        KINDS.of(workload).write_demo(workload, folder, seed=0)
     return _look(workload, folder, "demo", "error")
 
 

@@ -9,15 +9,14 @@ from typing import Any
 import yaml
 
 from halfstep.config.dump import Dumper
-from halfstep.config.load import from_dict
 from halfstep.config.schema import RunConfig
-from halfstep.config.workloads import schema_for
 from halfstep.guide.memory import step_cost
 from halfstep.guide.rules import Situation, batch, duration, learning_rate, training_rate, workers
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
+from halfstep.workloads import KINDS, from_dict
 
 ORDER = {
     "fast": ("fast", "lowmem", "stable"),
@@ -75,7 +74,7 @@ def suggestions(situation: Situation) -> tuple[Suggestion, ...]:
 
 def _for_small_data(preset: str, situation: Situation) -> str:
     is_small = situation.look is not None and situation.look.num_train < SMALL_SET
-    has_quick = "quick" in schema_for(situation.workload).presets and not situation.is_demo
+    has_quick = "quick" in KINDS.of(situation.workload).schema(situation.workload).presets and not situation.is_demo
     return "quick" if preset == "fast" and is_small and has_quick else preset
 
 
@@ -124,7 +123,7 @@ def _tried(situation: Situation, preset: str, paths: Mapping[str, Any], batch_si
 
 def _base(situation: Situation, preset: str) -> dict[str, Any]:
     """What the situation alone asks for, before anything is counted."""
-    said = schema_for(situation.workload).presets[preset]
+    said = KINDS.of(situation.workload).schema(situation.workload).presets[preset]
     paths: dict[str, Any] = {"device": situation.device} if situation.device else {}
     if situation.is_demo:
         paths |= {key: said[key] for key in HOW_IT_RUNS if key in said}

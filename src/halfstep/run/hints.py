@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from halfstep.workloads.segmentation.scores import one_class_everywhere
-
-Scores = Mapping[str, float]
-HINTS: dict[str, Callable[[Scores], str]] = {"unet": one_class_everywhere}
+from halfstep.workloads import KINDS
 
 
-def hint_about(workload: str, scores: Scores) -> str:
+def hint_about(workload: str, scores: Mapping[str, float]) -> str:
     """A sentence about a validation's scores, empty where there is nothing to say."""
-    return HINTS[workload](scores) if workload in HINTS else ""
+    kind = KINDS.of(workload)
+    return str(kind.part("hint")(scores)) if kind.hint is not None else ""

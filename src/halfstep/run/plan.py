@@ -13,7 +13,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.places import with_absolute_paths
-from halfstep.workloads import has_demo, write_demo
+from halfstep.workloads import KINDS
 
 
 def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
@@ -25,11 +25,12 @@ def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
 
 def _plan(config: RunConfig, hardware: Hardware) -> Plan:
     config = with_absolute_paths(config)
-    if config.data.dir is not None or not has_demo(config.workload):
+    kind = KINDS.of(config.workload)
+    if config.data.dir is not None or kind.demo is None:
         return plan_for(config, build_workload(config), hardware)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "demo"
-        write_demo(config.workload, data, seed=config.train.seed)
+        kind.write_demo(config.workload, data, seed=config.train.seed)
         with_data = config.model_copy(update={"data": config.data.model_copy(update={"dir": str(data)})})
         return plan_for(with_data, build_workload(with_data), hardware)
 

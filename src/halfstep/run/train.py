@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from halfstep.config.dump import to_yaml
-from halfstep.config.load import Loaded, load
+from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.disk import write_whole
 from halfstep.errors import CheckpointError, HalfstepError
@@ -44,7 +44,7 @@ from halfstep.step.randomness import algorithms
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.compiler_threads import forget_compiled
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
-from halfstep.workloads import has_demo, write_demo
+from halfstep.workloads import KINDS, load
 from halfstep.workloads.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on images generated into {}; yours go in with --data-dir DIR"
@@ -62,7 +62,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
     loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
     hardware = probe(loaded.config.device)
     decide(loaded.config.precision, hardware)
-    is_demo = loaded.config.data.dir is None and has_demo(loaded.config.workload)
+    is_demo = loaded.config.data.dir is None and KINDS.of(loaded.config.workload).demo is not None
     folder: RunFolder | None = None
     with ExitStack() as lock:
         try:
@@ -110,7 +110,7 @@ def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
     config = loaded.config
     place = folder.path.absolute() / "data"
     try:
-        write_demo(config.workload, place, seed=config.train.seed)
+        KINDS.of(config.workload).write_demo(config.workload, place, seed=config.train.seed)
     except OSError as error:
         raise CheckpointError(
             f"cannot write the demo's images into {place}: {error.strerror}",

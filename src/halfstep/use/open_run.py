@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from halfstep.config.aliases import precision_name
-from halfstep.config.load import load as load_config
 from halfstep.config.schema import RunConfig
 from halfstep.errors import CheckpointError, ConfigError, HardwareError, nearest
 from halfstep.hardware.probe import probe
@@ -23,6 +22,7 @@ from halfstep.run.assemble import placed
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder
 from halfstep.run.loose_buffers import put_back
+from halfstep.workloads import load as load_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

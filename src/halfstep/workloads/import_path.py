@@ -25,7 +25,7 @@ def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
             f"{what} {path!r} cannot be imported", why=str(error), fix=_where_to_look(module_name, error)
         ) from error
     found = getattr(module, name, None)
-    if not callable(found):
+    if found is None or not (callable(found) or hasattr(found, "builder")):
         own = [
             key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module_name
         ]

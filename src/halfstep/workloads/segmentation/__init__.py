@@ -1,1 +1,22 @@
-"""TODO"""
+"""Segmentation: a class for every pixel. U-Net."""
+
+from halfstep.workloads.kind import Kind
+from halfstep.workloads.segmentation.config import UNetConfig
+
+_HERE = "halfstep.workloads.segmentation"
+
+KIND = Kind(
+    builder=f"{_HERE}.build:build",
+    schemas={"unet": UNetConfig},
+    unit="images",
+    demo=f"{_HERE}.demo:write_demo",
+    model=f"{_HERE}.build:model_from_store",
+    random_store=f"{_HERE}.random_data:random_store",
+    random_batch=f"{_HERE}.random_data:random_batch",
+    over=f"{_HERE}.random_data:over",
+    evaluation=f"{_HERE}.evaluate:SegmentationEvaluation",
+    predictor=f"{_HERE}.predict:MaskPredictor",
+    predict_options=frozenset({"out", "tile"}),
+    hint=f"{_HERE}.metrics:one_class_everywhere",
+    guide=f"{_HERE}.guide:GUIDE",
+)

@@ -1,0 +1,133 @@
+"""Kind: all that the rest of the house may ask of a family of workloads.
+
+A family gives its parts as import paths, so that `--help` and config files are read without torch, and is one entry in
+`KINDS`. A workload of the user's own is a Kind at an import path (`my_pkg.my_mod:KIND`), or `build` alone; it gets what
+it provides, and what it does not is refused in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.config.schema import RunConfig
+from halfstep.config.workloads import is_import_path, unknown_workload
+from halfstep.errors import ConfigError, DataError
+from halfstep.workloads.import_path import imported, refuse_other_form
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from halfstep.workloads.workload import Batch, Workload
+
+Part = str | Callable[..., Any]
+"""A function or class, or the import path of one."""
+Store = Mapping[str, Any]
+"""What a model must know of the data: classes, channels, vocabulary. Stored with the run."""
+
+BUILD = "build(config, store) -> halfstep.workloads.workload.Workload"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A family, or a workload of the user's own."""
+
+    builder: Part
+    """(config, store) -> Workload; `store` of an earlier run fixes what was found in the data."""
+    schemas: Mapping[str, type[RunConfig]] = field(default_factory=dict)
+    """By workload name; a workload that is not in it has the settings that all share."""
+    unit: str = "samples"
+    """What a batch counts: images, frames, tokens. Throughput, bars and reports speak it."""
+    demo: Part | None = None
+    """(folder, *, seed): data in the layout of real ones."""
+    model: Part | None = None
+    """(config, store) -> nn.Module: the model without any data."""
+    random_store: Part | None = None
+    """(config) -> Store of made-up data."""
+    random_batch: Part | None = None
+    """(config, store) -> Batch on the host, as a loader delivers it."""
+    over: Part | None = None
+    """(config, store, samples) -> Workload on such samples, without augmentation."""
+    peer_prepare: Part | None = None
+    """(device) -> (batch) -> batch: preparation as a user of another framework writes it."""
+    evaluation: Part | None = None
+    """(workload) -> what evaluates it class by class and draws pictures."""
+    predictor: Part | None = None
+    """(config, store) -> what answers for files."""
+    predict_options: frozenset[str] = frozenset()
+    """Options of `halfstep predict` that the predictor takes."""
+    hint: Part | None = None
+    """(scores) -> a sentence to somebody who has seen many runs, or nothing."""
+    guide: Part | None = None
+    """What `halfstep guide` asks and looks at."""
+
+    def schema(self, workload: str) -> type[RunConfig]:
+        return self.schemas.get(workload, RunConfig)
+
+    def build(self, config: RunConfig, store: Store | None = None) -> Workload:
+        """The workload of a config; one of the user's own that gives something else is refused."""
+        from halfstep.workloads.workload import Workload
+
+        builder = loaded(self.builder, form=BUILD)
+        refuse_other_form(builder, config.workload, config, store, form=BUILD)
+        built = builder(config, store)
+        if not isinstance(built, Workload):
+            raise ConfigError(f"{config.workload} gives a {type(built).__name__}, not a Workload", fix=f"write {BUILD}")
+        return built
+
+    def write_demo(self, workload: str, folder: Path, *, seed: int) -> None:
+        if self.demo is None:
+            raise DataError(f"no data folder, and {workload} has no demo data", fix="--data-dir DIR")
+        loaded(self.demo, form="write_demo(folder, seed=0)")(folder, seed=seed)
+
+    def part(self, name: str) -> Callable[..., Any]:
+        """A part by its field's name; whoever asks has seen that it is there."""
+        given = getattr(self, name)
+        assert given is not None, f"the family has no {name}"
+        return loaded(given, form=name)
+
+    def make_model(self, config: RunConfig, store: Store) -> nn.Module:
+        model: nn.Module = self.part("model")(config, store)
+        return model
+
+    def make_batch(self, config: RunConfig, store: Store) -> Batch:
+        batch: Batch = self.part("random_batch")(config, store)
+        return batch
+
+
+def loaded(part: Part, *, form: str) -> Callable[..., Any]:
+    return imported(part, what="workload", form=form) if isinstance(part, str) else part
+
+
+class Kinds(Mapping[str, Kind]):
+    """Kinds by workload name, imported when asked for; import paths are looked up too."""
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self.paths = dict(paths)
+
+    def __getitem__(self, workload: str) -> Kind:
+        if workload in self.paths:
+            return _kind_at(self.paths[workload])
+        if is_import_path(workload):
+            return _kind_at(workload)
+        raise KeyError(workload)
+
+    def of(self, workload: str, where: str = "") -> Kind:
+        """The kind of a workload; a name that nobody knows is refused, with the nearest ones."""
+        try:
+            return self[workload]
+        except KeyError:
+            raise unknown_workload(workload, self.paths, where) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def _kind_at(path: str) -> Kind:
+    found: Any = imported(path, what="workload", form=BUILD)
+    return found if isinstance(found, Kind) else Kind(builder=found)
