@@ -39,7 +39,13 @@ def main() -> None:
 
     # This replaces autocast, GradScaler, unscale_, clip_grad_norm_, step, update and scheduler.step.
     step = hs.Step(
-        model, optimizer, precision, clip_norm=1.0, accumulate=2, schedule=scheduler, simulate="--simulate" in sys.argv
+        model,
+        optimizer,
+        precision,
+        clip_norm=1.0,
+        accumulate=2,
+        schedule=hs.per_step(scheduler),  # or hs.per_epoch(scheduler), with step.epoch_ended()
+        simulate="--simulate" in sys.argv,
     )
     print(step.plan)
 

@@ -11,14 +11,19 @@ Public names resolve on first use, so `import halfstep` loads nothing heavy:
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import Any
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Outcome": "halfstep.run.facade",
     "Step": "halfstep.run.facade",
     "decide": "halfstep.precision.decide",
     "fp32_island": "halfstep.islands",
+    "per_epoch": "halfstep.step.own_schedules",
+    "per_step": "halfstep.step.own_schedules",
     "prefetch": "halfstep.data.prefetch",
     "probe": "halfstep.hardware.probe",
     "simulate": "halfstep.precision.simulate",
@@ -35,4 +40,19 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted(__all__)
+
+
+class _Package(types.ModuleType):
+    """`train` is the function always, although importing the room of that name would put the module in its place."""
+
+    @property
+    def train(self) -> Any:
+        return __getattr__("train")
+
+    @train.setter
+    def train(self, module: types.ModuleType) -> None:
+        """The import system's word, which nobody needs: `halfstep.step.step` is found in sys.modules."""
+
+
+sys.modules[__name__].__class__ = _Package

@@ -75,7 +75,7 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
 
 def test_a_run_may_outlive_the_table() -> None:
     step = make_step()
-    step.rates.cover(10_000)
+    step.rates.cover(10_000, step.committed)
     assert step.rates.table.shape[1] > 10_000
     step.committed.fill_(9_999)
     step.rates.refresh(step.committed)

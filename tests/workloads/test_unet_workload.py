@@ -12,10 +12,15 @@ from PIL import Image
 from halfstep.data.loader import Batch, Loader
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.unet import UNet
-from halfstep.workloads import build
+from halfstep.run.train import train
+from halfstep.use.evaluate import evaluate
+from halfstep.use.predict import predict
+from halfstep.use.predictor import Wishes
+from halfstep.workloads import build, load
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.workload import Workload
+from tiny_runs import Told, unet_run
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +110,17 @@ def test_weights_of_another_run_are_the_start(demo: Path, tmp_path: Path) -> Non
     torch.save(theirs.state_dict() | {"mask_values": [0, 255]}, tmp_path / "start.pth")
     workload = build(config(demo, model={"weights": str(tmp_path / "start.pth")}))
     assert all(torch.equal(a, b) for a, b in zip(workload.model.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_run_that_goes_on_or_is_used_needs_no_weights_to_start_from(demo: Path, tmp_path: Path) -> None:
+    run = unet_run(tmp_path / "first", {"train.max_steps": 1})
+    file = next((run / "checkpoints").glob("*/model.safetensors"))
+    start = file.rename(tmp_path / "start.safetensors")
+    run = unet_run(tmp_path / "second", {"train.max_steps": 1, "model.weights": str(start)})
+    start.unlink()
+    train(load(str(run / "config.yaml"), overrides=["train.max_steps=2", "log.quiet=true"]), resume=run)
+    assert evaluate(run, report=Told(run).report).metrics
+    predict(run, [run / "data" / "imgs"], report=Told(run).report, wishes=Wishes(out=tmp_path / "out"))
 
 
 def test_skipped_files_are_told(demo: Path, tmp_path: Path) -> None:

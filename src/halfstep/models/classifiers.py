@@ -7,19 +7,17 @@ import math
 from torch import Tensor
 
 from halfstep.errors import ModelError
+from halfstep.models.foreign_names import in_names_of
 from halfstep.models.resnet import ResNet
 from halfstep.models.vit import ViT, resized_positions
 from halfstep.models.weights import load_weights_
 
 Classifier = ResNet | ViT
 
-RELEASED_NAMES = {".mlp.linear_1.": ".mlp.0.", ".mlp.linear_2.": ".mlp.3."}
-"""torchvision renamed these layers after it had released its ViT weights."""
-
 
 def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: str, replace_head: bool) -> None:
     """Copy weights into the model, all but the head with `replace_head`; what does not fit is an error naming it."""
-    weights = {_renamed(name): value for name, value in weights.items()}
+    weights = in_names_of(model.state_dict(), weights)
     if isinstance(model, ViT) and "encoder.pos_embedding" in weights:
         weights["encoder.pos_embedding"] = _positions_for(model, weights["encoder.pos_embedding"])
     head = {name: value for name, value in model.state_dict().items() if name.startswith(f"{model.head_name}.")}
@@ -32,12 +30,6 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
             fix="model.replace_head=true starts a new head on the loaded body",
         )
     load_weights_(model, weights, source=source)
-
-
-def _renamed(name: str) -> str:
-    for released, current in RELEASED_NAMES.items():
-        name = name.replace(released, current)
-    return name
 
 
 def _positions_for(model: ViT, positions: Tensor) -> Tensor:

@@ -43,9 +43,9 @@ def grants_by_module(model: nn.Module, default: Grant, parts: Mapping[str, Grant
     """The last pattern that matches a module's name decides; else its parent's grant holds."""
     names = [name for name, _ in model.named_modules()]
     for pattern in parts:
-        if not any(fnmatchcase(name, pattern) for name in names if name):
+        if not any(_matches(name, pattern) for name in names):
             depth = pattern.count(".")
-            known = [name for name in names if name and name.count(".") <= depth]
+            known = [name for name in map(_uncompiled, names) if name and name.count(".") <= depth]
             none = "leave it out: the model has no parts, the default precision is all of it"
             raise PrecisionError(
                 f"precision.modules: {pattern!r} matches no module of {type(model).__name__}",
@@ -53,9 +53,19 @@ def grants_by_module(model: nn.Module, default: Grant, parts: Mapping[str, Grant
             )
     grants: dict[str | None, Grant] = {}
     for name in names:  # named_modules gives parents before their children
-        own = [answer for pattern, answer in parts.items() if name and fnmatchcase(name, pattern)]
+        own = [answer for pattern, answer in parts.items() if _matches(name, pattern)]
         grants[name] = own[-1] if own else grants.get(_parent(name), default)
     return grants
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """torch.compile puts `_orig_mod` into the names of what it wraps; nobody has to write it."""
+    plain = _uncompiled(name)
+    return bool(plain) and (fnmatchcase(plain, pattern) or fnmatchcase(name, pattern))
+
+
+def _uncompiled(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def has_own_weights(module: nn.Module) -> bool:

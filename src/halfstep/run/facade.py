@@ -1,56 +1,88 @@
-"""`halfstep.Step`: the guarded step for people with a loop of their own, in about five changed lines.
-
-import halfstep as hs
-step = hs.Step(model, optimizer, precision="auto", clip_norm=1.0, accumulate=4)
-for window in step.windows(loader):
-    outcome = step(loss_fn, window)
-"""
+"""`halfstep.Step`: the guarded step for people with a loop of their own. docs/own_loop.md is its guide."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.errors import ConfigError, ModelError, PrecisionError, TrainingStopped
+from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.hardware.probe import probe
-from halfstep.precision.apply import STORAGE_DTYPES, apply
+from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
-from halfstep.precision.plan import ROOT, Plan
+from halfstep.precision.plan import Plan
+from halfstep.run.own_arguments import (
+    count,
+    device_of,
+    guard_options,
+    model_and_optimizers,
+    number,
+    precision_of,
+    refuse_recast,
+    refuse_strangers,
+)  # fmt: skip
+from halfstep.run.own_loss import OwnLoss
+from halfstep.run.own_rollback import Rollback
+from halfstep.run.own_window import loader_of, window_of
+from halfstep.run.stepped_by_hand import committing, watch_for_hands
 from halfstep.step.clip import Clip
 from halfstep.step.commit import READS_FLAG_IN_KERNEL
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Reading
-from halfstep.step.guard import Action, Guard, GuardOptions
+from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, Verdict
+from halfstep.step.own_schedules import OwnSchedules, Paced
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
-from halfstep.step.step import LossFn, OnGradients, Window
+from halfstep.step.step import Batch, LossFn, OnGradients
 from halfstep.step.step import Step as GuardedStep
 from halfstep.step.step_state import refuse_unfit
-from halfstep.step.torch_schedulers import from_torch
+
+OneSchedule = LRScheduler | Schedule | Paced
 
 
 class Outcome:
-    """What became of one step. Every property waits for the device, so read it when you report, not every step."""
+    """What became of one step. The first property read waits for the device, so read it when you report."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts | Reading) -> None:
         self._facts = facts
-        self._reading: Reading | None = None
 
     @property
     def reading(self) -> Reading:
-        if self._reading is None:
-            self._reading = self._facts.read()
-        return self._reading
+        """Everything at once, as plain numbers."""
+        if isinstance(self._facts, Facts):
+            self._facts = self._facts.read()
+        return self._facts
+
+    @property
+    def step(self) -> int:
+        """Which step it was: attempted steps before it."""
+        return self.reading.attempted
 
     @property
     def loss(self) -> float:
+        """The window's loss, unscaled."""
         return self.reading.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm over all gradients, unscaled, before clipping."""
+        return self.reading.grad_norm
+
+    @property
+    def lr(self) -> float:
+        """The learning rate it ran with: of the first parameter group of the first optimizer."""
+        return self.reading.lr
+
+    @property
+    def scale(self) -> float:
+        """The loss scale it ran with; 1 where nothing is scaled."""
+        return self.reading.scale
 
     @property
     def committed(self) -> bool:
@@ -68,168 +100,246 @@ class Outcome:
         return f"Outcome(step {r.attempted} {became}, loss {r.loss:.4g}, grad_norm {r.grad_norm:.4g}, lr {r.lr:.2e})"
 
 
-class Step(GuardedStep):
-    """A step that decides its precision, drops bad steps whole, and stops a run that only produces bad ones."""
+class Step:
+    """One optimizer step of your own loop: it chooses the precision, drops bad steps whole, and stops a run of them.
+
+    It replaces autocast, GradScaler, unscale_, clip_grad_norm_, zero_grad, optimizer.step and scheduler.step::
+
+        import halfstep as hs
+
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps)
+        step = hs.Step(model, optimizer, "auto", clip_norm=1.0, accumulate=4, schedule=hs.per_step(scheduler))
+
+
+        def loss_fn(batch):  # gives the loss, or (loss, weight)
+            return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+        for epoch in range(epochs):
+            for window in step.windows(loader):  # lists of 4 batches; the last may be shorter
+                outcome = step(loss_fn, window)
+            print(outcome.loss, outcome.lr, outcome.grad_norm)
+
+    A step is bad when its loss, its gradient norm or a buffer is no longer finite. Then weights, buffers, optimizer
+    state, average and schedule keep their bits. In fp16 that is how the loss scale is found; otherwise five in a row
+    raise TrainingStopped.
+
+    Arguments:
+        model: what is trained, on its device and in its dtype already. Several modules: torch.nn.ModuleList([a, b]).
+        optimizer: one of torch.optim or your own, or a list of them. fused=True makes skipping free.
+        precision: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype. What the device lacks becomes the
+            next best, with a warning; `print(step.plan)` shows what runs and why.
+        modules: parts with a precision of their own by name or pattern, {"decoder.head": "fp32"}.
+        strict: refuse instead of taking the next best precision.
+        simulate: numerics of a precision that this device lacks; for tests on a laptop, never for speed.
+        clip_norm: limit of the gradient norm; 0 or None is none.
+        clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
+        accumulate: batches in one optimizer step. Each counts by its number of samples, or by the weight that
+            loss_fn gives.
+        schedule: of the learning rate. `hs.per_step(scheduler)`, `hs.per_epoch(scheduler)` with `epoch_ended()`,
+            ReduceLROnPlateau with `validated(metric)`, a function of the step that gives a multiplier, or a list with
+            one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without it the
+            learning rate is yours: step your own scheduler, or write into param_groups.
+        ema_decay: below 1; above 0 keeps an average of the weights for `averaged()`.
+        guard: {"max_consecutive": 5} bad steps in a row raise; {"on_fault": "rollback"} goes back instead, to one of
+            the copies it keeps in host memory every "snapshot_every" steps, with the learning rate times "lr_cut".
+        skip_spikes: drop steps whose loss is a spike, too.
+        also: modules, or tensors, that loss_fn writes into although this step does not train them, such as a generator
+            while its discriminator is trained. A bad step puts them back, too.
+        on_gradients: called with the model once its gradients are unscaled, before they are judged and clipped: the
+            place to edit them.
+        on_outcome: called with the Outcome of each step two steps later, when reading it costs no wait: for logging.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
-        precision: str = "auto",
+        optimizer: Optimizer | Iterable[Optimizer],
+        precision: str | torch.dtype = "auto",
         *,
         modules: Mapping[str, str] | None = None,
         strict: bool = False,
         simulate: bool = False,
-        clip_norm: float = 0.0,
+        clip_norm: float | None = 0.0,
         clip_type: Literal["l2", "inf", "value"] = "l2",
         accumulate: int = 1,
-        schedule: LRScheduler | Schedule | None = None,
-        ema_decay: float = 0.0,
-        guard: GuardOptions | None = None,
+        schedule: OneSchedule | Sequence[OneSchedule | None] | None = None,
+        ema_decay: float | None = 0.0,
+        guard: GuardOptions | Mapping[str, Any] | None = None,
         skip_spikes: bool = False,
         also: Sequence[nn.Module | Tensor] = (),
         on_gradients: OnGradients | None = None,
+        on_outcome: Callable[[Outcome], None] | None = None,
     ) -> None:
-        _refuse_other_kinds(model, optimizer)
-        device = _device_of(model)
-        if guard is not None and guard.on_fault == "rollback":
-            raise ConfigError(
-                "a step of its own cannot roll back", why="only a run keeps snapshots", fix="on_fault='stop'"
-            )
+        model, optimizers = model_and_optimizers(model, optimizer)
+        device, precision = device_of(model), precision_of(precision)
+        decay, limit = number("ema_decay", ema_decay, below=1.0), number("clip_norm", clip_norm)
+        options, accumulate = guard_options(guard), count("accumulate", accumulate)
         plan = decide(precision, probe(str(device)), model, modules=modules, strict=strict, simulate=simulate)
-        _refuse_recast(model, plan)
-        _refuse_strangers(model, [optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+        refuse_recast(model, plan)
+        refuse_strangers(model, optimizers)
+        self._schedules = OwnSchedules(schedule, optimizers, device)
         for warning in plan.warnings:
             warnings.warn(warning, stacklevel=2)
-        super().__init__(
+        self._step = GuardedStep(
             apply(plan, model, casts_storage=False),
-            optimizer,
+            optimizers,
             plan,
             accumulate=accumulate,
-            clip=Clip(limit=clip_norm, kind=clip_type),
-            schedules=_schedules(schedule),
-            ema=Ema(model, decay=ema_decay) if ema_decay else None,
+            clip=Clip(limit=limit, kind=clip_type),
+            schedules=self._schedules.rates or (),
+            ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes),
             also=also,
             on_gradients=on_gradients,
         )
-        scaling = plan.needs_loss_scaling
-        self.guard = Guard(guard, scaling=scaling, min_scale=self.scaler.options.min_scale, is_run=False)
+        self._guard = Guard(
+            options,
+            scaling=plan.needs_loss_scaling,
+            min_scale=self._step.scaler.options.min_scale,
+            on_reading=lambda reading: on_outcome(Outcome(reading)) if on_outcome is not None else None,
+            advice=OF_OWN_LOOPS,
+        )
+        self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
+        self._loss = OwnLoss(self._step)
+        self._passes = 0
+        watch_for_hands(optimizers)
         for hint in self._hints():
             warnings.warn(hint, stacklevel=2)
 
-    def __call__(self, loss_fn: LossFn, window: Window) -> Outcome:  # type: ignore[override]
-        """Compute, judge and commit one window; `loss_fn(batch)` gives the loss, or (loss, weight)."""
-        return Outcome(super().__call__(loss_fn, window))
+    # --- training ---
+
+    def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+        """Groups of `accumulate` batches; the last one may be shorter. At its end the last steps are judged, too."""
+        if self._passes and self._schedules.has("epoch"):
+            warnings.warn("schedule= is per epoch, but step.epoch_ended() was not called after the last pass over the "
+                          "data: the learning rate stays as it is", stacklevel=2)  # fmt: skip
+        yield from self._step.windows(loader_of(batches))
+        self._passes += 1
+        self.finish()
+
+    def __call__(self, loss_fn: LossFn, window: Iterable[Batch]) -> Outcome:
+        """Compute, judge and commit one window. `loss_fn(batch)` gives the loss, or (loss, weight)."""
+        facts = self.compute(loss_fn, window)
+        self.commit(facts)
+        return Outcome(facts)
+
+    def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
+        """The first half of a call: forward, backward and verdict. Nothing is committed yet."""
+        self._schedules.refuse_other_hands()
+        batches = window_of(window, self._step.accumulate)
+        if self._rollback is not None:
+            self._rollback.keep()
+        return self._step.compute(self._loss.checked(loss_fn, is_alone=len(batches) == 1), batches)
 
     def commit(self, facts: Facts) -> None:
-        """Commit or drop what compute() found; raises TrainingStopped where too many steps in a row were bad."""
-        super().commit(facts)
-        verdict = self.guard.watch(facts)
-        if verdict.action is not Action.CONTINUE:
-            raise TrainingStopped(
-                f"training stopped: {verdict.reason}",
-                why="the weights are as they were before those steps",
-                fix=verdict.fix,
-            )
+        """The second half: the optimizers step, or everything stays as it was."""
+        with committing(self._step.optimizers):
+            self._step.commit(facts)
+        self._act_on(self._guard.watch(facts))
 
-    def compute(self, loss_fn: LossFn, window: Window) -> Facts:
-        """Forward, backward and verdict of one window; nothing is committed yet."""
-        return super().compute(_giving_a_loss(loss_fn), window)
+    def grad(self, outputs: Tensor, inputs: Tensor | Sequence[Tensor]) -> Any:
+        """The gradient of `outputs` by `inputs` inside loss_fn, in fp32, to be trained on: a gradient penalty.
+
+        In fp16 it is taken of the scaled sum of `outputs` and unscaled, so that it does not vanish; where it overflows
+        the step is dropped. A tensor for one input, a tuple for several. ::
+
+            x = real.clone().requires_grad_()
+            penalty = (step.grad(critic(x), x).flatten(1).norm(dim=1) - 1).square().mean()
+        """
+        return self._loss.grad(outputs, inputs)
+
+    def epoch_ended(self) -> None:
+        """An epoch is over: schedules given as `hs.per_epoch(...)` move on."""
+        self._passes = 0
+        self._schedules.epoch_ended()
+
+    def validated(self, metric: float | Tensor) -> None:
+        """Show a ReduceLROnPlateau its metric; it cuts the learning rate exactly when torch's would."""
+        self._schedules.validated(float(metric))
+
+    def finish(self) -> None:
+        """Judge the last steps, which the guard has not looked at yet. `windows` and `with step:` end with it."""
+        self._act_on(self._guard.drain())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        if kind is None:
+            self.finish()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model holds its averaged weights and buffers inside: for evaluation and for saving them."""
+        if self._step.ema is None:
+            raise ConfigError("this step keeps no average", fix="hs.Step(..., ema_decay=0.999)")
+        with self._step.ema.swapped_in():
+            yield
+
+    # --- what is known of it ---
+
+    @property
+    def plan(self) -> Plan:
+        """What runs in which precision, and why; `step.plan.forward()` is the context to evaluate in."""
+        return self._step.plan
+
+    @property
+    def attempted(self) -> int:
+        """Steps made so far, dropped ones included."""
+        return self._step.attempted
+
+    @property
+    def committed(self) -> int:
+        """Steps that moved the weights; waits for the device."""
+        return int(self._step.committed)
+
+    def describe(self) -> list[tuple[str, str, int]]:
+        """Each optimizer, how its bad steps are dropped, and the bytes that costs."""
+        return self._step.describe()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "guard": self.guard.state_dict()}
+        """Everything a resumed loop needs besides the model and your place in the data; waits for the device."""
+        return {
+            **self._step.state_dict(),
+            "guard": self._guard.state_dict(),
+            "schedules": self._schedules.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a stored state back, or refuse it and change nothing."""
-        refuse_unfit(self, state)
-        self.guard.load_state_dict(state.get("guard", {}))
-        super().load_state_dict(state)
+        """Continue as `state_dict` was, or refuse what does not fit and change nothing."""
+        refuse_unfit(self._step, state)
+        schedules = state.get("schedules", {})
+        self._schedules.check(schedules)
+        self._guard.load_state_dict(state.get("guard", {}))
+        self._step.load_state_dict(state)
+        self._schedules.load_state_dict(schedules)
+
+    # --- inside ---
+
+    def __getattr__(self, name: str) -> Any:
+        """What lies deeper (`scaler`, `ema`, `optimizers`) is the guarded step's, and no promise of ours."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._step, name)
+
+    def _act_on(self, verdict: Verdict) -> None:
+        if verdict.action is Action.CONTINUE:
+            return
+        if verdict.action is Action.ROLLBACK and self._rollback is not None and self._rollback.to_before(verdict):
+            return
+        self._guard.pending.clear()
+        self._guard.num_faults = self._guard.num_at_floor = 0
+        raise TrainingStopped(
+            f"training stopped: {verdict.reason}",
+            why="the weights are as they were before those steps",
+            fix=verdict.fix or 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough',
+        )
 
     def _hints(self) -> list[str]:
-        hints = []
-        for committer in self.committers:
+        hints = [*self._schedules.hints]
+        for committer in self._step.committers:
             if committer.way != "found_inf" and type(committer.optimizer) in READS_FLAG_IN_KERNEL:
                 price = "a copy of weights and state each step" if committer.way == "select" else "one wait each step"
                 hints.append(f"{committer.name} is not fused: skipping safely costs {price}; fused=True makes it free")
         return hints
-
-
-def _refuse_other_kinds(model: object, optimizer: object) -> None:
-    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    if isinstance(model, nn.Module) and all(isinstance(one, Optimizer) for one in optimizers):
-        return
-    given = f"{type(model).__name__}, {type(optimizer).__name__}"
-    raise ConfigError(
-        f"a step takes a model and its optimizer, or a list of them, not ({given})",
-        fix="hs.Step(model, torch.optim.AdamW(model.parameters()))",
-    )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for weight in model.parameters():
-        return weight.device
-    raise ModelError(f"{type(model).__name__} has no parameters", fix="give the model that is trained")
-
-
-def _schedules(schedule: LRScheduler | Schedule | None) -> list[Schedule]:
-    if schedule is None:
-        return []
-    return from_torch(schedule) if isinstance(schedule, LRScheduler) else [schedule]
-
-
-def _giving_a_loss(loss_fn: LossFn) -> LossFn:
-    """The same function, with an error in words for what is most often forgotten in it."""
-
-    def checked(batch: Any) -> Any:
-        result = loss_fn(batch)
-        loss = result[0] if isinstance(result, tuple) and result else result
-        if not isinstance(loss, Tensor):
-            found = "None" if loss is None else f"a {type(loss).__name__}"
-            raise ConfigError(
-                f"loss_fn gave {found}, not a tensor",
-                why="the gradient is taken of what it returns",
-                fix="return loss, or (loss, weight), from loss_fn; without .item() or float()",
-            )
-        if not loss.requires_grad:
-            raise ConfigError(
-                "the loss of loss_fn depends on no weight that is trained",
-                why="it was detached, computed under torch.no_grad(), or by a model whose weights are all frozen",
-                fix="compute it with the model given to Step, without .detach() and no_grad()",
-            )
-        return result
-
-    return checked
-
-
-def _refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Each optimizer must hold some weight of the model; besides those it may hold others, such as a loss's own."""
-    own = {id(weight) for weight in model.parameters()}
-    for optimizer in optimizers:
-        held = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if held and not any(id(weight) in own for weight in held):
-            raise ConfigError(
-                f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to this "
-                f"{type(model).__name__}",
-                why="it was made for another model, or before the weights were replaced, as by model.to(...) or a copy",
-                fix=f"make it anew: {type(optimizer).__name__}(model.parameters(), ...)",
-            )
-
-
-def _refuse_recast(model: nn.Module, plan: Plan) -> None:
-    """The optimizer exists already: weights stay as they are stored, or the request is refused."""
-    rows = {row.module.replace(ROOT, ""): row for row in plan.rows if row.kind != "island"}
-    for name, weight in model.named_parameters():
-        row = rows.get(name.rpartition(".")[0])
-        if row is None or not weight.requires_grad or not weight.is_floating_point():
-            continue
-        wanted = STORAGE_DTYPES[row.storage]
-        # bf16-true would keep norms in fp32, but a model cast as a whole is as good.
-        if weight.dtype not in (wanted, torch.bfloat16 if plan.granted == "bf16-true" else wanted):
-            stored = str(weight.dtype).removeprefix("torch.")
-            cast = "bfloat16()" if wanted is torch.bfloat16 else "float()"
-            raise PrecisionError(
-                f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
-                why="the optimizer was made for the weights as they are, and they are not recast behind its back",
-                fix=f"call model.{cast} before making the optimizer, or choose another precision",
-            )

@@ -56,6 +56,8 @@ class GuardOptions:
     """Committed steps that a rollback keeps away from the first fault."""
     max_rollbacks: int = 3
     lr_cut: float = 0.5
+    snapshot_every: int = 100
+    """Steps between two copies that a rollback may go back to."""
     floor_patience: int = 10
     """Overflows in a row at the smallest loss scale that end an fp16 run."""
 
@@ -70,6 +72,19 @@ class GuardOptions:
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What helps against a run of bad steps, in the words of whoever runs them."""
+
+    overflow: str
+    clip: str
+    rollback: str
+
+
+OF_RUNS = Advice(overflow="--precision bf16", clip="train.clip_norm", rollback="guard.on_fault=rollback")
+OF_OWN_LOOPS = Advice(overflow='precision="bf16"', clip="clip_norm=1.0", rollback='guard={"on_fault": "rollback"}')
+
+
 class Guard:
     """Watches the facts of earlier steps and decides: continue, roll back, or stop."""
 
@@ -79,13 +94,11 @@ class Guard:
         *,
         scaling: bool,
         min_scale: float = 1.0,
-        is_run: bool = True,
         on_reading: Callable[[Reading], None] = lambda reading: None,
+        advice: Advice = OF_RUNS,
     ) -> None:
         self.options = options or GuardOptions()
-        self.is_run = is_run
-        """Whether flags and settings of a run can be advised; a step in a loop of the user's own has arguments."""
-        self.scaling, self.min_scale, self.on_reading = scaling, min_scale, on_reading
+        self.scaling, self.min_scale, self.on_reading, self.advice = scaling, min_scale, on_reading, advice
         self.pending: deque[Facts | Reading] = deque()
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
         self.first_fault_committed = 0
@@ -133,8 +146,8 @@ class Guard:
             action=Action.STOP,
             reason=f"{self.num_at_floor} steps in a row overflowed with the loss scale at its floor of "
             f"{self.min_scale:g} (step {reading.attempted}: {reading.reason})",
-            fix=f"the model itself produces infinities: try {'--precision bf16' if self.is_run else 'precision=bf16'}, "
-            f"a lower learning rate, or look at the samples {_few(reading.sample_ids)}",
+            fix=f"the model itself produces infinities: try {self.advice.overflow}, a lower learning rate, or look at "
+            f"the samples {_few(reading.sample_ids)}",
         )
 
     def _judge_fault(self, reading: Reading) -> Verdict:
@@ -147,19 +160,14 @@ class Guard:
         if self.options.on_fault == "rollback" and self.num_rollbacks < self.options.max_rollbacks:
             return Verdict(action=Action.ROLLBACK, reason=reason, first_fault_committed=self.first_fault_committed)
         tried = f" after {self.num_rollbacks} rollbacks" if self.num_rollbacks else ""
+        going_back = f", or let halfstep go back by itself with {self.advice.rollback}"
         return Verdict(
             action=Action.STOP,
             reason=reason + tried,
-            fix=f"{self._ways_out()}; samples of the last step: {_few(reading.sample_ids)}",
+            fix=f"lower the learning rate, clip gradients ({self.advice.clip})"
+            f"{going_back if self.options.on_fault == 'stop' else ''}; samples of the last step: "
+            f"{_few(reading.sample_ids)}",
         )
-
-    def _ways_out(self) -> str:
-        if not self.is_run:
-            return "lower the learning rate, or clip gradients with clip_norm=1.0, and go on from your last checkpoint"
-        clip = "lower the learning rate, clip gradients (train.clip_norm=1)"
-        if self.options.on_fault == "rollback":
-            return clip
-        return f"{clip}, or let halfstep go back by itself with guard.on_fault=rollback"
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the facts not looked at yet as plain numbers: a resumed run judges them at the same step."""

@@ -1,9 +1,10 @@
-"""The learning rates of all parameter groups as one device vector, refreshed from the committed counter."""
+"""The learning rates of all scheduled parameter groups as one device vector, refreshed from the committed counter."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,49 +22,76 @@ class Rates:
     """`base * table[committed] * factor` for every group, computed on the device without asking the host.
 
     Groups of optimizers that take tensor learning rates hold views of the vector; the others get a float when the
-    host decides their commit anyway.
+    host decides their commit anyway. `table` follows committed steps; `factor`, written by the host, is what does not:
+    a cut after a rollback, a plateau, a schedule by epochs.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], schedules: Sequence[Schedule], device: torch.device) -> None:
-        self.groups: list[dict[str, Any]] = [group for optimizer in optimizers for group in optimizer.param_groups]
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[Schedule],
+        device: torch.device,
+        *,
+        base: Sequence[float] | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """One schedule for all groups, or one for each; `base` is what they multiply, else the groups' own rates.
+        Foreign ones are asked for at most `chunk` steps ahead: they may be slow, or end with the training."""
+        self.optimizers = list(optimizers)
+        self.groups = self._live_groups()
         if len(schedules) not in (1, len(self.groups)):
             raise ConfigError(
                 f"{len(schedules)} schedules for {len(self.groups)} parameter groups",
                 fix="give one schedule, or one for each group",
             )
         self.schedules = list(schedules) * (len(self.groups) if len(schedules) == 1 else 1)
-        # A group that was already scheduled holds the rate of the moment in `lr`; its base is `initial_lr`.
-        self.base = torch.tensor([float(g.get("initial_lr", g["lr"])) for g in self.groups], device=device)
-        self.factor = torch.ones((), device=device)
-        self.now = self.base.clone()
+        self.base = torch.tensor(base or [base_rate(group) for group in self.groups], device=device)
+        self.chunk = chunk
+        self.cut = 1.0
+        self.by_host = [1.0] * len(self.groups)
+        self.factor = torch.ones(len(self.groups), device=device)
+        self.now = torch.tensor([float(g["lr"]) for g in self.groups], device=device)
+        self.views = list(self.now.unbind())
+        self.held: list[Any] = [group["lr"] for group in self.groups]
+        """What stands in each group's `lr` unless somebody else wrote there."""
+        self.version = self.now._version
         self.table = torch.empty((len(self.groups), 0), device=device)
-        self.cover(0)
+        self.end: ConfigError | None = None
+        """Why there are no more rates after the table's; None while there may be."""
+        self.cover(0, torch.zeros((), dtype=torch.int64))
 
-    def cover(self, attempted: int) -> None:
-        """Make the table long enough. The host knows `attempted`, and committed is never more than that."""
+    def cover(self, attempted: int, committed: Tensor) -> None:
+        """Make the table long enough. The host knows `attempted`, and committed is never more than that; only past the
+        end of a schedule it has to ask how many steps were committed."""
         known = self.table.shape[1]
-        if attempted < known:
-            return
+        if attempted >= known and self.end is None:
+            self._extend(known, attempted)
+            known = self.table.shape[1]
+        if attempted >= known and self.end is not None and int(committed) >= known:
+            raise self.end
+
+    def _extend(self, known: int, attempted: int) -> None:
         columns = self._columns(known, attempted)
+        if not columns:
+            return
         more = torch.tensor(columns, dtype=torch.float32).T.contiguous()
         if self.table.is_cuda:
             more = more.pin_memory()
         self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)
 
     def _columns(self, known: int, attempted: int) -> list[list[float]]:
-        """The multipliers of the next steps. A schedule may end (a list, torch's OneCycleLR): only running into its
-        end is an error, looking ahead over it is not."""
+        """The multipliers of the next steps. A schedule may end (a list, torch's OneCycleLR, a formula that holds for
+        the steps of the training only): running into its end is an error, looking ahead over it is not."""
         columns: list[list[float]] = []
-        for step in range(known, attempted + max(known, TABLE_CHUNK)):
+        for step in range(known, attempted + (self.chunk or max(known, TABLE_CHUNK))):
             try:
-                columns.append([schedule(step) for schedule in self.schedules])
-            except (ValueError, IndexError) as error:
-                if step <= attempted:
-                    raise ConfigError(
-                        f"the schedule has no learning rate for step {step}",
-                        why=str(error),
-                        fix="make it as long as the training, for example total_steps=number of optimizer steps",
-                    ) from error
+                columns.append([_finite(schedule(step)) for schedule in self.schedules])
+            except Exception as error:  # whatever a user's function may raise
+                self.end = ConfigError(
+                    f"the schedule has no learning rate for step {step}",
+                    why=f"{type(error).__name__}: {error}",
+                    fix="make it as long as the training, for example total_steps=number of optimizer steps",
+                )
                 break
         return columns
 
@@ -72,25 +100,77 @@ class Rates:
         multipliers = self.table.index_select(1, committed.view(1)).view(-1)
         torch.mul(self.base, multipliers, out=self.now)
         self.now.mul_(self.factor)
+        self.version = self.now._version
+
+    def set_cut(self, cut: float) -> None:
+        """One factor on every rate: after a rollback, on a plateau of a run."""
+        self.cut = cut
+        self._write_factors()
+
+    def set_by_host(self, factors: Sequence[float]) -> None:
+        """What schedules that do not follow steps say of each group now; 1 for those that do."""
+        self.by_host = list(factors)
+        self._write_factors()
+
+    def _write_factors(self) -> None:
+        self.factor.copy_(torch.tensor([self.cut * own for own in self.by_host]))
+
+    def drives(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is own for own in self.optimizers)
+
+    def first_of(self, optimizer: Optimizer) -> Tensor:
+        """The rate of the optimizer's first group."""
+        return self.now[self._groups_of(optimizer)[0][0]]
 
     def bind(self, optimizer: Optimizer) -> None:
         """Let an optimizer that takes tensor learning rates read them from the vector."""
         for position, group in self._groups_of(optimizer):
-            group["lr"] = self.now[position]
+            group["lr"] = self.held[position] = self.views[position]
 
     def write_floats(self, optimizer: Optimizer) -> None:
         """Give an optimizer plain numbers; waits for the device."""
         for position, group in self._groups_of(optimizer):
-            group["lr"] = float(self.now[position])
+            group["lr"] = self.held[position] = float(self.now[position])
+
+    def refuse_other_hands(self) -> None:
+        """A rate that somebody else wrote would be lost, or used and never reported. Asks the host only."""
+        written = self.now._version != self.version
+        for group, held in zip(self._live_groups(), self.held, strict=False):
+            lr = group["lr"]
+            if lr is held or not isinstance(held, Tensor) and lr == held:
+                continue
+            written = True
+        if written:
+            raise ConfigError(
+                "the learning rate was written by hand, or by optimizer.load_state_dict, while schedule= drives it",
+                why="the step would train with one rate and report another",
+                fix="leave the learning rate to schedule= (resume with step.load_state_dict), or leave schedule= out",
+            )
 
     def _groups_of(self, optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
         own = {id(group) for group in optimizer.param_groups}
         return [(k, group) for k, group in enumerate(self.groups) if id(group) in own]
 
-    def knows_all(self, optimizers: Sequence[Optimizer]) -> bool:
-        """False once somebody added a parameter group, for which there is no schedule."""
-        return len(self.groups) == sum(len(optimizer.param_groups) for optimizer in optimizers)
+    def _live_groups(self) -> list[dict[str, Any]]:
+        return list(itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
-    def refind(self, optimizers: Sequence[Optimizer]) -> None:
+    def knows_all(self) -> bool:
+        """False once somebody added a parameter group, for which there is no schedule."""
+        return len(self.groups) == len(self._live_groups())
+
+    def refind(self) -> None:
         """After `load_state_dict` the optimizers hold new group dicts."""
-        self.groups = list(itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers))
+        self.groups = self._live_groups()
+        self.held = [group["lr"] for group in self.groups]
+        self.version = self.now._version
+
+
+def base_rate(group: Mapping[str, Any]) -> float:
+    """A group that was already scheduled holds the rate of the moment in `lr`; its base is `initial_lr`."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, complex) or not math.isfinite(value):
+        raise ValueError(f"{value} is no learning rate")
+    return float(value)

@@ -62,7 +62,7 @@ class Step:
         *,
         accumulate: int = 1,
         clip: Clip | None = None,
-        schedules: Sequence[Schedule] = (),
+        schedules: Sequence[Schedule] | Rates = (),
         scaler: Scaler | ScalerOptions | None = None,
         ema: Ema | None = None,
         spikes: SpikeMeter | None = None,
@@ -78,8 +78,11 @@ class Step:
         trained = self._trained_parameters()
         refuse_many_processes(model, trained)
         self.device = trained[0].device
-        self.rates = Rates(self.optimizers, schedules, self.device) if schedules else None
-        self.committers = [Committer(optimizer, self.rates) for optimizer in self.optimizers]
+        if isinstance(schedules, Rates):
+            self.rates = schedules
+        elif schedules:
+            self.rates = Rates(self.optimizers, schedules, self.device)
+        self.committers = [Committer(optimizer, self._rates_of(optimizer)) for optimizer in self.optimizers]
         if not isinstance(scaler, Scaler):
             scaler = Scaler(self.device, enabled=plan.needs_loss_scaling, options=scaler, accumulate=accumulate)
         self.scaler = scaler
@@ -172,7 +175,7 @@ class Step:
     def look_ahead(self) -> None:
         """Have the next step's learning rates at hand. A table that grows is a new tensor: no graph knows it yet."""
         if self.rates is not None:
-            self.rates.cover(self.attempted)
+            self.rates.cover(self.attempted, self.committed)
 
     @torch.no_grad()
     def settle(self, facts: Facts) -> None:
@@ -306,7 +309,7 @@ class Step:
 
     def _trained_parameters(self) -> list[Tensor]:
         """Each once, asked for anew at every step: a group may have been added, a parameter be in two optimizers."""
-        if self.rates is not None and not self.rates.knows_all(self.optimizers):
+        if self.rates is not None and not self.rates.knows_all():
             raise ConfigError(
                 "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
             )
@@ -318,9 +321,12 @@ class Step:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
+    def _rates_of(self, optimizer: Optimizer) -> Rates | None:
+        return self.rates if self.rates is not None and self.rates.drives(optimizer) else None
+
     def _first_rate(self) -> Tensor:
-        if self.rates is not None:
-            return self.rates.now[0]
+        if (rates := self._rates_of(self.optimizers[0])) is not None:
+            return rates.first_of(self.optimizers[0])
         lr = self.optimizers[0].param_groups[0]["lr"]
         return lr.detach() if isinstance(lr, Tensor) else torch.full((), float(lr), device=self.device)
 
@@ -329,7 +335,7 @@ class Step:
         if self.rates is None:
             raise ConfigError("this step has no schedule, so its learning rate is the optimizer's own",
                               fix="give it schedules=[...], a constant one will do")  # fmt: skip
-        self.rates.factor.fill_(factor)
+        self.rates.set_cut(factor)
 
     def describe(self) -> list[tuple[str, str, int]]:
         """Optimizer, its way to commit, and the bytes that way costs: for the plan."""
@@ -385,7 +391,7 @@ def _positive(weight: Weight) -> Weight:
 def _checked(parameters: list[Tensor]) -> list[Tensor]:
     if not parameters:
         raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
-    half = [p for p in parameters if p.dtype == torch.float16]
+    half = [p for p in parameters if p.dtype == torch.float16 and p.requires_grad]
     if half:
         raise ConfigError(
             f"{len(half)} trained parameters are stored in fp16, the first of shape {tuple(half[0].shape)}",

@@ -28,7 +28,7 @@ def state_of(step: Step) -> dict[str, Any]:
     return {
         "attempted": step.attempted,
         "committed": int(step.committed),
-        "rate_factor": float(step.rates.factor) if step.rates is not None else 1.0,
+        "rate_factor": step.rates.cut if step.rates is not None else 1.0,
         "scaler": step.scaler.state_dict(),
         "spikes": step.spikes.state_dict(),
         "optimizers": [_with_plain_rates(optimizer.state_dict()) for optimizer in step.optimizers],
@@ -50,8 +50,8 @@ def load_into(step: Step, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(copy.deepcopy(own))
         _match_layouts(optimizer)
     if step.rates is not None:
-        step.rates.factor.fill_(float(state["rate_factor"]))
-        step.rates.refind(step.optimizers)
+        step.rates.set_cut(float(state["rate_factor"]))
+        step.rates.refind()
     for committer in step.committers:
         committer.forget()
     step.forget_writes()
@@ -77,7 +77,10 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
         )
     _refuse_other_optimizers(step.optimizers, state["optimizers"])
     if step.rates is not None:
-        step.rates.cover(int(state["attempted"]))  # a schedule may have ended; a longer table changes nothing
+        committed = torch.tensor(int(state["committed"]))
+        step.rates.cover(
+            int(state["attempted"]), committed
+        )  # a schedule may have ended; a longer table changes nothing
 
 
 def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:

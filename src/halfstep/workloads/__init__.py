@@ -7,7 +7,10 @@ from functools import partial
 from halfstep.config import load as configs
 from halfstep.workloads.kind import Kinds
 
-SEGMENTATION, CLASSIFICATION = "halfstep.workloads.segmentation:KIND", "halfstep.workloads.classification:KIND"
+SEGMENTATION, CLASSIFICATION = (
+    "halfstep.workloads.segmentation:KIND",
+    "halfstep.workloads.classification:KIND",
+)
 
 KINDS = Kinds(
     {

@@ -1,0 +1,49 @@
+"""Going back in a loop of one's own: weights, buffers, optimizers, average and loss scale; data go on as they come."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from halfstep.run.snapshots import Snapshots
+from halfstep.step.guard import Guard, Verdict
+from halfstep.step.step import Step
+
+
+class Rollback:
+    """Copies in host memory, and the way back to one of them."""
+
+    def __init__(self, model: nn.Module, step: Step, guard: Guard) -> None:
+        self.model, self.step, self.guard = model, step, guard
+        self.snapshots = Snapshots(every=guard.options.snapshot_every, margin=guard.options.margin)
+
+    def keep(self) -> None:
+        """Take a copy where one is due: before the first step, then every `snapshot_every` steps."""
+        if not self.snapshots.states or self.snapshots.due(self.step.attempted):
+            self.snapshots.take(self.model, self.step)
+
+    def to_before(self, verdict: Verdict) -> bool:
+        """Go back to well before the first fault and cut the learning rate; False where no copy is old enough."""
+        state = self.snapshots.before(verdict.first_fault_committed)
+        if state is None:
+            return False
+        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.step.optimizers]
+        self.snapshots.go_back(state, self.model, self.step)
+        self.guard.rolled_back()
+        self._cut(rates)
+        warnings.warn(
+            f"rolled back to committed step {state['step']['committed']} ({verdict.reason}); learning rate now "
+            f"x{self.guard.rate_factor:g}",
+            stacklevel=4,
+        )
+        return True
+
+    def _cut(self, rates: list[list[float]]) -> None:
+        """By the schedule's factor; where the learning rate is the user's own, in the groups themselves."""
+        if self.step.rates is not None:
+            self.step.set_rate_factor(self.guard.rate_factor)
+        for optimizer, before in zip(self.step.optimizers, rates, strict=True):
+            if self.step.rates is None or not self.step.rates.drives(optimizer):
+                for group, lr in zip(optimizer.param_groups, before, strict=True):
+                    group["lr"] = lr * self.guard.options.lr_cut

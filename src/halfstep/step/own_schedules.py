@@ -1,0 +1,248 @@
+"""What `schedule=` of a loop of one's own may be, and how it reaches the rates of each optimizer.
+
+a torch scheduler, or per_step(it)    follows committed steps, for the groups of its own optimizer
+a function of the step                multiplies the learning rates of its optimizer; alone, of all of them
+per_epoch(scheduler or function)      follows `epoch_ended()`
+ReduceLROnPlateau                     follows `validated(metric)`
+a list of these                       one for each optimizer; None leaves one to its user
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.step.rates import Rates, base_rate
+from halfstep.step.schedule import Schedule
+from halfstep.step.torch_schedulers import BY_BATCH, Curve, PlateauTwin, steps_until_small
+
+AHEAD = 256
+"""Steps that a user's schedule is asked for in advance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """A schedule with the word when it moves on."""
+
+    schedule: LRScheduler | Schedule
+    every: Literal["step", "epoch"]
+
+
+def per_step(schedule: LRScheduler | Schedule) -> Paced:
+    """Follow a torch scheduler, or a function of the step, once for each committed optimizer step."""
+    return Paced(schedule, "step")
+
+
+def per_epoch(schedule: LRScheduler | Schedule) -> Paced:
+    """Follow a torch scheduler, or a function of the epoch (0, 1, ...), once for each `step.epoch_ended()`."""
+    return Paced(schedule, "epoch")
+
+
+@dataclass(slots=True)
+class Driven:
+    """One scheduled optimizer."""
+
+    optimizer: Optimizer
+    every: Literal["step", "epoch", "validation"]
+    absolute: Callable[[int], Sequence[float]]
+    """Count of steps or epochs -> the rate of each group."""
+    scheduler: Any = None
+    count: int = 0
+    """How far the user's own scheduler stood when it was given."""
+    plateau: PlateauTwin | None = None
+
+
+class OwnSchedules:
+    """The schedules of a user's loop, and the rates they drive."""
+
+    def __init__(self, given: object, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        self.epochs = 0
+        self.hints: list[str] = []
+        self.driven = [self._driven(one, optimizer) for optimizer, one in _by_optimizer(given, optimizers)]
+        self.rates = self._rates(device) if self.driven else None
+
+    def _driven(self, given: Any, optimizer: Optimizer) -> Driven:
+        inner, every = _inner(given), given.every if isinstance(given, Paced) else "step"
+        if isinstance(inner, ReduceLROnPlateau):
+            twin = PlateauTwin(inner)
+            return Driven(optimizer, "validation", lambda _: twin.rates(), inner, _count(inner), twin)
+        if isinstance(inner, LRScheduler):
+            curve = Curve(inner)
+            if not isinstance(given, Paced) and not isinstance(inner, BY_BATCH):
+                self.hints += _hint_at_epochs(inner, curve)
+            return Driven(optimizer, every, curve, inner, _count(inner))
+        bases = [base_rate(group) for group in optimizer.param_groups]
+        return Driven(optimizer, every, lambda count: _multiplied(bases, inner(count)))
+
+    def _rates(self, device: torch.device) -> Rates:
+        schedules = [
+            _of_group(driven, position)
+            for driven in self.driven
+            for position in range(len(driven.optimizer.param_groups))
+        ]
+        optimizers = [driven.optimizer for driven in self.driven]
+        rates = Rates(optimizers, schedules, device, base=[1.0] * len(schedules), chunk=AHEAD)
+        self.rates = rates
+        self._write()
+        return rates
+
+    def _write(self) -> None:
+        """Give the rates what does not follow steps."""
+        assert self.rates is not None
+        said: list[float] = []
+        for driven in self.driven:
+            said += [1.0] * len(driven.optimizer.param_groups) if driven.every == "step" else self._said_by(driven)
+        self.rates.set_by_host(said)
+
+    def _said_by(self, driven: Driven) -> Sequence[float]:
+        try:
+            rates = driven.absolute(self.epochs)
+            if not all(math.isfinite(rate) for rate in rates):
+                raise ValueError(f"{list(rates)} are no learning rates")
+        except Exception as error:  # whatever a user's function may raise
+            raise ConfigError(
+                f"the schedule has no learning rate for epoch {self.epochs}",
+                why=f"{type(error).__name__}: {error}",
+                fix="make it as long as the training, for example T_max=number of epochs",
+            ) from error
+        return rates
+
+    def epoch_ended(self) -> None:
+        if self.driven and not self.has("epoch", "validation"):
+            raise ConfigError(
+                "epoch_ended() was called, but schedule= moves on with every step",
+                why="a scheduler follows optimizer steps unless it is said otherwise",
+                fix="schedule=hs.per_epoch(scheduler), or no call of epoch_ended()",
+            )
+        self.epochs += 1
+        if self.driven:
+            self._write()
+
+    def validated(self, metric: float) -> None:
+        if not self.has("validation"):
+            raise ConfigError(
+                "validated(metric) was called, but schedule= holds no ReduceLROnPlateau",
+                why="no other schedule follows a metric",
+                fix="schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, ...), or no call of validated()",
+            )
+        for driven in self.driven:
+            if driven.plateau is not None:
+                driven.plateau.observe(float(metric))
+        self._write()
+
+    def has(self, *kinds: str) -> bool:
+        return any(driven.every in kinds for driven in self.driven)
+
+    def refuse_other_hands(self) -> None:
+        """Whoever steps the scheduler, too, or writes a learning rate, expects what does not happen."""
+        for driven in self.driven:
+            if driven.scheduler is not None and _count(driven.scheduler) != driven.count:
+                instead = {
+                    "step": "the step moves it on by itself",
+                    "epoch": "call step.epoch_ended() instead",
+                    "validation": "call step.validated(metric) instead",
+                }[driven.every]
+                raise ConfigError(
+                    f"{type(driven.scheduler).__name__}.step() was called by hand, but schedule= drives it",
+                    why="the step follows a copy of it, which a skipped step does not move",
+                    fix=f"leave scheduler.step() out: {instead}; or leave schedule= out and go on by hand",
+                )
+        if self.rates is not None:
+            self.rates.refuse_other_hands()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs, "plateaus": [d.plateau.state_dict() for d in self.driven if d.plateau]}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse what does not fit, before anything is loaded."""
+        own, stored = sum(d.plateau is not None for d in self.driven), len(state.get("plateaus", ()))
+        if own != stored:
+            raise CheckpointError(
+                f"the state holds {stored} ReduceLROnPlateau, this step {own}",
+                fix="make the step with the schedule= it was saved with",
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epochs = int(state.get("epochs", 0))
+        plateaus = [driven.plateau for driven in self.driven if driven.plateau is not None]
+        for plateau, stored in zip(plateaus, state.get("plateaus", ()), strict=True):
+            plateau.load_state_dict(stored)
+        if self.driven:
+            self._write()
+
+
+def _of_group(driven: Driven, position: int) -> Schedule:
+    """The part of a schedule that the device's table holds; what moves on otherwise is written by the host."""
+    if driven.every != "step":
+        return lambda step: 1.0
+    return lambda step: driven.absolute(step)[position]
+
+
+def _by_optimizer(given: object, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
+    """Which optimizer each schedule is for."""
+    if given is None:
+        return []
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(optimizers):
+            raise ConfigError(
+                f"schedule= lists {len(given)} schedules for {len(optimizers)} optimizers",
+                fix="one for each optimizer, in their order; None for one that has no schedule",
+            )
+        pairs = [(optimizer, one) for optimizer, one in zip(optimizers, given, strict=True) if one is not None]
+        for optimizer, one in pairs:
+            _refuse_stranger(one, [optimizer], f"the {type(optimizer).__name__} at its place in the list")
+        return pairs
+    _refuse_stranger(given, optimizers, "one of this step's")
+    own = getattr(_inner(given), "optimizer", None)
+    return [(optimizer, given) for optimizer in optimizers if own is None or optimizer is own]
+
+
+def _inner(given: object) -> Any:
+    return given.schedule if isinstance(given, Paced) else given
+
+
+def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str) -> None:
+    inner = _inner(given)
+    if not isinstance(inner, (LRScheduler, ReduceLROnPlateau)):
+        if callable(inner) and not isinstance(inner, type):
+            return
+        raise ConfigError(
+            f"schedule={given!r} is no schedule",
+            why="it is a torch scheduler, a function of the step, or a list with one of them for each optimizer",
+            fix="schedule=hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=number_of_steps))",
+        )
+    if not any(inner.optimizer is optimizer for optimizer in optimizers):
+        raise ConfigError(
+            f"{type(inner).__name__} was made for another optimizer, not for {wanted}",
+            why="a scheduler drives the optimizer it was made with, and no other",
+            fix=f"make it with the optimizer given to Step: {type(inner).__name__}(optimizer, ...)",
+        )
+
+
+def _multiplied(bases: Sequence[float], multiplier: Any) -> list[float]:
+    if isinstance(multiplier, complex):
+        raise ValueError(f"{multiplier} is no learning rate")
+    return [base * float(multiplier) for base in bases]
+
+
+def _count(scheduler: Any) -> int:
+    """How often the user's scheduler was stepped."""
+    return int(scheduler.last_epoch)
+
+
+def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
+    steps = steps_until_small(curve)
+    if not steps:
+        return []
+    return [
+        f"schedule={type(scheduler).__name__} follows optimizer steps: after {steps} of them the learning rate is 1/50 "
+        "of its highest or less. If it counts epochs, write schedule=hs.per_epoch(scheduler) and call "
+        "step.epoch_ended(); if that is meant, hs.per_step(scheduler)"
+    ]

@@ -1,0 +1,324 @@
+"""`schedule=` in a loop of one's own: per optimizer, per step, per epoch or by a metric, and never another rate used
+than the one reported."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep as hs
+from halfstep.errors import CheckpointError, ConfigError
+
+TORCH = torch.optim.lr_scheduler
+X = torch.ones(4, 2)
+
+
+def sgd(module: nn.Module, lr: float = 1.0, *, fused: bool = True) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr, fused=fused)
+
+
+def made(optimizer: Any, model: nn.Module, schedule: Any, **more: Any) -> hs.Step:
+    return hs.Step(model, optimizer, "fp32", schedule=schedule, **more)
+
+
+def stepped(step: hs.Step, model: nn.Module, times: int = 1) -> list[float]:
+    return [step(lambda x: model(x).mean(), [X]).lr for _ in range(times)]
+
+
+def rate(optimizer: torch.optim.Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def two_optimizers() -> tuple[nn.Sequential, torch.optim.SGD, torch.optim.SGD]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return model, sgd(model[0], 1.0), sgd(model[1], 0.5)
+
+
+# --- per optimizer ---
+
+
+def test_a_scheduler_drives_the_optimizer_it_was_made_with_and_no_other() -> None:
+    model, a, b = two_optimizers()
+    step = made([a, b], model, hs.per_step(TORCH.StepLR(a, 1, 0.1)))
+    stepped(step, model, 3)
+    assert (rate(a), rate(b)) == pytest.approx((0.01, 0.5))
+    b.param_groups[0]["lr"] = 0.25  # it has no schedule, so it is the user's
+    stepped(step, model)
+    assert rate(b) == 0.25
+
+
+def test_a_list_gives_each_optimizer_its_own_schedule() -> None:
+    model, a, b = two_optimizers()
+    step = made([a, b], model, [lambda k: 1 / (1 + k), hs.per_step(TORCH.ExponentialLR(b, 0.5))])
+    assert stepped(step, model, 3) == pytest.approx([1, 1 / 2, 1 / 3])
+    assert rate(b) == pytest.approx(0.5 * 0.25)
+
+
+def test_a_list_may_leave_one_optimizer_out_and_the_first_ones_rate_is_reported() -> None:
+    model, a, b = two_optimizers()
+    step = made([a, b], model, [None, lambda k: 0.1])
+    assert stepped(step, model) == [1.0]
+    assert rate(b) == pytest.approx(0.05)
+
+
+def test_a_function_alone_multiplies_the_rates_of_all() -> None:
+    model, a, b = two_optimizers()
+    stepped(made([a, b], model, lambda k: 0.5), model)
+    assert (rate(a), rate(b)) == (0.5, 0.25)
+
+
+def test_a_scheduler_of_an_optimizer_that_is_not_here_is_refused() -> None:
+    model, a, b = two_optimizers()
+    foreign = TORCH.StepLR(sgd(nn.Linear(1, 1)), 1)
+    with pytest.raises(ConfigError, match="another optimizer"):
+        made(a, model, foreign)
+    with pytest.raises(ConfigError, match="another optimizer"):
+        made([a, b], model, [TORCH.StepLR(b, 1), TORCH.StepLR(a, 1)])
+    with pytest.raises(ConfigError, match="1 schedules for 2 optimizers"):
+        made([a, b], model, [None])
+
+
+@pytest.mark.parametrize("given", ["cosine", 0.1, {}, TORCH.StepLR])
+def test_what_is_no_schedule_is_told_what_one_is(given: object) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="CosineAnnealingLR") as error:
+        made(sgd(model), model, given)
+    assert "hs.per_step" in error.value.fix
+
+
+# --- per step or per epoch ---
+
+
+def test_a_scheduler_per_epoch_moves_when_the_epoch_ended() -> None:
+    model = nn.Linear(2, 2)
+    optimizer, twin = sgd(model), sgd(nn.Linear(1, 1))
+    step, torchs = made(optimizer, model, hs.per_epoch(TORCH.StepLR(optimizer, 1, 0.7))), TORCH.StepLR(twin, 1, 0.7)
+    for _ in range(4):
+        assert stepped(step, model, 3) == pytest.approx([rate(twin)] * 3)
+        step.epoch_ended()
+        twin.step()
+        torchs.step()
+
+
+def test_a_function_per_epoch_is_asked_for_epochs() -> None:
+    model = nn.Linear(2, 2)
+    step = made(sgd(model), model, hs.per_epoch(lambda epoch: 1 / (1 + epoch)))
+    rates = []
+    for _ in range(3):
+        rates += stepped(step, model, 2)
+        step.epoch_ended()
+    assert rates == pytest.approx([1, 1, 1 / 2, 1 / 2, 1 / 3, 1 / 3])
+
+
+def test_a_forgotten_epoch_ended_is_noticed() -> None:
+    model = nn.Linear(2, 2)
+    step = made(sgd(model), model, hs.per_epoch(lambda epoch: 0.5))
+    assert len(list(step.windows([X, X]))) == 2
+    with pytest.warns(UserWarning, match="epoch_ended"):
+        list(step.windows([X]))
+
+
+def test_epoch_ended_without_a_schedule_per_epoch_is_refused_and_without_any_is_fine() -> None:
+    model = nn.Linear(2, 2)
+    made(sgd(model), model, None).epoch_ended()
+    with pytest.raises(ConfigError, match=r"per_epoch"):
+        made(sgd(model), model, lambda k: 1.0).epoch_ended()
+
+
+SHORT = {
+    "step": lambda o: TORCH.StepLR(o, 1, 0.7),
+    "milestones": lambda o: TORCH.MultiStepLR(o, [100, 150, 200], 0.1),
+    "exponential": lambda o: TORCH.ExponentialLR(o, 0.95),
+    "cosine over epochs": lambda o: TORCH.CosineAnnealingLR(o, 90),
+}
+LONG = {
+    "cosine over steps": lambda o: TORCH.CosineAnnealingLR(o, 10_000),
+    "warmup": lambda o: TORCH.LinearLR(o, 1e-3, 1.0, 500),
+    "onecycle, which torch steps after batches": lambda o: TORCH.OneCycleLR(o, 1.0, 60, cycle_momentum=False),
+    "a function that ends": lambda o: TORCH.LambdaLR(o, ([1.0] * 5).__getitem__),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_scheduler_that_looks_like_one_of_epochs_is_asked_about_unless_it_was_said(name: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    with pytest.warns(UserWarning, match=r"hs.per_epoch\(scheduler\).*hs.per_step"):
+        made(optimizer, model, SHORT[name](optimizer))
+    made(optimizer, model, hs.per_step(SHORT[name](optimizer)))
+    made(optimizer, model, hs.per_epoch(SHORT[name](optimizer)))
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_scheduler_over_many_steps_is_followed_without_a_word(name: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    stepped(made(optimizer, model, LONG[name](optimizer)), model, 3)
+
+
+# --- by a metric ---
+
+PLATEAUS: dict[str, dict[str, Any]] = {
+    "min": {"mode": "min", "patience": 1, "factor": 0.5},
+    "max, absolute threshold": {"mode": "max", "patience": 0, "threshold": 0.05, "threshold_mode": "abs"},
+    "cooldown": {"patience": 1, "cooldown": 2, "factor": 0.1},
+    "min_lr and eps": {"patience": 0, "factor": 0.1, "min_lr": 1e-3, "eps": 1e-2},
+}
+METRICS = [1.0, 0.9, 0.91, 0.92, 0.93, 0.8, 0.8, 0.8, 0.8, float("nan"), 0.81, 0.79, 0.5, 0.6, 0.7, 0.7, 0.7, 0.7]
+
+
+@pytest.mark.parametrize("name", PLATEAUS)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.filterwarnings("ignore:SGD is not fused")
+def test_a_plateau_cuts_exactly_when_torchs_does(name: str, fused: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, twin = sgd(model, fused=fused), sgd(nn.Linear(1, 1))
+    step = made(optimizer, model, TORCH.ReduceLROnPlateau(optimizer, **PLATEAUS[name]))
+    torchs = TORCH.ReduceLROnPlateau(twin, **PLATEAUS[name])
+    for metric in METRICS:
+        assert stepped(step, model) == pytest.approx([rate(twin)])
+        step.validated(torch.tensor(metric))
+        torchs.step(metric)
+
+
+def test_validated_without_a_plateau_says_what_follows_a_metric() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
+        made(sgd(model), model, lambda k: 1.0).validated(0.5)
+
+
+def test_epochs_and_plateaus_survive_a_round_trip() -> None:
+    model, a, b = two_optimizers()
+
+    def new(a: Any, b: Any) -> hs.Step:
+        plateau = TORCH.ReduceLROnPlateau(b, patience=0, factor=0.1)
+        return made([a, b], model, [hs.per_epoch(TORCH.StepLR(a, 1, 0.5)), plateau])
+
+    step = new(a, b)
+    for metric in (1.0, 2.0):
+        stepped(step, model)
+        step.epoch_ended()
+        step.validated(metric)
+    c, d = sgd(model[0], 1.0), sgd(model[1], 0.5)
+    resumed = new(c, d)
+    resumed.load_state_dict(step.state_dict())
+    assert stepped(resumed, model) == stepped(step, model) == [0.25]
+    assert rate(d) == rate(b) == pytest.approx(0.05)
+    with pytest.raises(CheckpointError, match="ReduceLROnPlateau"):
+        made([sgd(model[0]), sgd(model[1])], model, None).load_state_dict(step.state_dict())
+
+
+# --- nobody else drives ---
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.filterwarnings("ignore:SGD is not fused")
+def test_a_rate_written_by_hand_while_a_schedule_drives_it_is_refused(fused: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model, fused=fused)
+    step = made(optimizer, model, lambda k: 0.5)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ConfigError, match="written by hand"):
+        stepped(step, model)
+    optimizer.param_groups[0]["lr"] = 1.0 if not fused else step.rates.views[0]
+    assert stepped(step, model) == [0.5]
+    optimizer.param_groups[0]["lr"] *= 0.1  # in place, where it is a tensor
+    with pytest.raises(ConfigError, match="written by hand"):
+        stepped(step, model)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "instead"), [(hs.per_step, "by itself"), (hs.per_epoch, r"step.epoch_ended\(\) instead")]
+)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_a_scheduler_that_is_also_stepped_by_hand_is_refused(wrap: Any, instead: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    scheduler = TORCH.StepLR(optimizer, 1, 0.7)
+    step = made(optimizer, model, wrap(scheduler))
+    stepped(step, model)
+    scheduler.step()
+    with pytest.raises(ConfigError, match=instead):
+        stepped(step, model)
+
+
+def test_without_a_schedule_the_users_own_scheduler_and_hand_set_rates_hold() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    scheduler = TORCH.StepLR(optimizer, 1, 0.1)
+    step = made(optimizer, model, None)
+    assert stepped(step, model) == [1.0]
+    scheduler.step()
+    assert stepped(step, model) == pytest.approx([0.1])
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert stepped(step, model) == [0.5]
+
+
+# --- no further ahead than needed ---
+
+TABLE = dict.fromkeys(range(20), 1.0)
+
+
+def asserting(k: int) -> float:
+    assert k < 20
+    return 1.0
+
+
+ENDING = {
+    "polynomial, complex after its end": lambda k: (1 - k / 19) ** 0.9,
+    "a table": lambda k: TABLE[k],
+    "an assertion": asserting,
+    "a division by zero": lambda k: 1 / (20 - k),
+    "infinite": lambda k: 1.0 if k < 20 else float("inf"),
+}
+
+
+@pytest.mark.parametrize("name", ENDING)
+@pytest.mark.parametrize("as_scheduler", [True, False])
+def test_a_schedule_may_end_with_the_training(name: str, as_scheduler: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, schedule = sgd(model), ENDING[name]
+    step = made(optimizer, model, hs.per_step(TORCH.LambdaLR(optimizer, schedule)) if as_scheduler else schedule)
+    expected = [float(schedule(k)) for k in range(20)]
+    assert stepped(step, model, 20) == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="no learning rate for step 20"):
+        stepped(step, model)
+
+
+def test_skipped_steps_do_not_count_towards_the_end_of_a_schedule() -> None:
+    model = nn.Linear(2, 2)
+    step = made(sgd(model), model, [1.0, 0.5].__getitem__)
+    bad = X * float("nan")
+    rates = [step(lambda x: model(x).mean(), [x]).lr for x in (bad, X, bad, X)]
+    assert rates == [1.0, 1.0, 0.5, 0.5]
+    with pytest.raises(ConfigError, match="step 2"):
+        stepped(step, model)
+
+
+def test_a_group_whose_rate_is_zero_follows_its_scheduler() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model, 0.0)
+    assert stepped(made(optimizer, model, TORCH.LambdaLR(optimizer, lambda k: 1.0)), model, 2) == [0.0, 0.0]
+
+
+def test_a_schedule_is_asked_for_few_steps_ahead() -> None:
+    model, asked = nn.Linear(2, 2), []
+
+    def schedule(k: int) -> float:
+        asked.append(k)
+        return 1.0
+
+    stepped(made(sgd(model), model, schedule), model, 2)
+    assert max(asked) < 300
+
+
+def test_a_run_longer_than_the_table_follows_its_schedule_on() -> None:
+    model = nn.Linear(2, 2)
+    step = made(sgd(model), model, lambda k: 1 / (1 + k))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stepped(step, model, 260)[-1] == pytest.approx(1 / 260)
