@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.problem import random_batch, random_workload
+from halfstep.bench.problem import random_workload
 from halfstep.config.schema import RunConfig
-from halfstep.guide.memory import step_cost
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
-from halfstep.workloads import load
-from halfstep.workloads.segmentation.build import model_from_store
+from halfstep.tune.step_cost import step_cost
+from halfstep.workloads import KINDS, load
 from halfstep.workloads.segmentation.config import UNetConfig
 from recording import store, time_steps
 
@@ -40,8 +39,8 @@ def counted(config: RunConfig) -> dict[str, Any]:
 def measured(config: RunConfig, device: torch.device) -> dict[str, Any]:
     assert isinstance(config, UNetConfig)
     torch.manual_seed(0)
-    batch = random_batch(config)
-    workload = random_workload(config, model_from_store(config, {**DATA, "image_size": config.data.image_size}), batch)
+    workload = random_workload(config)
+    batch = KINDS.of(config.workload).make_batch(config, workload.store)
     parts = assemble(config, workload, plan_for(config, workload, probe(str(device))))
     engine = Engine(parts, parts.way or "eager", lambda text, level: print(text))
     window = [{name: value.to(device) for name, value in batch.items()}] * config.train.accumulate

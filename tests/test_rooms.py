@@ -18,14 +18,14 @@ ROOMS: dict[str, set[str]] = {
     "hardware": {"formats", "errors"},
     "precision": {"config", "hardware", "formats", "islands", "errors"},
     "data": {"errors"},
-    "workloads": {"config", "models", "data", "islands", "errors"},
+    "workloads": {"config", "models", "data", "report", "islands", "errors"},
     "step": {"precision", "formats", "errors"},
     "report": {"config", "formats", "errors"},
     "align": {"config", "hardware.gpus", "formats", "errors"},
     "measure": {"errors"},
     "evidence": {"step", "precision", "formats", "errors"},
 }
-ROOMS["tune"] = set(ROOMS) - {"align", "report", "evidence"}
+ROOMS["tune"] = set(ROOMS) - {"align", "evidence"}
 ROOMS["run"] = set(ROOMS) - {"align"}
 for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}

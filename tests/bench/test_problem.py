@@ -10,8 +10,8 @@ from halfstep.bench.problem import RandomSamples, problem_for, random_workload
 from halfstep.bench.runner import Problem
 from halfstep.bench.settings import bench_config
 from halfstep.errors import ConfigError
-from halfstep.guide.memory import step_cost
 from halfstep.tune.first_batch import first_batch
+from halfstep.tune.step_cost import step_cost
 
 CPU = torch.device("cpu")
 SMALL = {"unet": ("data.image_size=32",), "resnet18": ("data.image_size=32",), "vit_s_16": ("data.image_size=48",)}
@@ -46,7 +46,7 @@ def test_everybody_gets_the_same_weights_and_trains_a_copy(workload: str) -> Non
 @pytest.mark.parametrize("workload", SMALL)
 def test_peers_see_the_numbers_that_halfstep_sees_in_a_contiguous_layout(workload: str) -> None:
     problem = small_problem(workload)
-    own = random_workload(problem.config, problem.make_model(), problem.host_batch)
+    own = random_workload(problem.config)
     expected = own.prepare(problem.host_batch, key=(0, 0), training=True)["image"]
     image = problem.prepare(problem.host_batch)["image"]
     torch.testing.assert_close(image, expected, rtol=0, atol=0)
@@ -64,7 +64,7 @@ def test_the_samples_are_the_rows_of_the_batch() -> None:
 @pytest.mark.parametrize("workload", SMALL)
 def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
     problem = small_problem(workload)
-    own = random_workload(problem.config, problem.make_model(), problem.host_batch)
+    own = random_workload(problem.config)
     found = first_batch(problem.config, own)
     assert {name: part.shape for name, part in found.items()} == {
         name: part.shape for name, part in problem.host_batch.items()
@@ -74,7 +74,7 @@ def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
 @pytest.mark.parametrize("workload", SMALL)
 def test_counted_arithmetic_is_what_forward_and_backward_need(workload: str) -> None:
     problem = small_problem(workload)
-    store = {"classes": ["c"] * 1000, "channels": 3, "num_classes": 2}
+    store = {"classes": ["c"] * 1000, "channels": 3, "num_classes": 2, "image_size": problem.config.data.image_size}
     expected = 2 * step_cost(problem.config, store, "fp32").sample_flops
     # The estimate counts a gradient for the image, too, which nobody computes.
     assert 0.8 * expected < step_flops(problem) <= 1.001 * expected

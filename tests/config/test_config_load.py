@@ -14,10 +14,11 @@ from halfstep.config.keys import fields_of
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.config.statements import DEFAULT
-from halfstep.config.workloads import SCHEMAS
 from halfstep.errors import ConfigError
-from halfstep.workloads import from_dict, load
+from halfstep.workloads import KINDS, from_dict, load
 from halfstep.workloads.segmentation.config import UNetConfig
+
+SCHEMAS = [KINDS[name].schema(name) for name in KINDS]
 
 
 def load_text(tmp_path: Path, text: str, overrides: Sequence[str] = (), **flags: object) -> Loaded:
@@ -101,7 +102,7 @@ def test_each_value_that_was_overridden_is_recorded_once_a_layer(tmp_path: Path)
 def test_every_setting_has_a_source_and_a_description(tmp_path: Path) -> None:
     loaded = load_text(tmp_path, "globals: {A: 1}\nprecision: {modules: {'vae.*': fp32}}\n")
     assert {"globals.A", "precision.modules.vae.*"} <= set(loaded.sources)
-    for schema in SCHEMAS.values():
+    for schema in SCHEMAS:
         assert [path for path, field in fields_of(schema).items() if not field.description] == []
 
 
@@ -127,7 +128,7 @@ def test_presets_are_guide_0s(preset: str, values: dict[str, object]) -> None:
     assert {key: found[key] for key in values} == values
 
 
-@pytest.mark.parametrize("schema", [RunConfig, *SCHEMAS.values()])
+@pytest.mark.parametrize("schema", [RunConfig, *SCHEMAS])
 def test_every_preset_of_every_schema_names_settings_that_exist(schema: type[RunConfig]) -> None:
     assert set(schema.presets) >= {"fast", "quality", "lowmem", "stable", "debug"}
     for values in schema.presets.values():

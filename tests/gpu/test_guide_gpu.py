@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.guide.memory import step_cost
+from halfstep.tune.step_cost import step_cost
 from halfstep.workloads import from_dict
 from halfstep.workloads.classification.scores import build as image_classification
 from halfstep.workloads.segmentation.scores import build as unet

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
 
@@ -18,13 +19,14 @@ from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep.guide.ask import Prompt, Question, path_in, read_answers
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.guide.guide import QUESTIONS, new_yaml_file, write_new
-from halfstep.guide.memory import LiveBytes, StepCost, step_cost
 from halfstep.guide.rules import Rate, Situation, batch, duration, learning_rate, training_rate, workers
 from halfstep.guide.suggest import ORDER, suggestions
 from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
+from halfstep.measure.live_bytes import LiveBytes
 from halfstep.precision.advice import UNET_SAMPLE_BYTES
+from halfstep.tune.step_cost import StepCost, step_cost
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
 from halfstep.workloads.segmentation.config import UNetConfig
@@ -151,7 +153,7 @@ def test_counted_memory_agrees_with_real_tensors() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     with LiveBytes() as live:
-        model(torch.zeros(64, 3, 32, 32)).float().square().mean().backward()
+        F.cross_entropy(model(torch.zeros(64, 3, 32, 32)), torch.zeros(64, dtype=torch.long)).backward()
     assert step_cost(small, store, "fp32").sample_bytes == live.peak // 64
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from halfstep.guide.memory import LiveBytes
 from halfstep.kernels import chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import normalised
+from halfstep.measure.live_bytes import LiveBytes
 from halfstep.models import unet as unet_module
 from halfstep.models import unet_chain
 from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d

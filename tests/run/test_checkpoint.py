@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from warm_processes import process
-from whole_runs import small_disk
 
 from halfstep.errors import CheckpointError
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder
 from halfstep.run.tree import pack, unpack
+from warm_processes import process
+from whole_runs import small_disk
 
 
 def checkpoint(value: float = 1.0) -> Checkpoint:

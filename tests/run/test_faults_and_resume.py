@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from whole_runs import assert_same_run, events, learning_rates, newest, resume, run
 
 import tiny_workload
 from halfstep.errors import Interrupted, TrainingStopped
 from halfstep.run.checkpoint import Checkpoints
+from whole_runs import assert_same_run, events, learning_rates, newest, resume, run
 
 
 def assert_interruption_changes_nothing(tmp_path: Path, settings: dict[str, Any], *, at_step: int) -> Path:

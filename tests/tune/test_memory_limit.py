@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from whole_runs import newest, run
 
 from halfstep.errors import MemoryLimitError
 from halfstep.run import engine, loop
 from halfstep.run import train as training
 from halfstep.run.loop import Loop
 from halfstep.step.step import Step
+from whole_runs import newest, run
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, at_call: int, after: bool = False) -> None:

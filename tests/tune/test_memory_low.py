@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from halfstep.config.training import TrainConfig
-from halfstep.guide.memory import LiveBytes
+from halfstep.measure.live_bytes import LiveBytes
 from halfstep.models.unet import UNet
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.tune.memory_levers import activation_budget, levers_of, optimizer_for

@@ -20,8 +20,8 @@ from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
-from halfstep.use.predictor import Wishes
 from halfstep.workloads import load
+from halfstep.workloads.using import Wishes
 from tiny_runs import Told, copied, resnet_run, unet_run
 
 

@@ -15,15 +15,15 @@ from PIL import Image
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.prediction_view import Answer, Predictions
 from halfstep.report.progress import Bar
-from halfstep.run.whole_images import smallest_good_tile
 from halfstep.use.evaluate import evaluate
-from halfstep.use.inputs import Input
-from halfstep.use.open_run import open_run, plan_for_use, with_weights
+from halfstep.use.open_run import in_use, open_run, plan_for_use, with_weights
 from halfstep.use.predict import predict
-from halfstep.use.predictor import Wishes
 from halfstep.workloads.classification.config import ImageDataConfig
 from halfstep.workloads.classification.data import evaluation_share
+from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.predict import MaskPredictor
+from halfstep.workloads.segmentation.whole_images import smallest_good_tile
+from halfstep.workloads.using import Input, Wishes
 from tiny_runs import Told, copied, resnet_run, unet_run
 
 
@@ -80,7 +80,8 @@ def test_tiles_agree_with_the_whole_image(unet: Path, large: Path, tmp_path: Pat
 
 def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_path: Path) -> None:
     run = open_run(unet)
-    predictor = MaskPredictor(run)
+    assert isinstance(run.config, UNetConfig)
+    predictor = MaskPredictor(run.config, run.store)
     plan = plan_for_use(run, predictor.model, device=None, precision=None)
     model = with_weights(run, predictor.model, plan)
 
@@ -91,7 +92,7 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
     model.register_forward_pre_hook(refuse_wide_images)
     told, item = Told(unet), Input(path=large, name=Path(large.name))
     bar = Bar("Predicting", 1)
-    (answer,) = predictor.answers([item], model, plan, Wishes(out=tmp_path / "out"), told.report, bar)
+    (answer,) = predictor.answers([item], in_use(model, plan, told.report), Wishes(out=tmp_path / "out"), bar)
     shown = next(part for part in bar.parts() if part.startswith("tile "))
     assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
     assert isinstance(answer, Answer)

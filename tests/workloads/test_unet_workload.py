@@ -15,10 +15,10 @@ from halfstep.models.unet import UNet
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
-from halfstep.use.predictor import Wishes
 from halfstep.workloads import build, load
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo
+from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload
 from tiny_runs import Told, unet_run
 

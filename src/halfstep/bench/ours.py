@@ -63,7 +63,7 @@ class Ours:
         model, own = self.problem.make_model(), self.problem.own_data
         if own is not None:
             return dataclasses.replace(own, model=model)
-        return random_workload(self.config, model, self.problem.host_batch)
+        return dataclasses.replace(random_workload(self.config), model=model)
 
     def reading(self) -> Feed:
         """Where the training that runs has its batches from, on data of the user's own."""

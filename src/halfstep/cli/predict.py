@@ -44,7 +44,7 @@ def command(
     from halfstep.report.prediction_view import refuse_existing, show_predictions, write_csv
     from halfstep.report.run_report import RunReport
     from halfstep.use.predict import predict
-    from halfstep.use.predictor import Wishes
+    from halfstep.workloads.using import Wishes
 
     if csv:
         refuse_existing(csv)

@@ -13,10 +13,10 @@ from typing import Any
 from halfstep.config.schema import RunConfig
 from halfstep.config.training import ADAM_LIKE
 from halfstep.guide.data import DataLook
-from halfstep.guide.memory import StepCost
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware
 from halfstep.measure.memory import format_bytes
+from halfstep.tune.step_cost import StepCost
 
 STEPS_AN_EPOCH = 10
 """Fewer optimizer steps than this in an epoch, and a small set learns too slowly for its epochs."""

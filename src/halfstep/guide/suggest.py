@@ -10,12 +10,12 @@ import yaml
 
 from halfstep.config.dump import Dumper
 from halfstep.config.schema import RunConfig
-from halfstep.guide.memory import step_cost
 from halfstep.guide.rules import Situation, batch, duration, learning_rate, training_rate, workers
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
+from halfstep.tune.step_cost import step_cost
 from halfstep.workloads import KINDS, from_dict
 
 ORDER = {

@@ -6,6 +6,7 @@ a slow device spends on a small batch and a fast one on the whole. Steps are eag
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 
 from halfstep.config.schema import RunConfig
-from halfstep.guide.memory import model_for
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import placed
 from halfstep.step.optimizers import build_optimizer, parameter_groups
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory
+from halfstep.tune.step_cost import NoSamples
+from halfstep.workloads import KINDS
+from halfstep.workloads.workload import Batch, Workload
 
 TRIAL_S = 3.0
 """No step is begun that would end later."""
@@ -77,18 +80,25 @@ def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | Non
 
 def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
     plan = decide(config.precision, hardware)
-    model = placed(config, model_for(config, store), plan).train()
+    kind = KINDS.of(config.workload)
+    workload: Workload = kind.part("over")(config, store, NoSamples())
+    model = placed(config, workload.model, plan).train()
     groups = parameter_groups(model, config.optimizer.weight_decay)
     optimizer = build_optimizer(config.optimizer.name, groups, lr=1e-6, options=config.optimizer.options())
-    device, side = torch.device(plan.device), config.data.image_size
+    device = torch.device(plan.device)
+
+    @functools.lru_cache(maxsize=1)
+    def batch(num_samples: int) -> Batch:
+        sized = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": num_samples})})
+        loaded = {name: value.to(device) for name, value in kind.make_batch(sized, store).items()}
+        return in_layout_of(model, workload.prepare(loaded, key=(), training=True))
 
     def step(num_samples: int) -> float:
-        image = torch.rand(num_samples, int(store.get("channels", 3)), side, side, device=device)
-        image = in_layout_of(model, {"image": image})["image"]
+        prepared = batch(num_samples)
         _wait_for(device)
         start = time.perf_counter()
         with plan.forward():
-            loss = model(image).float().square().mean()
+            loss, _ = workload.weighed_loss(workload.forward(model, prepared), prepared)
         with plan.backend():
             loss.backward()
         optimizer.step()

@@ -21,21 +21,13 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.hints import hint_about
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.validate import evaluating, validate
-from halfstep.run.whole_images import WholeImages
 from halfstep.step.randomness import algorithms
 from halfstep.tune.memory_limit import OutOfMemory
-from halfstep.use.evaluation import Kind, Look, PlainEvaluation
-from halfstep.use.open_run import OpenedRun, fresh_folder, open_run, plan_for_use, with_weights, write_text
-from halfstep.workloads import CLASSIFIERS
-from halfstep.workloads.classification.evaluate import ClassificationEvaluation
-from halfstep.workloads.segmentation.config import UNetConfig
-from halfstep.workloads.segmentation.evaluate import SegmentationEvaluation
+from halfstep.use.open_run import OpenedRun, fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
+from halfstep.workloads import KINDS
+from halfstep.workloads.using import Evaluation as Evaluating
+from halfstep.workloads.using import Look, PlainEvaluation
 from halfstep.workloads.workload import Batch, Workload
-
-KINDS: dict[str, type[Kind]] = {
-    "unet": SegmentationEvaluation,
-    **dict.fromkeys(CLASSIFIERS, ClassificationEvaluation),
-}
 
 
 def evaluate(
@@ -53,14 +45,15 @@ def evaluate(
     """Metrics as in training, results of each class, and pictures in a folder of their own."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint)
-    kind = KINDS.get(run.config.workload, PlainEvaluation)
+    kind = KINDS.of(run.config.workload)
+    evaluating_as: Any = PlainEvaluation if kind.evaluation is None else kind.part("evaluation")
     if full_size:
-        _refuse_full_size(run.config.workload, kind, batch_size)
-    config, workload = _with_data(run, kind, data, report)
+        _refuse_full_size(run.config.workload, kind.evaluate_options, batch_size)
+    config, workload = _with_data(run, evaluating_as, data, report)
     plan = plan_for_use(run, workload.model, device=device, precision=precision)
     for note in (*run.notes, *plan.warnings, *workload.notes):
         report.notice(note, "warning")
-    evaluation = kind(workload)
+    evaluation = evaluating_as(workload)
     with (
         fresh_folder(out, run.folder.report / "evaluation") as folder,
         algorithms(deterministic=config.train.deterministic),
@@ -68,7 +61,8 @@ def evaluate(
         model = with_weights(run, workload.model, plan)
         counted = replace(workload, metrics=lambda: evaluation.metrics)
         if full_size:
-            metrics = _at_full_size(evaluation, config, model, plan, report)
+            with report.phase("Evaluating", len(workload.val_samples)) as bar:
+                metrics = evaluation.score_full_size(config, in_use(model, plan, report), bar)
         else:
             pieces = int(run.checkpoint.state["pieces"]) if batch_size is None else 1
             size = batch_size or config.train.batch_size
@@ -98,7 +92,9 @@ def evaluate(
     return found
 
 
-def _with_data(run: OpenedRun, kind: type[Kind], data: Path | None, report: RunReport) -> tuple[RunConfig, Workload]:
+def _with_data(
+    run: OpenedRun, kind: type[Evaluating], data: Path | None, report: RunReport
+) -> tuple[RunConfig, Workload]:
     """The run's own validation data; of another folder all there is."""
     config = with_absolute_paths(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
@@ -120,8 +116,8 @@ def _with_data(run: OpenedRun, kind: type[Kind], data: Path | None, report: RunR
     return config, workload
 
 
-def _refuse_full_size(workload: str, kind: type[Kind], batch_size: int | None) -> None:
-    if kind is not SegmentationEvaluation:
+def _refuse_full_size(workload: str, options: frozenset[str], batch_size: int | None) -> None:
+    if "full_size" not in options:
         raise ConfigError(f"--full-size means nothing for {workload}", why="only masks have a size", fix="leave it out")
     if batch_size is not None:
         raise ConfigError(
@@ -129,23 +125,6 @@ def _refuse_full_size(workload: str, kind: type[Kind], batch_size: int | None) -
             why="images of different sizes are taken one at a time",
             fix="leave one of them out",
         )
-
-
-def _at_full_size(
-    evaluation: Kind, config: RunConfig, model: nn.Module, plan: Plan, report: RunReport
-) -> dict[str, float]:
-    assert isinstance(evaluation, SegmentationEvaluation)
-    assert isinstance(config, UNetConfig)
-    workload = evaluation.workload
-    images = WholeImages(
-        model,
-        plan,
-        store=workload.store,
-        depth=config.model.depth,
-        warn=lambda text: report.notice(text, "warning"),
-    )
-    with report.phase("Evaluating", len(workload.val_samples)) as bar:
-        return evaluation.score_full_size(images, bar)
 
 
 def _validated(

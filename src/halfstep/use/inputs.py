@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from halfstep.data.files import natural_key
 from halfstep.report.prediction_view import Failure
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Input:
-    """One file, and its name below the folder it was found in."""
-
-    path: Path
-    name: Path
+from halfstep.workloads.using import Input
 
 
 def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Input], list[Failure]]:

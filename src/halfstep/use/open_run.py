@@ -18,11 +18,14 @@ from halfstep.errors import CheckpointError, ConfigError, HardwareError, nearest
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import placed
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder
 from halfstep.run.loose_buffers import put_back
+from halfstep.run.validate import evaluating
 from halfstep.workloads import load as load_config
+from halfstep.workloads.using import Trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,3 +181,19 @@ def _here(device: str) -> str:
 def _numbered(default: Path) -> Path:
     names = itertools.chain([default], (default.with_name(f"{default.name}-{k}") for k in itertools.count(2)))
     return next(path for path in names if not path.exists())
+
+
+def in_use(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
+    """The model as a family's evaluation and prediction get it."""
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with evaluating(model), plan.forward():
+            yield
+
+    return Trained(
+        model=model,
+        device=torch.device(plan.device),
+        inside=inside,
+        warn=lambda text: report.notice(text, "warning"),
+    )

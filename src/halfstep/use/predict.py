@@ -13,14 +13,10 @@ from halfstep.measure.clock import Stopwatch
 from halfstep.report.prediction_view import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
 from halfstep.step.randomness import algorithms
-from halfstep.use.inputs import Input, find_inputs
-from halfstep.use.open_run import fresh_folder, open_run, plan_for_use, with_weights, write_text
-from halfstep.use.predictor import Predictor, Wishes
-from halfstep.workloads import CLASSIFIERS
-from halfstep.workloads.classification.predict import ClassPredictor
-from halfstep.workloads.segmentation.predict import MaskPredictor
-
-KINDS: dict[str, type[Predictor]] = {"unet": MaskPredictor, **dict.fromkeys(CLASSIFIERS, ClassPredictor)}
+from halfstep.use.inputs import find_inputs
+from halfstep.use.open_run import fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
+from halfstep.workloads import KINDS
+from halfstep.workloads.using import Input, Predictor, Wishes
 
 
 def predict(
@@ -36,10 +32,16 @@ def predict(
     """What the model says about every file; those that cannot be used are named, and fail only where all do."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint)
-    if run.config.workload not in KINDS:
-        raise ConfigError(f"halfstep predict does not know {run.config.workload}", fix="it knows " + ", ".join(KINDS))
-    predictor = KINDS[run.config.workload](run)
-    _refuse_other_wishes(predictor, wishes, run.config.workload)
+    kind = KINDS.of(run.config.workload)
+    if kind.predictor is None:
+        able = ", ".join(name for name in KINDS if KINDS[name].predictor is not None)
+        raise ConfigError(
+            f"halfstep predict does not know {run.config.workload}",
+            why="its Kind has no predictor",
+            fix=f"give it one (examples/own_workload.py); it knows {able}",
+        )
+    _refuse_other_wishes(kind.predict_options, wishes, run.config.workload)
+    predictor: Predictor = kind.part("predictor")(run.config, run.store)
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
         _tell(failure, report)
@@ -47,13 +49,13 @@ def predict(
     plan = plan_for_use(run, predictor.model, device=device, precision=precision)
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
-    has_folder = wishes.out is not None or "out" in predictor.takes
+    has_folder = wishes.out is not None or "out" in kind.predict_options
     place = fresh_folder(wishes.out, run.folder.path / "predictions") if has_folder else nullcontext()
     with place as folder, algorithms(deterministic=run.config.train.deterministic):
         model = with_weights(run, predictor.model, plan)
         answers: list[Answer] = []
         with report.phase("Predicting", len(inputs)) as bar:
-            for result in predictor.answers(inputs, model, plan, replace(wishes, out=folder), report, bar):
+            for result in predictor.answers(inputs, in_use(model, plan, report), replace(wishes, out=folder), bar):
                 if isinstance(result, Answer):
                     answers.append(result)
                 else:
@@ -79,9 +81,9 @@ def predict(
     return made
 
 
-def _refuse_other_wishes(predictor: Predictor, wishes: Wishes, workload: str) -> None:
+def _refuse_other_wishes(options: frozenset[str], wishes: Wishes, workload: str) -> None:
     for name, value in (("tile", wishes.tile), ("top_k", wishes.top_k)):
-        if value is not None and name not in predictor.takes:
+        if value is not None and name not in options:
             raise ConfigError(f"--{name.replace('_', '-')} {value} means nothing for {workload}", fix="leave it out")
 
 

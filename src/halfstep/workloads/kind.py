@@ -54,6 +54,8 @@ class Kind:
     """(device) -> (batch) -> batch: preparation as a user of another framework writes it."""
     evaluation: Part | None = None
     """(workload) -> what evaluates it class by class and draws pictures."""
+    evaluate_options: frozenset[str] = frozenset()
+    """Options of `halfstep evaluate` that the evaluation takes."""
     predictor: Part | None = None
     """(config, store) -> what answers for files."""
     predict_options: frozenset[str] = frozenset()

@@ -23,7 +23,7 @@ from halfstep.workloads.classification.config import ClassifierConfig, ImageData
 from halfstep.workloads.classification.data import evaluation_size, open_image_data
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 from halfstep.workloads.import_path import imported
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.workload import Loss, Workload
 
 FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of mixed labels",)
 
@@ -42,9 +42,6 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     if is_new and config.model.weights:
         start_from_(model, config.model.weights, replace_head=config.model.replace_head)
 
-    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
-        return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
-
     return Workload(
         name=config.workload,
         model=model,
@@ -52,7 +49,7 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
         val_samples=data.val,
         prepare=Prepared(config.data),
         forward=lambda model, batch: model(batch["image"]),
-        loss=loss,
+        loss=loss_of(config),
         metrics=lambda: ClassificationMetrics(num_classes),
         metric="top1",
         mode="max",
@@ -61,6 +58,15 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
         notes=data.notes,
         val_names=data.val_names,
     )
+
+
+def loss_of(config: ClassifierConfig) -> Loss:
+    """Cross-entropy with smoothed labels, by images."""
+
+    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
+
+    return loss
 
 
 def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:

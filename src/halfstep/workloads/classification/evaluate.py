@@ -12,9 +12,9 @@ from halfstep.config.schema import RunConfig
 from halfstep.report.confusion import draw_confusion
 from halfstep.report.evaluation_view import Cell
 from halfstep.report.mistakes import ShownMistake, draw_mistakes
-from halfstep.use.evaluation import Look
 from halfstep.workloads.classification.per_image import ClassificationDetails, Mistake
 from halfstep.workloads.other_data import classes_folder
+from halfstep.workloads.using import Look
 from halfstep.workloads.workload import Workload
 
 SHOWN_MISTAKES = 24

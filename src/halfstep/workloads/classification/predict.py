@@ -7,52 +7,43 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.data.decode import open_picture
 from halfstep.data.files import PICTURES
 from halfstep.data.folder_samples import centre_square
 from halfstep.errors import DataError
-from halfstep.precision.plan import Plan
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
-from halfstep.report.run_report import RunReport
-from halfstep.run.validate import evaluating
-from halfstep.use.inputs import Input
-from halfstep.use.open_run import OpenedRun
-from halfstep.use.predictor import Wishes, failure_of
 from halfstep.workloads.classification.build import Prepared, model_from_store
 from halfstep.workloads.classification.config import ClassifierConfig
 from halfstep.workloads.classification.data import evaluation_share, evaluation_size
 from halfstep.workloads.classification.evaluate import class_names
 from halfstep.workloads.classification.per_image import probabilities
 from halfstep.workloads.classification.scores import TOP
+from halfstep.workloads.kind import Store
+from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 
 
 class ClassPredictor:
     """The top classes of every file."""
 
     endings = PICTURES
-    takes = frozenset({"top_k"})
 
-    def __init__(self, run: OpenedRun) -> None:
-        assert isinstance(run.config, ClassifierConfig)
-        self.config, self.classes, self.names = run.config, run.store["classes"], class_names(run.store)
-        self.model = model_from_store(run.config, run.store)
-        self.prepare, self.eval_share = Prepared(run.config.data), evaluation_share(run.config.data, run.store)
+    def __init__(self, config: ClassifierConfig, store: Store) -> None:
+        self.config, self.classes, self.names = config, store["classes"], class_names(store)
+        self.model = model_from_store(config, store)
+        self.prepare, self.eval_share = Prepared(config.data), evaluation_share(config.data, store)
 
-    def answers(
-        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport, bar: Bar
-    ) -> Iterator[Answer | Failure]:
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """Answers in the order of the files; a batch is as large as in training."""
-        top_k = wishes.top_k or TOP
-        size, device = self.config.train.batch_size, torch.device(plan.device)
+        top_k, size = wishes.top_k or TOP, self.config.train.batch_size
         with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
             for start in range(0, len(inputs), size):
                 chunk = inputs[start : start + size]
                 read = list(threads.map(self._read, chunk))
                 pictures = [pixels for pixels in read if isinstance(pixels, Tensor)]
-                found = iter(self._probabilities(pictures, model, plan, device) if pictures else ())
+                found = iter(self._probabilities(pictures, trained) if pictures else ())
                 for item, outcome in zip(chunk, read, strict=True):
                     yield outcome if isinstance(outcome, Failure) else self._answer(item, next(found), top_k)
 
@@ -64,12 +55,9 @@ class ClassPredictor:
         except DataError as error:
             return failure_of(item, error)
 
-    def _probabilities(
-        self, pictures: list[Tensor], model: nn.Module, plan: Plan, device: torch.device
-    ) -> list[list[float]]:
-        batch = self.prepare({"image": torch.stack(pictures).to(device)}, key=(), training=False)
-        with evaluating(model), plan.forward():
-            found: list[list[float]] = probabilities(model(batch["image"])).tolist()
+    def _probabilities(self, pictures: list[Tensor], trained: Trained) -> list[list[float]]:
+        batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
+        found: list[list[float]] = probabilities(trained(batch["image"])).tolist()
         return found
 
     def _answer(self, item: Input, chances: list[float], top_k: int) -> Answer:

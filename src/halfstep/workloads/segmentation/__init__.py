@@ -15,8 +15,9 @@ KIND = Kind(
     random_batch=f"{_HERE}.random_data:random_batch",
     over=f"{_HERE}.random_data:over",
     evaluation=f"{_HERE}.evaluate:SegmentationEvaluation",
+    evaluate_options=frozenset({"full_size"}),
     predictor=f"{_HERE}.predict:MaskPredictor",
     predict_options=frozenset({"out", "tile"}),
-    hint=f"{_HERE}.metrics:one_class_everywhere",
+    hint=f"{_HERE}.scores:one_class_everywhere",
     guide=f"{_HERE}.guide:GUIDE",
 )

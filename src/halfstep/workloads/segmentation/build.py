@@ -25,7 +25,7 @@ from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.pair_data import MANY_VALUES, find_data, ignored_value, image_side
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.workload import Loss, Workload
 
 FRAGILE = (
     "loss.cross_entropy: log of probabilities near 0",
@@ -72,17 +72,6 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
             pixels, mask = augment(pixels, mask, augmentation, key=key)
         return batch | {"image": pixels, "mask": mask}
 
-    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
-        wish = config.model
-        value = segmentation_loss(
-            outputs,
-            batch["mask"],
-            class_weights=wish.class_weights,
-            ce_weight=wish.ce_weight,
-            dice_weight=wish.dice_weight,
-        )
-        return value, len(outputs)
-
     return Workload(
         name="unet",
         model=model,
@@ -90,7 +79,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         val_samples=SegmentationData(val_pairs, table=table, image=image),
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
-        loss=loss,
+        loss=loss_of(config),
         metrics=lambda: SegmentationMetrics(store["num_classes"], background),
         metric="iou",
         mode="max",
@@ -102,6 +91,23 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         about=tuple(about),
         settled=settled,
     )
+
+
+def loss_of(config: UNetConfig) -> Loss:
+    """Cross-entropy and Dice as the config weighs them, by images."""
+    wish = config.model
+
+    def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+        value = segmentation_loss(
+            outputs,
+            batch["mask"],
+            class_weights=wish.class_weights,
+            ce_weight=wish.ce_weight,
+            dice_weight=wish.dice_weight,
+        )
+        return value, len(outputs)
+
+    return loss
 
 
 def unit_range(pixels: Tensor) -> Tensor:

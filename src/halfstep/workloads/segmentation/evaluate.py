@@ -12,12 +12,13 @@ from halfstep.data.masks import Array, read_mask
 from halfstep.data.segmentation import SegmentationData
 from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
-from halfstep.run.whole_images import WholeImages
-from halfstep.use.evaluation import Look
 from halfstep.workloads.other_data import pairs_folder, with_all_pairs
+from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.per_image import SegmentationDetails
 from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, predicted_classes
+from halfstep.workloads.segmentation.whole_images import WholeImages
+from halfstep.workloads.using import Look, Trained
 from halfstep.workloads.workload import Workload
 
 SHOWN_EACH = 3
@@ -46,9 +47,10 @@ class SegmentationEvaluation:
         side = self.workload.store["image_size"]
         return f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
 
-    def score_full_size(self, images: WholeImages, bar: Bar) -> dict[str, float]:
+    def score_full_size(self, config: UNetConfig, trained: Trained, bar: Bar) -> dict[str, float]:
         """Count every validation image at its own size; there is no loss to report."""
         assert isinstance(self.workload.val_samples, SegmentationData)
+        images = WholeImages(trained, store=self.workload.store, depth=config.model.depth)
         self._at_full_size = FullSize(self.workload.val_samples, images, bar)
         for index in range(len(self.workload.val_samples)):
             truth, prediction = self._at_full_size.maps(index)

@@ -7,49 +7,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
-from torch import nn
 
 from halfstep.data.files import READABLE
 from halfstep.data.images import read_image
 from halfstep.errors import CheckpointError, DataError
-from halfstep.precision.plan import Plan
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
-from halfstep.report.run_report import RunReport
-from halfstep.run.whole_images import WholeImages, any_size
-from halfstep.use.inputs import Input
-from halfstep.use.open_run import OpenedRun
-from halfstep.use.predictor import Wishes, failure_of
+from halfstep.workloads.kind import Store
 from halfstep.workloads.segmentation.build import background_class, model_from_store, table_of_store
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.pictures import overlay
 from halfstep.workloads.segmentation.tiles import Array
+from halfstep.workloads.segmentation.whole_images import WholeImages, any_size
+from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 
 
 class MaskPredictor:
     """One mask and one overlay a file."""
 
     endings = READABLE
-    takes = frozenset({"out", "tile"})
 
-    def __init__(self, run: OpenedRun) -> None:
-        assert isinstance(run.config, UNetConfig)
-        self.config, self.store, self.table = run.config, run.store, table_of_store(run.store)
-        self.model = model_from_store(run.config, run.store)
+    def __init__(self, config: UNetConfig, store: Store) -> None:
+        self.config, self.store, self.table = config, store, table_of_store(store)
+        self.model = model_from_store(config, store)
 
-    def answers(
-        self, inputs: list[Input], model: nn.Module, plan: Plan, wishes: Wishes, report: RunReport, bar: Bar
-    ) -> Iterator[Answer | Failure]:
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """Each file's mask, written as it is found."""
         assert wishes.out is not None
-        images = WholeImages(
-            model,
-            plan,
-            store=self.store,
-            depth=self.config.model.depth,
-            warn=lambda text: report.notice(text, "warning"),
-            tile=wishes.tile,
-        )
+        images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=wishes.tile)
         for item in inputs:
             try:
                 yield self._written(item, images.classes(item.path, bar), wishes.out)

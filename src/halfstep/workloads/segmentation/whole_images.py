@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
 
-from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
-from halfstep.run.validate import evaluating
-from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.workloads.segmentation.tiles import Array, margin_of, predict_file
+from halfstep.workloads.using import Trained
 
 TILE = 1024
 """Pixels a side, where the model allows it: a few GB at full width."""
@@ -26,15 +23,13 @@ class WholeImages:
 
     def __init__(
         self,
-        model: nn.Module,
-        plan: Plan,
+        trained: Trained,
         *,
         store: Mapping[str, Any],
         depth: int,
-        warn: Callable[[str], None],
         tile: int | None = None,
     ) -> None:
-        self.model, self.plan, self.store, self.depth, self.warn = model, plan, store, depth, warn
+        self.trained, self.store, self.depth = trained, store, depth
         self.tile = tile or smallest_good_tile(depth)
 
     def classes(self, path: Path, bar: Bar) -> Array:
@@ -43,29 +38,23 @@ class WholeImages:
         def tell(done: int, total: int) -> None:
             bar.show({"tile": f"{done + 1}/{total}"} if total > 1 else {})
 
-        device = torch.device(self.plan.device)
         while True:
             try:
                 with any_size():
                     return predict_file(
                         path,
-                        self._forward,
+                        self.trained,
                         store=self.store,
                         depth=self.depth,
-                        device=device,
+                        device=self.trained.device,
                         tile=self.tile,
                         tell=tell,
                     )
-            except OutOfMemory as error:
+            except torch.OutOfMemoryError as error:
                 error.__traceback__ = None  # its frames hold the activations that did not fit
                 torch.cuda.empty_cache()
                 self.tile //= 2
-                self.warn(f"out of memory: going on with tiles of {self.tile} pixels")
-
-    def _forward(self, images: Tensor) -> Tensor:
-        with evaluating(self.model), self.plan.forward():
-            logits: Tensor = self.model(images)
-            return logits
+                self.trained.warn(f"out of memory: going on with tiles of {self.tile} pixels")
 
 
 def smallest_good_tile(depth: int) -> int:

@@ -1,0 +1,144 @@
+"""A trained model in use: what a family's evaluation and prediction get, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from halfstep.config.schema import RunConfig
+from halfstep.errors import DataError
+from halfstep.report.evaluation_view import Cell
+from halfstep.report.prediction_view import Answer, Failure
+from halfstep.report.progress import Bar
+from halfstep.workloads.other_data import any_folder
+from halfstep.workloads.workload import Batch, Metrics, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A model with its weights, on its device, in the precision asked for."""
+
+    model: nn.Module
+    device: torch.device
+    inside: Callable[[], AbstractContextManager[None]]
+    """Evaluation mode, no gradients and that precision."""
+    warn: Callable[[str], None]
+
+    def __call__(self, *inputs: Any) -> Any:
+        with self.inside():
+            return self.model(*inputs)
+
+
+# --- evaluation ---
+
+Look: TypeAlias = Callable[[int], tuple[Batch, Any]]
+"""One validation sample as the model saw it, in a batch of one, and what the model says."""
+
+
+class Evaluation(Protocol):
+    """One workload under evaluation."""
+
+    def __init__(self, workload: Workload) -> None: ...
+
+    @property
+    def ranking(self) -> str:
+        """The column of `classes` that says how good a class is."""
+        ...
+
+    @property
+    def scored_at(self) -> str:
+        """The size at which outputs were compared, where that is a question."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """Those of validation, which may note more on the way."""
+        ...
+
+    @staticmethod
+    def config_for(config: RunConfig, folder: Path) -> RunConfig:
+        """Settings for data that the run was not trained on."""
+        ...
+
+    @staticmethod
+    def on_all(workload: Workload) -> Workload:
+        """The workload built with them, with everything to be evaluated as its validation samples."""
+        ...
+
+    def classes(self) -> tuple[dict[str, Cell], ...]: ...
+    def draw(self, folder: Path, look: Look) -> list[Path]: ...
+
+
+class PlainEvaluation:
+    """Of a workload that says no more than its metrics."""
+
+    ranking = ""
+    scored_at = ""
+
+    def __init__(self, workload: Workload) -> None:
+        self.metrics = workload.metrics()
+
+    @staticmethod
+    def config_for(config: RunConfig, folder: Path) -> RunConfig:
+        return any_folder(config, folder)
+
+    @staticmethod
+    def on_all(workload: Workload) -> Workload:
+        return workload
+
+    def classes(self) -> tuple[dict[str, Cell], ...]:
+        return ()
+
+    def draw(self, folder: Path, look: Look) -> list[Path]:
+        return []
+
+
+# --- prediction ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input:
+    """One file, and its name below the folder it was found in."""
+
+    path: Path
+    name: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the user may ask for beside the files; None where nothing was said."""
+
+    out: Path | None = None
+    tile: int | None = None
+    top_k: int | None = None
+
+
+class Predictor(Protocol):
+    """One workload in use on files."""
+
+    @property
+    def model(self) -> nn.Module:
+        """As built; its weights come later."""
+        ...
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Files of a folder that count."""
+        ...
+
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        """One for each input, in order; the bar counts inputs, and may show how far one of them is."""
+        ...
+
+
+def failure_of(item: Input, error: DataError) -> Failure:
+    """What is wrong with a file, in words that stand behind its name; reasons about training mean nothing here."""
+    about_the_file = error.what.removeprefix(f"{item.path} ")
+    is_said = about_the_file != error.what or not error.why
+    return Failure(file=str(item.path), why=about_the_file if is_said else error.why)
