@@ -195,6 +195,8 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     parts.guard.on_reading = journal.on_reading
     with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
+        is_new = resumed is None
+        asked_to_stop.last_words = lambda: str(ended_early(KeyboardInterrupt(), loop, folder, is_new=is_new))
         try:
             show_header(report, loaded, folder, parts)
             for warning in warnings:
@@ -207,14 +209,14 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             _draw(folder, report)
             show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
         except (HalfstepError, KeyboardInterrupt) as error:
-            shown = ended_early(error, loop, folder, is_new=resumed is None)
+            shown = ended_early(error, loop, folder, is_new=is_new)
             if folder.path.is_dir():
                 _draw(folder, report)
             if shown is error:
                 raise
             raise shown from error
         except Exception:  # somebody's own code: its traceback is what they need, an empty run is not
-            if resumed is None and left_nothing(loop):
+            if is_new and left_nothing(loop):
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         finally:
