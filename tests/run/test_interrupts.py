@@ -131,12 +131,12 @@ def test_ctrl_c_in_one_long_call_is_answered_within_a_second_and_ends_after_it(
     with interrupts() as asked:
         thread = threading.Thread(target=press_and_watch)
         thread.start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)
-        call_s = time.monotonic()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
+        was_answered_in_the_call = bool(answered)
         assert asked.received is signal.SIGINT
         thread.join()
+    assert was_answered_in_the_call
     assert answered[0] < 1.0
-    assert time.monotonic() - call_s < 1.0  # the answer was there before the call had ended
 
 
 def test_a_forked_childs_ctrl_c_does_not_count_as_the_runs_second() -> None:

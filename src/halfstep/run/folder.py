@@ -59,9 +59,14 @@ class RunFolder:
             yield
 
     @classmethod
+    def planned(cls, out: str | None, name: str) -> RunFolder:
+        """Where a new run would be; nothing is made."""
+        return cls(Path(out) if out else _unused_name(name))
+
+    @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
         """A new folder, made by this call alone: an existing one with content is an error."""
-        path = Path(out) if out else _unused_name(name)
+        path = cls.planned(out, name).path
         if path.is_dir() and any(path.iterdir()):
             raise _taken(cls(path))
         try:

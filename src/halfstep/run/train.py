@@ -30,6 +30,7 @@ from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, 
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.compiler_threads import forget_compiled
 from halfstep.run.data_record import changed_data, record_data
+from halfstep.run.disk_space import check_disk
 from halfstep.run.ending import ended_early, left_nothing
 from halfstep.run.folder import RunFolder
 from halfstep.run.hints import hint_about
@@ -63,6 +64,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
     decide(loaded.config.precision, hardware)
     is_demo = loaded.config.data.dir is None and has_demo(loaded.config.workload)
     folder: RunFolder | None = None
+    warnings: list[str] = []
     with ExitStack() as lock:
         try:
             with raised_at_once():
@@ -74,6 +76,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
                 plan = plan_for(loaded.config, workload, hardware)
                 plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet))
                 parts = _assembled(loaded.config, workload, plan)
+                warnings += check_disk(parts, folder or RunFolder.planned(out, _run_name(loaded.config)))
                 folder = folder or RunFolder.create(out, _run_name(loaded.config))
                 lock.enter_context(folder.locked())
                 record_data(workload, folder)
@@ -82,7 +85,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
             if folder is not None:
                 shutil.rmtree(folder.path)
             raise
-        warnings = [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
+        warnings += [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
         _run(loaded, folder, parts, resumed=None, warnings=warnings)
     return folder.path
 
@@ -146,9 +149,10 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         other = refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
         plan = _plan_to_go_on(loaded.config, workload, folder, changes)
         cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
-        warnings = [*damaged, *moved, *other, *changed_data(workload, folder)]
+        parts = _assembled(loaded.config, workload, plan)
+        warnings = [*damaged, *moved, *other, *changed_data(workload, folder), *check_disk(parts, folder)]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
-        _run(loaded, folder, _assembled(loaded.config, workload, plan), resumed=resumed, warnings=warnings)
+        _run(loaded, folder, parts, resumed=resumed, warnings=warnings)
     return folder.path
 
 
