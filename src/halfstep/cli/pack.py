@@ -26,6 +26,7 @@ def command(
     val_folder: Annotated[str, typer.Option(metavar="NAME", help="Validation folder, if not val.")] = "",
     val_fraction: Annotated[float, typer.Option(min=0, max=0.9, help="Share held out where no val folder is.")] = 0.1,
     split_seed: Annotated[int, typer.Option(min=0, help="Seed of that split.")] = 0,
+    label_column: Annotated[str, typer.Option(metavar="NAME", help="Column of metadata.jsonl, if not label.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Pack again, even where the file fits the folder.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Only check: every image of the packed file, and whether it fits DIR.")
@@ -51,7 +52,9 @@ def command(
 
     if on_bad_file not in ("error", "skip"):
         raise ConfigError(f"--on-bad-file {on_bad_file}", fix="error or skip")
-    layout = FolderLayout(train=train_folder, val=val_folder, val_fraction=val_fraction, seed=split_seed)
+    layout = FolderLayout(
+        train=train_folder, val=val_folder, val_fraction=val_fraction, seed=split_seed, label_column=label_column
+    )
     settings = PackSettings(
         size=size, limit_gb=limit_gb, workers=workers, on_bad_file="skip" if on_bad_file == "skip" else "error"
     )
@@ -120,6 +123,7 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
         "val_folder": layout.val,
         "val_fraction": layout.val_fraction,
         "split_seed": layout.seed,
+        "label_column": layout.label_column,
     }
     others = [f"data.{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
     return " ".join([f"data.cache_file={out}" if out else "data.cache=true", *others])

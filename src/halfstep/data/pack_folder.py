@@ -96,7 +96,9 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: P
 
 def fingerprint(folder: ImageFolder, settings: PackSettings) -> str:
     """Of the folder's files and of the settings that change what is stored."""
-    stored = {"size": settings.size, "on_bad_file": settings.on_bad_file, "classes": folder.classes}
+    stored: dict[str, object] = {"size": settings.size, "on_bad_file": settings.on_bad_file, "classes": folder.classes}
+    if folder.has_table:  # else the folders' names are the labels
+        stored["labels"] = (folder.train.labels, folder.val.labels)
     return fingerprint_of(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
