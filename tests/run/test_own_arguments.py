@@ -136,6 +136,13 @@ def test_a_result_that_is_no_loss_is_refused_and_changes_nothing(name: str) -> N
     assert step(loss_of(model), [X]).committed
 
 
+def test_a_step_called_the_wrong_way_round_says_the_order() -> None:
+    model, step = made()
+    with pytest.raises(ConfigError, match="loss_fn") as error:
+        step([X], loss_of(model))  # type: ignore[arg-type]
+    assert "step(loss_fn, window)" in error.value.fix + error.value.why
+
+
 @pytest.mark.parametrize("weight", [8, 8.0, np.int64(8), torch.tensor(8), torch.tensor([8.0])])
 def test_counts_are_weights(weight: Any) -> None:
     model, step = made(accumulate=2)

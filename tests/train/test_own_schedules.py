@@ -160,6 +160,14 @@ def test_a_scheduler_over_many_steps_is_followed_without_a_word(name: str) -> No
     stepped(made(optimizer, model, LONG[name](optimizer)), model, 3)
 
 
+def test_a_function_that_gives_rates_instead_of_multiples_is_asked_about() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"at most 0.0006.*multiple of the optimizer's learning rate, 0.0006"):
+        made(sgd(model, 6e-4), model, lambda k: 6e-4 * min(1, k / 100))
+    made(sgd(model, 1.0), model, lambda k: 6e-4)
+    made(sgd(model, 6e-4), model, lambda k: min(1, k / 5000))  # a long warmup
+
+
 # --- by a metric ---
 
 PLATEAUS: dict[str, dict[str, Any]] = {
