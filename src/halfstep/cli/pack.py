@@ -131,9 +131,9 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
 
 def show(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        import json
+        from halfstep.report.evaluation_view import json_text
 
-        typer.echo(json.dumps(summary, indent=2))
+        typer.echo(json_text(summary))
         return
     left_out = summary["left_out"]
     assert isinstance(left_out, list)

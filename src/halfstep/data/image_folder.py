@@ -20,7 +20,7 @@ from pathlib import Path
 from halfstep.data.files import PICTURES, natural_key, some_of
 from halfstep.data.layouts import pair_folders
 from halfstep.data.metadata_file import labels_in
-from halfstep.errors import DataError
+from halfstep.errors import DataError, printable
 
 TRAIN_NAMES = ("train", "training")
 VALIDATION_NAMES = ("val", "valid", "validation", "test")
@@ -53,7 +53,7 @@ class Listing:
     def name_of(self, index: int) -> str:
         """Class folder and file."""
         path = self.paths[index]
-        return f"{path.parent.name}/{path.name}"
+        return printable(f"{path.parent.name}/{path.name}")
 
     def without(self, bad: set[Path]) -> Listing:
         """The same but for some files."""
@@ -163,7 +163,7 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
     for parent in folders:
         for folder in parent.iterdir():
             if folder.is_dir() and not folder.name.startswith((".", "__")):
-                found.setdefault(folder.name, []).extend(_pictures(folder))
+                found.setdefault(printable(folder.name), []).extend(_pictures(folder))
     if not found:
         raise DataError(
             f"no class folders in {_names(folders)}",

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from halfstep.errors import printable
 from halfstep.report.tables import columns_table, pairs_table
 
 PIPE_WIDTH = 1000
@@ -59,7 +60,7 @@ def result_console() -> Console:
 
 
 def json_text(value: Any) -> str:
-    """Valid JSON: a number that is not finite becomes null."""
+    """Valid JSON: a number that is not finite becomes null, a byte of a file name that is no UTF-8 `\\xe9`."""
     return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
@@ -115,7 +116,9 @@ def shown(value: Cell) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
+        return {printable(str(name)): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

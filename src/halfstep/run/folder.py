@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, printable
 from halfstep.run.checkpoint import Checkpoints
 
 
@@ -67,6 +67,12 @@ class RunFolder:
     def create(cls, out: str | None, name: str) -> RunFolder:
         """A new folder, made by this call alone: an existing one with content is an error."""
         path = cls.planned(out, name).path
+        if printable(str(path)) != str(path):
+            raise CheckpointError(
+                f"the run's folder {path} is no UTF-8",
+                why="safetensors could not read its checkpoints again",
+                fix="choose another name with --out",
+            )
         if path.is_dir() and any(path.iterdir()):
             raise _taken(cls(path))
         try:
