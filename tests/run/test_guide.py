@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from data import data_sets
 from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.config.load import from_dict, load
 from halfstep.config.unet import UNetConfig
@@ -408,6 +409,37 @@ def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:
         assert one.config.data.image_size == 128
         assert one.config.train.fast != "compile"
         assert "on a CPU" in dict(one.facts)
+
+
+@pytest.mark.parametrize(
+    ("workload", "sides", "expected"),
+    [
+        ("unet", (96, 80), {"data.image_size": 96}),
+        ("unet", (2048, 1024), {"data.image_size": 512}),
+        ("unet", (16, 16), {"data.image_size": 32}),
+        ("resnet50", (28, 28), {"data.image_size": 32, "model.stem": "small", "data.eval_size": 0}),
+        ("resnet50", (101, 90), {"data.image_size": 112, "model.stem": "imagenet", "data.eval_size": 0}),
+        ("vit_s_16", (64, 64), {"data.image_size": 64, "model.patch": 8}),
+    ],
+)
+def test_images_are_not_larger_than_the_pictures(
+    workload: str, sides: tuple[int, int], expected: dict[str, object]
+) -> None:
+    store = {"channels": 3, "num_classes": 2, "classes": ["a", "b"], "image_size": 512}
+    for one in suggestions(situation(workload=workload, look=a_look(sides=sides, store=store))):
+        found = {key: getattr(getattr(one.config, key.split(".")[0]), key.split(".")[1]) for key in expected}
+        assert found == expected
+        shown = dict(one.facts).get("image size", "")
+        assert (f"{sides[0]}×{sides[1]}" in shown) == (sides[0] < 512)
+
+
+def test_the_size_of_pictures_is_looked_up_whatever_they_lie_in(tmp_path: Path) -> None:
+    write_split(tmp_path / "classes", size=(40, 30))
+    assert look_at("resnet18", tmp_path / "classes").sides == (40, 30)
+    data_sets.tgs(tmp_path / "pairs")
+    look = look_at("unet", tmp_path / "pairs")
+    assert look.sides == data_sets.SIZE
+    assert ("pictures", "24×16 pixels (median)") in describe(look)
 
 
 def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:
