@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable
 
 
@@ -114,3 +115,13 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     return "one of " + ", ".join(names)
+
+
+def suggested(*words: object) -> str:
+    """A command to suggest, as a shell takes it: `halfstep evaluate 'runs/my unet'`."""
+    return shlex.join(["halfstep", *map(str, words)])
+
+
+def counted(number: int, thing: str, things: str = "") -> str:
+    """`1 file`, `2,000 files`, `3 classes`."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"

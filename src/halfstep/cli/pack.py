@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from halfstep.errors import counted, suggested
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -126,7 +129,7 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
         "label_column": layout.label_column,
     }
     others = [f"data.{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
-    return " ".join([f"data.cache_file={out}" if out else "data.cache=true", *others])
+    return shlex.join([f"data.cache_file={out}" if out else "data.cache=true", *others])
 
 
 def show(summary: Summary, *, as_json: bool) -> None:
@@ -137,17 +140,18 @@ def show(summary: Summary, *, as_json: bool) -> None:
         return
     left_out = summary["left_out"]
     assert isinstance(left_out, list)
+    classes = counted(int(str(summary["classes"])), "class", "classes")
     typer.echo(
         f"{summary['file']}: {summary['train']:,} training and {summary['val']:,} validation images of "
-        f"{summary['classes']} classes at {summary['size']} pixels, {int(str(summary['bytes'])) / 1e9:.2f} GB"
+        f"{classes} at {summary['size']} pixels, {int(str(summary['bytes'])) / 1e9:.2f} GB"
     )
     for why in left_out:
         typer.echo(f"left out: {why}")
     if summary.get("stale"):
-        typer.echo(f"STALE: {summary['stale']}. Pack it again: halfstep pack {summary['folder']}")
+        typer.echo(f"STALE: {summary['stale']}. Pack it again: {suggested('pack', summary['folder'])}")
         return
     if summary.get("verified"):
         typer.echo("Every image in it was checked, and it fits the folder.")
     elif not summary["made"]:
         typer.echo("It was there already and fits the folder: nothing was packed (--force packs again).")
-    typer.echo(f"Use it: halfstep train WORKLOAD --data-dir {summary['folder']} {summary['use']}")
+    typer.echo(f"Use it: {suggested('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from halfstep.data.files import PICTURES, natural_key, some_of
 from halfstep.data.layouts import pair_folders
 from halfstep.data.metadata_file import labels_in
-from halfstep.errors import DataError, printable
+from halfstep.errors import DataError, counted, printable
 
 TRAIN_NAMES = ("train", "training")
 VALIDATION_NAMES = ("val", "valid", "validation", "test")
@@ -123,7 +123,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     differences = [f"missing: {some_of(missing, 10)}"] if missing else []
     differences += [f"unknown: {some_of(extra, 10)}"] if extra else []
     raise DataError(
-        f"the data have {len(found)} classes, the model was trained on {len(trained)}",
+        f"the data have {counted(len(found), 'class', 'classes')}, the model was trained on {len(trained)}",
         why="; ".join(differences) or "they are the same names in another order",
         fix="evaluate on data with the same class folders",
     )

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import printable
+from halfstep.errors import counted, printable
 from halfstep.report.tables import columns_table, pairs_table
 
 PIPE_WIDTH = 1000
@@ -72,7 +72,7 @@ def show_evaluation(found: Evaluation, console: Console) -> None:
             [
                 ("run", found.run),
                 ("checkpoint", f"{found.checkpoint}, weights {found.weights}"),
-                ("data", f"{found.data}, {found.samples:,} samples"),
+                ("data", f"{found.data}, {counted(found.samples, 'sample')}"),
                 ("precision", f"{found.precision}{simulated} on {found.device}"),
                 *([("scores", found.scoring)] if found.scoring else []),
                 *([("scored at", found.scored_at)] if found.scored_at else []),

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import ConfigError, printable
+from halfstep.errors import ConfigError, counted, printable
 from halfstep.report.evaluation_view import Cell, json_text
 from halfstep.report.tables import columns_table
 
@@ -75,7 +75,9 @@ def show_predictions(made: Predictions, console: Console) -> None:
         console.print(Text(f"and {len(made.answers) - len(answers):,} more", style="dim"))
     how = f"{made.precision}{' (simulated)' if made.simulated else ''} on {made.device}"
     where = f", written to {made.out}" if made.out else ""
-    console.print(Text(f"\n{len(made.answers):,} files with {made.checkpoint} in {how}{where}"), soft_wrap=True)
+    console.print(
+        Text(f"\n{counted(len(made.answers), 'file')} with {made.checkpoint} in {how}{where}"), soft_wrap=True
+    )
     if made.failed:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped
+from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, suggested
 from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
 
@@ -66,4 +66,4 @@ def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepErr
 
 
 def _resume_command(folder: RunFolder) -> str:
-    return f"continue with: halfstep train --resume {folder.path}"
+    return f"continue with: {suggested('train', '--resume', folder.path)}"

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.errors import CheckpointError, printable
+from halfstep.errors import CheckpointError, printable, suggested
 from halfstep.run.checkpoint import Checkpoints
 
 
@@ -100,7 +100,7 @@ def _taken(folder: RunFolder) -> CheckpointError:
     """Only a run with a checkpoint can be continued; one that was killed before its first is of no use to anybody."""
     fix = "choose another --out"
     if folder.checkpoints().all():
-        fix += f", or continue that run with: halfstep train --resume {folder.path}"
+        fix += f", or continue that run with: {suggested('train', '--resume', folder.path)}"
     elif folder.config.is_file():
         fix += f", or remove {folder.path}: that run ended before its first checkpoint"
     return CheckpointError(

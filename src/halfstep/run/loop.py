@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from halfstep.data.prefetch import prefetch
-from halfstep.errors import Interrupted, TrainingStopped
+from halfstep.errors import Interrupted, TrainingStopped, suggested
 from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
@@ -216,7 +216,7 @@ class Loop:
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'request'} "
             f"after step {self.parts.step.attempted}; everything is saved in {path}",
-            fix=f"continue with: halfstep train --resume {self.checkpoints.folder.parent}",
+            fix=f"continue with: {suggested('train', '--resume', self.checkpoints.folder.parent)}",
             exit_code=self.interrupts.exit_code,
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from halfstep.config.schema import RunConfig
+from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
 from halfstep.measure.clock import Stopwatch
 from halfstep.precision.fp8_pays import settled, without_fp8
@@ -91,7 +92,7 @@ def _found_now(config: RunConfig, workload: Workload, plan: Plan, say: Say, driv
     except CannotRun as error:
         return {"way": "eager", "way_reason": str(error)}
     if found is None:
-        reason = f"a run of {expected_steps(config, workload)} steps is too short for trials"
+        reason = f"a run of {counted(expected_steps(config, workload), 'step')} is too short for trials"
         return {"way": "eager", "way_reason": f"{reason} (train.fast=graph compiles all the same)"}
     problem = KeptWay(config, workload, plan).write(found) if found.is_final else ""
     if problem:
