@@ -18,7 +18,7 @@ from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.config.load import from_dict, load
 from halfstep.config.unet import UNetConfig
 from halfstep.data.demo_segmentation import write_demo
-from halfstep.errors import ConfigError, DataError, Interrupted
+from halfstep.errors import ConfigError, DataError, Interrupted, counted
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
 from halfstep.precision.advice import UNET_SAMPLE_BYTES
@@ -216,7 +216,7 @@ def test_a_tiny_set_gets_a_batch_that_batchnorm_can_use_and_the_true_number_of_s
 ) -> None:
     paths, facts = batch(situation(look=a_look(num_train)), "quality", config(), CHEAP)
     assert paths["train.batch_size"] == size
-    assert f"{num_train} samples make {steps} steps an epoch" in dict(facts)["batch"]
+    assert f"{num_train} samples make {counted(steps, 'step')} per epoch" in dict(facts)["batch"]
 
 
 def test_no_batch_is_named_that_nobody_would_use() -> None:
@@ -282,7 +282,7 @@ def test_the_time_is_an_estimate_from_the_rate_of_a_trial() -> None:
     quick = situation(look=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
     (_, shown), *_ = duration(quick, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
     # 100 epochs of 100,000 samples, and 30,000 that only go forward, at 1000/s.
-    assert shown == "100 epochs take about 3.1 hours (an estimate from measured rates)"
+    assert shown == "about 3.1 hours for 100 epochs (an estimate from measured rates)"
     reading = situation(look=a_look(100_000, num_val=0, decoded_per_s=100.0))
     (_, shown), *_ = duration(reading, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
     assert "about 6.9 hours" in shown, "four workers read 400/s, which is slower than the device"
@@ -295,7 +295,7 @@ def test_without_a_trial_only_the_least_time_is_told() -> None:
     # 10,000 samples/s at best, 100,000 samples, 100 epochs.
     quick = situation(look=a_look(num_val=0, decoded_per_s=1e6))
     (_, shown), *_ = duration(quick, config(), rate())
-    assert shown.startswith("100 epochs take at least 16.7 minutes")
+    assert shown.startswith("at least 16.7 minutes for 100 epochs")
     assert shown.endswith("(an estimate)")
     assert duration(quick, config(), rate(hardware=CPU)) == [], "nothing was measured"
 

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     make_patient()
     try:
         # Not standalone: typer would draw its own errors, in another form than ours.
-        sys.exit(app_with(names_for(words))(words, prog_name="halfstep", standalone_mode=False))
+        sys.exit(app_with(names_for(words))(words, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
         show_error(refused(error))
         sys.exit(2)

@@ -173,12 +173,8 @@ def duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tup
     reading = (train.epochs * look.num_train + validated) / rate
     seconds = computing + reading if on_cpu else max(computing, reading)
     shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
+    shown += f" for {counted(train.epochs, 'epoch')}"
     if trained.is_limit:
-        return [
-            (
-                "time",
-                f"for {counted(train.epochs, 'epoch')} at least {shown}, most likely a few times as long (an estimate)",
-            )
-        ]
+        return [("time", f"at least {shown}, most likely a few times as long (an estimate)")]
     compiled = "; compiled it may be shorter" if train.fast == "compile" else ""
-    return [("time", f"for {counted(train.epochs, 'epoch')} about {shown} (an estimate from measured rates{compiled})")]
+    return [("time", f"about {shown} (an estimate from measured rates{compiled})")]
