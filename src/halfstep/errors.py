@@ -119,7 +119,7 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
 
 def suggested(*words: object) -> str:
     """A command to suggest, as a shell takes it: `halfstep evaluate 'runs/my unet'`."""
-    return shlex.join(["halfstep", *map(str, words)])
+    return printable(shlex.join(["halfstep", *map(str, words)]))
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
