@@ -189,9 +189,11 @@ def test_an_autocast_inside_loss_fn_that_is_not_the_plans_is_noticed() -> None:
 
 def test_a_loss_scaled_by_hand_is_noticed() -> None:
     model, step = made()
-    scale = torch.tensor(65536.0)
+    scaler = torch.amp.GradScaler("cpu")
     with pytest.warns(UserWarning, match="GradScaler"):
-        step(lambda x: F.mse_loss(model(x), x) * scale, [X])
+        step(lambda x: scaler.scale(F.mse_loss(model(x), x)), [X])
+    with pytest.warns(UserWarning, match="weights move twice"):
+        scaler.step(next(iter(step.optimizers)))
 
 
 def test_an_optimizer_that_is_also_stepped_by_hand_is_noticed() -> None:

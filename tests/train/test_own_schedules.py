@@ -242,11 +242,13 @@ def test_a_rate_written_by_hand_while_a_schedule_drives_it_is_refused(fused: boo
 @pytest.mark.parametrize(
     ("wrap", "instead"), [(hs.per_step, "by itself"), (hs.per_epoch, r"step.epoch_ended\(\) instead")]
 )
+@pytest.mark.parametrize("is_chained", [False, True])
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-def test_a_scheduler_that_is_also_stepped_by_hand_is_refused(wrap: Any, instead: str) -> None:
+def test_a_scheduler_that_is_also_stepped_by_hand_is_refused(wrap: Any, instead: str, is_chained: bool) -> None:
     model = nn.Linear(2, 2)
     optimizer = sgd(model)
-    scheduler = TORCH.StepLR(optimizer, 1, 0.7)
+    scheduler: Any = TORCH.StepLR(optimizer, 1, 0.7)
+    scheduler = TORCH.ChainedScheduler([scheduler]) if is_chained else scheduler
     step = made(optimizer, model, wrap(scheduler))
     stepped(step, model)
     scheduler.step()

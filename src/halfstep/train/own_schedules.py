@@ -54,7 +54,7 @@ class Driven:
     absolute: Callable[[int], Sequence[float]]
     """Count of steps or epochs -> the rate of each group."""
     scheduler: Any = None
-    count: int = 0
+    count: tuple[int, ...] = ()
     """How far the user's own scheduler stood when it was given."""
     plateau: PlateauTwin | None = None
 
@@ -241,9 +241,10 @@ def _multiplied(bases: Sequence[float], multiplier: Any) -> list[float]:
     return [base * float(multiplier) for base in bases]
 
 
-def _count(scheduler: Any) -> int:
-    """How often the user's scheduler was stepped."""
-    return int(scheduler.last_epoch)
+def _count(scheduler: Any) -> tuple[int, ...]:
+    """How often the user's scheduler was stepped; of a chain, each of its schedulers."""
+    parts = getattr(scheduler, "_schedulers", ())
+    return (getattr(scheduler, "last_epoch", 0), *(count for part in parts for count in _count(part)))
 
 
 def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
