@@ -264,7 +264,7 @@ def test_models_that_cannot_be_trained_yet_are_refused() -> None:
 
 def test_optimizers_that_need_a_closure_are_refused_in_words() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="closure"):
+    with pytest.raises(ConfigError, match="LBFGS"):
         hs.Step(model, torch.optim.LBFGS(model.parameters()), "fp32")
     step = hs.Step(model, NeedsClosure(model.parameters(), lr=0.1), "fp32")
     with pytest.raises(ConfigError, match="NeedsClosure needs a closure"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -33,8 +32,6 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
     several = list(given) if isinstance(given, Iterable) else [given]
     optimizers = [one for one in several if isinstance(one, Optimizer)]
     if isinstance(model, nn.Module) and optimizers and len(optimizers) == len(several):
-        for optimizer in optimizers:
-            _refuse_closure(optimizer)
         return model, optimizers
     fix = "hs.Step(model, torch.optim.AdamW(model.parameters()))"
     if isinstance(model, (list, tuple)):
@@ -43,20 +40,6 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
         f"a step takes a model and its optimizer, or a list of them, not "
         f"({type(model).__name__}, {type(given).__name__})",
         fix=fix,
-    )
-
-
-def _refuse_closure(optimizer: Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise needs_closure(optimizer)
-
-
-def needs_closure(optimizer: Optimizer) -> ConfigError:
-    return ConfigError(
-        f"{type(optimizer).__name__} needs a closure",
-        why="it evaluates the model several times inside one step, so no single verdict exists",
-        fix="an optimizer that steps on the gradients it finds, such as torch.optim.AdamW",
     )
 
 
