@@ -244,6 +244,7 @@ def test_arguments_that_cannot_be_used_are_refused_in_words(name: str) -> None:
 
 def test_arguments_people_write_are_taken() -> None:
     made(clip_norm=None, ema_decay=None, guard={})
+    made(clip_norm=np.float32(1), accumulate=np.int64(2))
     _, step = made(precision=torch.bfloat16, simulate=True)
     assert step.plan.granted == "bf16"
     model = nn.Linear(4, 4)

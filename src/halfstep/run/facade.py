@@ -316,6 +316,8 @@ class Step:
         self._guard.load_state_dict(state.get("guard", {}))
         self._step.load_state_dict(state)
         self._schedules.load_state_dict(schedules)
+        if self._rollback is not None:
+            self._rollback.forget()
 
     # --- inside ---
 

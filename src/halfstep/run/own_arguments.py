@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 
 import torch
 from torch import nn
@@ -65,16 +66,16 @@ def number(name: str, value: object, *, below: float = math.inf) -> float:
     """A number from 0 up; None means 0, which turns the thing off."""
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < below:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
         limit = f" and below {below:g}" if below < math.inf else ""
         raise ConfigError(f"{name}={value!r} is not a number from 0 up{limit}", fix=f"{name}=0 turns it off")
     return float(value)
 
 
 def count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a count from 1 up", fix=f"{name}=1 is plain training")
-    return value
+    return int(value)
 
 
 def guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,14 +14,16 @@ from halfstep.errors import ConfigError
 from halfstep.train.step import Batch, Weight, batch_length
 
 
-def loader_of(batches: object) -> Iterable[Batch]:
+def loader_of(batches: Any) -> Iterator[Batch]:
     """What `windows` goes through: anything that gives batches, but not a batch."""
-    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not isinstance(batches, Iterable):
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not is_iterable:
         raise ConfigError(
             f"windows takes a loader, something that gives batches, not a {type(batches).__name__}",
             fix="for window in step.windows(loader): step(loss_fn, window); one batch: step(loss_fn, [batch])",
         )
-    return batches
+    found: Iterator[Batch] = iter(batches)
+    return found
 
 
 def refuse_no_function(loss_fn: object) -> None:
