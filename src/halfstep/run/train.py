@@ -31,7 +31,7 @@ from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.compiler_threads import forget_compiled
 from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.disk_space import check_disk
-from halfstep.run.ending import ended_early, left_nothing
+from halfstep.run.ending import Progress, ended_early, left_nothing, refuse_only_skips
 from halfstep.run.folder import RunFolder
 from halfstep.run.hints import hint_about
 from halfstep.run.interrupts import interrupts, raised_at_once
@@ -209,9 +209,11 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
                 _continue(loop, folder, resumed)
             reset_peak(parts.device)
             clock, energy = Stopwatch(), EnergyMeter(parts.device)
+            start = Progress.of(parts.step)
             loop.run()
             _draw(folder, report)
             show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
+            refuse_only_skips(loop, start)
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = ended_early(error, loop, folder, is_new=is_new)
             if folder.path.is_dir():
