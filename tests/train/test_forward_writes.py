@@ -1,4 +1,4 @@
-"""What forward writes besides its buffers is put back as well: codebooks, momentum encoders, clamped and late tensors."""
+"""What forward writes besides buffers is put back as well: codebooks, momentum encoders, clamped and late tensors."""
 
 from __future__ import annotations
 

@@ -23,5 +23,5 @@ def refuse_many_processes(variables: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{name}={count}: this command was started {count} times, as by {launcher}",
                 why="halfstep trains in one process on one device so far: these would be separate runs",
-                fix=f"start it once, without {launcher}, or with one process; if nothing else was started, unset {name}",
+                fix=f"start it once, without {launcher} or with one process; if nothing else was started, unset {name}",
             )

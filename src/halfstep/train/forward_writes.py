@@ -116,10 +116,11 @@ class ForwardWrites:
                 if saved.is_floating_point():
                     found = found | became_non_finite(saved, now).to(device)
         exchanged = [(before, now) for _, before, now in self.replaced]
-        for before, now in (*exchanged, *((storage, held.data) for held, storage in self.moved)):
-            if now is not None and now.is_floating_point():
-                fresh = torch.zeros((), device=now.device)
-                found = found | became_non_finite(fresh if before is None else before, now).to(device)
+        moved = [(storage, held.data) for held, storage in self.moved]
+        for then, new in (*exchanged, *moved):
+            if new is not None and new.is_floating_point():
+                fresh = torch.zeros((), device=new.device)
+                found = found | became_non_finite(fresh if then is None else then, new).to(device)
         return found
 
     @torch.no_grad()
@@ -160,6 +161,7 @@ class ForwardWrites:
 
     def _close(self) -> None:
         self.is_open = self.has_grown = False
+        self.views.saved = []  # a capture that broke off leaves memory of its own there
         self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], [], {}
         self.unsaved, self.replaced, self.moved = [], [], []
 
