@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep as hs
 from halfstep.errors import ConfigError
-from tiny_training import assert_same_bits, batch, loss_of, make_model, poisoned
+from halfstep.train.step import Step
+from tiny_training import assert_same_bits, batch, loss_of, make_model, plan, poisoned
 
 
 @contextmanager
@@ -67,4 +68,4 @@ def test_models_spread_over_devices_are_refused_by_name() -> None:
         step_of(spread)
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     with pytest.raises(ConfigError, match="the model lies on cpu, meta"):
-        step_of(model)
+        Step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan())

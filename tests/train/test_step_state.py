@@ -65,11 +65,11 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(kind: str) -> 
     step = made(steps=2)
     for _ in range(1):
         step(loss_of(step.model), [poisoned()])
-    before, stored = everything(step), copy.deepcopy(step.state_dict())
+    before, stored = everything(step._step), copy.deepcopy(step.state_dict())
     with pytest.raises(CheckpointError, match=words) as refused:
         step.load_state_dict(state())
     assert refused.value.fix
-    assert_same_bits(before, everything(step))
+    assert_same_bits(before, everything(step._step))
     after = step.state_dict()
     assert (step.attempted, after["guard"], after["scaler"]) == (3, stored["guard"], stored["scaler"])
     assert step.optimizers[0].param_groups[0]["lr"] == pytest.approx(stored["optimizers"][0]["param_groups"][0]["lr"])
@@ -103,7 +103,7 @@ def test_what_fits_is_put_back_to_the_bit() -> None:
     other.load_state_dict(copy.deepcopy(step.state_dict()))
     for one in (step, other):
         one(loss_of(one.model), [batch(7)])
-    assert_same_bits(everything(step), everything(other))
+    assert_same_bits(everything(step._step), everything(other._step))
 
 
 SELECTED = {
@@ -126,9 +126,9 @@ def test_parts_that_are_frozen_for_a_while_are_guarded_when_they_are_trained_aga
     loss_fn = loss_of(step.model)
     for is_trained in (False, True, False, True):
         step.model.conv.requires_grad_(is_trained)
-        before = everything(step)
+        before = everything(step._step)
         assert not step(loss_fn, [poisoned()]).committed
-        assert_same_bits(before, everything(step))
+        assert_same_bits(before, everything(step._step))
         assert step(loss_fn, [batch(1)]).committed
 
 
@@ -140,7 +140,7 @@ def test_a_group_added_later_is_guarded_too() -> None:
     step(loss_of(model), [batch(0)])
     optimizer.add_param_group({"params": model.head.parameters()})
     for _ in range(2):
-        before = everything(step)
+        before = everything(step._step)
         assert not step(loss_of(model), [poisoned()]).committed
-        assert_same_bits(before, everything(step))
+        assert_same_bits(before, everything(step._step))
         assert step(loss_of(model), [batch(1)]).committed

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.errors import ConfigError
 from halfstep.train.step import Batch, Weight, batch_length
@@ -158,5 +159,7 @@ def is_scaled_by_hand(loss: Tensor) -> bool:
     if all(following is not None for following, _ in loss.grad_fn.next_functions):
         return False  # two losses multiplied
     factors = (getattr(loss.grad_fn, f"_saved_{side}", None) for side in ("self", "other"))
-    values = [float(f) for f in factors if isinstance(f, Tensor) and f.numel() == 1 and not f.requires_grad]
+    # Without simulation's mode: torch hands it a plain number in place of the tensor that autograd made of one.
+    with _disable_current_modes():
+        values = [float(f) for f in factors if isinstance(f, Tensor) and f.numel() == 1 and not f.requires_grad]
     return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in values)
