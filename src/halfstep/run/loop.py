@@ -101,7 +101,7 @@ class Loop:
         samples = train.batch_size * train.accumulate
         self.num_samples += samples
         self.throughput.add(samples)
-        self.journal.stepped(attempted, self.position.epoch, self.throughput.per_s(), waiting)
+        self.journal.stepped(attempted, self.throughput.per_s(), waiting)
         if parts.snapshots is not None and parts.snapshots.due(attempted):
             parts.snapshots.take(parts.model, parts.step)
         if train.checkpoint_every and attempted % train.checkpoint_every == 0:

@@ -191,7 +191,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         report,
         parts.plan,
         epochs=config.train.epochs,
-        report_every=config.train.report_every,
+        report_every=_report_every(parts),
         metric=parts.workload.metric,
         samples=parts.workload.train_samples,
         hint=partial(hint_about, config.workload),
@@ -229,6 +229,12 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             report.close()
             parts.train_loader.close()
             parts.val_loader.close()
+
+
+def _report_every(parts: Assembly) -> int:
+    """Ten lines at least: the curves of a run of five steps are five points."""
+    asked = parts.config.train.report_every
+    return max(1, min(10, parts.total_steps // 10)) if asked == "auto" else asked
 
 
 def _say_unless(quiet: bool) -> Say:
