@@ -18,6 +18,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
 from collections.abc import Iterable
 
 
@@ -27,8 +29,8 @@ class HalfstepError(Exception):
     exit_code = 2
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
-        self.what, self.why, self.fix = what, why, fix
-        super().__init__(what)
+        self.what, self.why, self.fix = printable(what), printable(why), printable(fix)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -39,6 +41,21 @@ class HalfstepError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Data errors travel from loader workers to the main process; keyword arguments must survive that.
         return _rebuild, (type(self), self.what, self.why, self.fix)
+
+
+def printable(text: str) -> str:
+    """Text as any screen, file or JSON takes it: of a file name that is no UTF-8, each odd byte as `\\xe9`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Python reads such bytes as lone surrogates, which nothing but a file name may hold.
+        return re.sub("[\ud800-\udfff]", _escaped, text)
+    return text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
 
 
 def _rebuild(kind: type[HalfstepError], what: str, why: str, fix: str) -> HalfstepError:
@@ -98,3 +115,13 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     return "one of " + ", ".join(names)
+
+
+def suggested(*words: object) -> str:
+    """A command to suggest, as a shell takes it: `halfstep evaluate 'runs/my unet'`."""
+    return printable(shlex.join(["halfstep", *map(str, words)]))
+
+
+def counted(number: int, thing: str, things: str = "") -> str:
+    """`1 file`, `2,000 files`, `3 classes`."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"

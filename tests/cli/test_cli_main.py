@@ -124,3 +124,40 @@ def test_a_flag_may_be_repeated_where_it_says_the_same_or_is_made_for_it(capsys:
     with pytest.raises(SystemExit):
         main(["check", "--command", "python a.py --fp16", "--command", "python b.py --bf16"])
     assert "disagree" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "what", "fix"),
+    [
+        (["train", "unet", "--epoks", "3"], "error: No such option: --epoks",
+         "did you mean --epochs? halfstep train --help"),
+        (["train", "unet", "--lr", "x"], "error: --lr x: expected a number", "halfstep train --help"),
+        (["train", "unet", "--bf16=3"], "error: Option '--bf16' does not take a value", "halfstep train --help"),
+        (["pack", "x", "--size", "0"], "error: --size 0: it must be greater than or equal to 1",
+         "halfstep pack --help"),
+        (["predict"], "error: Missing argument 'RUN'", "halfstep predict --help"),
+        (["detect", "--gpu"], "error: Option '--gpu' requires an argument", "halfstep detect --help"),
+        (["trian", "unet"], "error: No such command 'trian'. Did you mean 'train'?", "halfstep --help"),
+        (["train", "unet", "--epochs", "0"], "train.epochs = 0 (--epochs 0): expected at least 1",
+         "set train.epochs (passes over the training set) to at least 1; its default is 100"),
+        (["train", "unet", "--bf16", "--fp16"], "`--bf16` and `--fp16` disagree", "keep one of them"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_call_reads_like_every_other_error(
+    capsys: pytest.CaptureFixture[str], argv: list[str], what: str, fix: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    said = capsys.readouterr()
+    assert (stopped.value.code, said.out) == (2, "")
+    assert what in said.err
+    assert f"  fix: {fix}" in said.err
+
+
+def test_halfstep_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert not stopped.value.code
+    out = capsys.readouterr().out
+    assert "Usage: halfstep" in out
+    assert all(name in out for name in COMMANDS)

@@ -35,9 +35,7 @@ def test_output_to_a_full_disk_is_an_error_in_words(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_type_that_switches_nothing_on_is_a_warning_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_type_alone_is_a_warning_beside_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "unet", "--precision-type", "fp16", "--show-config"])
-    assert "warning: `--precision-type fp16` alone does not switch mixed precision on" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "warning: `--precision-type fp16` is taken as precision=fp16" in " ".join(capsys.readouterr().out.split())

@@ -58,7 +58,7 @@ def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("change", "said"),
     [
         (lambda folder: (folder / "cat" / "0.jpg").unlink(), "0 pictures new, 1 gone"),
-        (lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"), "1 pictures new, 0 gone"),
+        (lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"), "1 picture new, 0 gone"),
         (lambda folder: os.utime(folder / "cat" / "0.jpg", (1, 1)), "a picture was written again"),
     ],
 )

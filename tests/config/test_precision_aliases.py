@@ -71,13 +71,13 @@ JOINT = [
     ({"use_amp": False, "amp_dtype": "bfloat16"}, "fp32"),
     ({"use_amp": True}, "bf16"),
     ({"use_amp": False}, "fp32"),
-    ({"amp_dtype": "bfloat16"}, "fp32"),
+    ({"amp_dtype": "bfloat16"}, "bf16"),
     # Guide 1
     ({"mixed_precision": True, "precision_type": "fp16"}, "fp16"),
     ({"mixed_precision": True, "precision_type": "bf16"}, "bf16"),
     ({"mixed_precision": True}, "bf16"),
     ({"mixed_precision": False, "precision_type": "fp16"}, "fp32"),
-    ({"precision_type": "bf16"}, "fp32"),
+    ({"precision_type": "bf16"}, "bf16"),
     # Guide 3
     ({"trainer": {"precision": "bf16-mixed"}}, "bf16"),
     ({"bf16": True}, "bf16"),
@@ -124,6 +124,7 @@ def test_keys_that_belong_together_are_one_statement(keys: Mapping[str, object],
         {"precision": "fp16", "fp16": False},
         {"amp": True, "fp16": False, "bf16": False},
         {"use_amp": True, "amp_dtype": "float16", "fp16": False},
+        {"amp_dtype": "float16", "fp16": False},
         {"precision": "fp32", "use_optimizations": True},
         {"mixed_precision": "bf16", "precision_type": "fp16"},
     ],
@@ -138,16 +139,30 @@ def test_a_disagreement_in_a_file_names_file_key_and_line(tmp_path: Path) -> Non
     path.write_text("workload: unet\nprecision: fp16\ntrainer:\n  amp: True\n  fp16: False\n")
     with pytest.raises(ConfigError) as caught:
         load(str(path))
+    assert "same config" in caught.value.why
     assert f"`precision: fp16` ({path}:2) and `trainer.fp16: False` ({path}:5) disagree" in str(caught.value)
 
 
-def test_a_type_alone_is_fp32_and_says_so() -> None:
+def test_a_type_alone_is_that_precision_and_says_that_other_scripts_ignore_it() -> None:
     loaded = load("unet", flags={"precision_type": "bf16"})
-    assert loaded.config.precision.default == "fp32"
-    assert loaded.warnings == (
-        "`--precision-type bf16` alone does not switch mixed precision on, so this is fp32: "
-        "add --mixed-precision, or say --precision bf16",
-    )
+    assert loaded.config.precision.default == "bf16"
+    (warning,) = loaded.warnings
+    assert "`--precision-type bf16` is taken as precision=bf16" in warning
+    assert "fp32" in warning
+    assert load("unet", flags={"precision_type": "bf16", "mixed_precision": True}).warnings == ()
+
+
+@pytest.mark.parametrize("off", ["precision: fp32", "use_amp: false", "precision: tf32", "preset: stable"])
+def test_a_type_alone_switches_nothing_on_that_a_lower_layer_switched_off(tmp_path: Path, off: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"workload: unet\n{off}\n")
+    without = load(str(path)).config.precision.default
+    loaded = load(str(path), flags={"precision_type": "bf16"})
+    assert loaded.config.precision.default == without
+    (warning,) = loaded.warnings
+    assert "`--precision-type bf16` changes nothing" in warning
+    assert "precision=bf16" in warning
+    assert load(str(path), flags={"precision_type": "bf16", "mixed_precision": True}).config.precision.default == "bf16"
 
 
 def test_a_type_changes_what_a_lower_layer_switched_on(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from data import data_sets
 from data.picture_folders import write_classes, write_split
 from halfstep.data.cifar import CLASSES, ROW_BYTES, cifar_folder, read_cifar
 from halfstep.data.image_folder import FolderLayout, check_same_classes, find_images
@@ -117,3 +119,23 @@ def test_cifar_batches_become_images_with_their_labels(tmp_path: Path) -> None:
     (folder / "data_batch_2.bin").write_bytes(rows[2:4].tobytes()[:-1])
     with pytest.raises(DataError, match="data_batch_2.bin has 6,145 bytes"):
         read_cifar(folder)
+
+
+@pytest.mark.parametrize("write", [data_sets.tgs, data_sets.drive, data_sets.camvid, data_sets.dsb2018, data_sets.voc])
+def test_images_and_masks_are_no_classes(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    root = tmp_path / "my data"
+    write(root)
+    root = root / "VOCdevkit" / "VOC2012" if write is data_sets.voc else root
+    with pytest.raises(DataError, match="images and masks") as refused:
+        find_images(root, FolderLayout())
+    assert f"halfstep train unet --data-dir '{root}'" in refused.value.fix
+
+
+def test_classes_that_are_called_as_masks_are_still_possible(tmp_path: Path) -> None:
+    write_classes(tmp_path / "other", {"mask": 2, "no_mask": 2})
+    assert find_images(tmp_path / "other", FolderLayout()).classes == ("mask", "no_mask")
+    write_classes(tmp_path / "same", {"image": 2, "mask": 2})
+    with pytest.raises(DataError, match="images and masks") as refused:
+        find_images(tmp_path / "same", FolderLayout())
+    assert "data.train_folder=." in refused.value.fix
+    assert find_images(tmp_path / "same", FolderLayout(train=".")).classes == ("image", "mask")

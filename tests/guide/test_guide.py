@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
 
+from data import data_sets
 from data.picture_folders import smooth_picture, write_classes, write_split
-from halfstep.errors import ConfigError, DataError, Interrupted
+from halfstep.errors import ConfigError, DataError, Interrupted, counted
 from halfstep.guide.ask import Prompt, Question, path_in, read_answers
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.guide.guide import QUESTIONS, new_yaml_file, write_new
@@ -217,7 +218,7 @@ def test_a_tiny_set_gets_a_batch_that_batchnorm_can_use_and_the_true_number_of_s
 ) -> None:
     paths, facts = batch(situation(look=a_look(num_train)), "quality", config(), CHEAP)
     assert paths["train.batch_size"] == size
-    assert f"{num_train} samples make {steps} steps an epoch" in dict(facts)["batch"]
+    assert f"{num_train} samples make {counted(steps, 'step')} per epoch" in dict(facts)["batch"]
 
 
 def test_no_batch_is_named_that_nobody_would_use() -> None:
@@ -283,7 +284,7 @@ def test_the_time_is_an_estimate_from_the_rate_of_a_trial() -> None:
     quick = situation(look=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
     (_, shown), *_ = duration(quick, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
     # 100 epochs of 100,000 samples, and 30,000 that only go forward, at 1000/s.
-    assert shown == "100 epochs take about 3.1 hours (an estimate from measured rates)"
+    assert shown == "about 3.1 hours for 100 epochs (an estimate from measured rates)"
     reading = situation(look=a_look(100_000, num_val=0, decoded_per_s=100.0))
     (_, shown), *_ = duration(reading, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
     assert "about 6.9 hours" in shown, "four workers read 400/s, which is slower than the device"
@@ -296,7 +297,7 @@ def test_without_a_trial_only_the_least_time_is_told() -> None:
     # 10,000 samples/s at best, 100,000 samples, 100 epochs.
     quick = situation(look=a_look(num_val=0, decoded_per_s=1e6))
     (_, shown), *_ = duration(quick, config(), rate())
-    assert shown.startswith("100 epochs take at least 16.7 minutes")
+    assert shown.startswith("at least 16.7 minutes for 100 epochs")
     assert shown.endswith("(an estimate)")
     assert duration(quick, config(), rate(hardware=CPU)) == [], "nothing was measured"
 
@@ -410,6 +411,37 @@ def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:
         assert one.config.data.image_size == 128
         assert one.config.train.fast != "compile"
         assert "on a CPU" in dict(one.facts)
+
+
+@pytest.mark.parametrize(
+    ("workload", "sides", "expected"),
+    [
+        ("unet", (96, 80), {"data.image_size": 96}),
+        ("unet", (2048, 1024), {"data.image_size": 512}),
+        ("unet", (16, 16), {"data.image_size": 32}),
+        ("resnet50", (28, 28), {"data.image_size": 32, "model.stem": "small", "data.eval_size": 0}),
+        ("resnet50", (101, 90), {"data.image_size": 112, "model.stem": "imagenet", "data.eval_size": 0}),
+        ("vit_s_16", (64, 64), {"data.image_size": 64, "model.patch": 8}),
+    ],
+)
+def test_images_are_not_larger_than_the_pictures(
+    workload: str, sides: tuple[int, int], expected: dict[str, object]
+) -> None:
+    store = {"channels": 3, "num_classes": 2, "classes": ["a", "b"], "image_size": 512}
+    for one in suggestions(situation(workload=workload, look=a_look(sides=sides, store=store))):
+        found = {key: getattr(getattr(one.config, key.split(".")[0]), key.split(".")[1]) for key in expected}
+        assert found == expected
+        shown = dict(one.facts).get("image size", "")
+        assert (f"{sides[0]}×{sides[1]}" in shown) == (sides[0] < 512)
+
+
+def test_the_size_of_pictures_is_looked_up_whatever_they_lie_in(tmp_path: Path) -> None:
+    write_split(tmp_path / "classes", size=(40, 30))
+    assert look_at("resnet18", tmp_path / "classes").sides == (40, 30)
+    data_sets.tgs(tmp_path / "pairs")
+    look = look_at("unet", tmp_path / "pairs")
+    assert look.sides == data_sets.SIZE
+    assert ("pictures", "24×16 pixels (median)") in describe(look)
 
 
 def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +47,38 @@ def test_contexts_leave_nothing_behind(plan: Plan, context: Any) -> None:
     with pytest.raises(ZeroDivisionError), context(plan):
         _ = 1 / 0
     assert state() == before
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.granted} {plan.simulated}")
+@pytest.mark.parametrize("context", [Plan.forward, Plan.backend])
+def test_one_context_may_be_kept_and_entered_again_also_inside_itself(plan: Plan, context: Any) -> None:
+    before, kept = state(), context(plan)
+    with kept:
+        inside = state()[:-2]
+        with kept:
+            assert state()[:-2] == inside
+        assert state()[:-2] == inside
+    assert state() == before
+    with pytest.raises(ZeroDivisionError), kept:
+        _ = 1 / 0
+    with kept:
+        assert state()[:-2] == inside
+    assert state() == before
+
+
+def test_a_kept_context_may_be_entered_by_two_threads_and_decorate() -> None:
+    kept = decide("bf16", CPU).forward()
+    entered = threading.Barrier(2, timeout=10)
+
+    @kept
+    def dtype() -> torch.dtype:
+        entered.wait()
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(dtype) for _ in range(2)]
+    assert [one.result() for one in found] == [torch.bfloat16] * 2
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize(

@@ -147,3 +147,28 @@ def test_pictures_in_class_folders_are_named_with_their_class(tmp_path: Path) ->
     assert EvaluationFiles(found.train, size=8).name_of(1) == "cat/1.png"
     pack = open_or_pack(found, tmp_path / "x.pack", PackSettings(size=8, workers=1))
     assert TrainingImages(pack.train).name_of(3).endswith("dog/1.png")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_whose_steps_were_all_skipped_says_so_and_ends_with_1(tmp_path: Path, precision: str) -> None:
+    settings = {"train.max_steps": 2, "model.options": {"poisoned": [0, 1]}, "precision.default": precision}
+    with pytest.raises(TrainingStopped, match="2 of 2, the last one: loss is nan") as stopped:
+        run(tmp_path / "run", settings | {"precision.simulate": precision == "fp16"})
+    assert stopped.value.exit_code == 1
+    assert stopped.value.fix
+
+
+def test_an_fp16_run_that_is_too_short_to_find_its_scale_is_told_so(tmp_path: Path) -> None:
+    settings = {"train.max_steps": 1, "precision.default": "fp16", "precision.simulate": True,
+                "scaler.init_scale": 2.0**40}  # fmt: skip
+    with pytest.raises(TrainingStopped, match="1 of 1, the last one: gradient norm is") as stopped:
+        run(tmp_path / "run", settings)
+    assert "scaler.init_scale" in stopped.value.fix
+
+
+def test_a_run_with_one_step_that_holds_ends_well_and_a_resumed_part_counts_for_itself(tmp_path: Path) -> None:
+    settings = {"train.max_steps": 2, "model.options": {"poisoned": [1, 2, 3]}}
+    folder = run(tmp_path / "run", settings)
+    with pytest.raises(TrainingStopped, match="2 of 2"):
+        resume(folder, "train.max_steps=4")
+    assert newest(folder).state["step"]["attempted"] == 4

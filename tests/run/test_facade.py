@@ -46,7 +46,10 @@ def test_an_optimizer_that_is_not_fused_is_kept_and_the_price_is_named() -> None
 TORCH = torch.optim.lr_scheduler
 SCHEDULERS = {
     "cosine": lambda o: TORCH.CosineAnnealingLR(o, 20),
-    "chained": lambda o: TORCH.SequentialLR(o, [TORCH.LinearLR(o, 0.1, 1.0, 3), TORCH.StepLR(o, 2, 0.5)], [3]),
+    "chained": lambda o: TORCH.ChainedScheduler([TORCH.LinearLR(o, 0.1, 1.0, 3), TORCH.StepLR(o, 2, 0.5)]),
+    "one after the other": lambda o: TORCH.SequentialLR(
+        o, [TORCH.LinearLR(o, 0.1, 1.0, 3), TORCH.StepLR(o, 2, 0.5)], [3]
+    ),
     "lambda": lambda o: TORCH.LambdaLR(o, lambda step: 1 / (1 + step)),
 }
 

@@ -16,7 +16,7 @@ from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.use.open_run import open_run, with_weights
 from halfstep.workloads import load
 from tiny_workload import Net
-from whole_runs import newest, resume, run, stored_lines
+from whole_runs import newest, records, resume, run, stored_lines
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,3 +131,16 @@ def test_a_stored_run_is_used_with_the_buffers_that_state_dict_leaves_out(
     opened = open_run(folder, checkpoint="last")
     plan = Plan.from_json((folder / "plan.json").read_text())
     assert with_weights(opened, Counting(), plan).get_buffer("seen") == 3
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_every_step_of_a_short_run_has_its_own_line_of_metrics(tmp_path: Path, steps: int) -> None:
+    """Facts come two steps later, and for the last ones at the epoch's end: none is lost, none moved."""
+    folder = run(tmp_path / "short", {"train.max_steps": steps, "schedule.name": "linear", "schedule.warmup_steps": 0})
+    lines = [record for record in records(folder) if record["kind"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    rates = [line["lr"] for line in lines]
+    assert rates == sorted(set(rates), reverse=True)
+    many = run(tmp_path / "asked", {"train.max_steps": steps, "train.report_every": 3})
+    steps_of_many = [record["step"] for record in records(many) if record["kind"] == "train"]
+    assert steps_of_many == [step for step in range(1, steps + 1) if step % 3 == 0]

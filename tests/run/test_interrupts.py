@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import pty
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -31,7 +33,7 @@ from tiny_workload import Samples
 def slow(self, index, *, key, fetch=Samples.sample):
     if key[1] >= {slow_from}:
         print("slow", flush=True)
-        time.sleep(60)
+        {pause}
     return fetch(self, index, key=key)
 
 Samples.sample = slow
@@ -39,12 +41,15 @@ from halfstep.cli.main import main
 main(sys.argv[1:])
 """
 """From this epoch on a sample takes a minute: what a user does who waits for the step to finish."""
+SLEEP = "time.sleep(60)"
+ONE_LONG_CALL = "__import__('hashlib').pbkdf2_hmac('sha256', b'', b'', 100_000_000)"
+"""Minutes in which the interpreter runs no handler, as in a kernel."""
 
 
-def start(out: Path, *, slow_from: int, terminal: int = subprocess.PIPE) -> subprocess.Popen[str]:
+def start(out: Path, *, slow_from: int, pause: str = SLEEP, terminal: int = subprocess.PIPE) -> subprocess.Popen[str]:
     tests = str(Path(__file__).resolve().parent.parent)
     settings = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "train.epochs": 100_000}.items()]
-    program = SLOW.format(tests=tests, slow_from=slow_from)
+    program = SLOW.format(tests=tests, slow_from=slow_from, pause=pause)
     command = [sys.executable, "-c", program, "train", "tiny_workload:build", *settings, "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -58,9 +63,9 @@ def own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def stopped_twice(out: Path, *, slow_from: int) -> tuple[int, str, float]:
+def stopped_twice(out: Path, *, slow_from: int, pause: str) -> tuple[int, str, float]:
     """Exit code, stderr, and the seconds from the second Ctrl-C to the end."""
-    with start(out, slow_from=slow_from) as process:
+    with start(out, slow_from=slow_from, pause=pause) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         while "slow" not in process.stdout.readline():
@@ -73,8 +78,9 @@ def stopped_twice(out: Path, *, slow_from: int) -> tuple[int, str, float]:
         return code, heard + process.stderr.read(), time.monotonic() - sent
 
 
-def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(tmp_path: Path) -> None:
-    code, said, took_s = stopped_twice(tmp_path / "run", slow_from=2)
+@pytest.mark.parametrize("pause", [SLEEP, ONE_LONG_CALL])
+def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(tmp_path: Path, pause: str) -> None:
+    code, said, took_s = stopped_twice(tmp_path / "run", slow_from=2, pause=pause)
     assert code == 130
     assert took_s < 20
     assert said.startswith(HEARD + "\n")
@@ -86,8 +92,11 @@ def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(tmp_
     Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
 
 
-def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_cannot_be_resumed(tmp_path: Path) -> None:
-    code, said, _ = stopped_twice(tmp_path / "run", slow_from=0)
+@pytest.mark.parametrize("pause", [SLEEP, ONE_LONG_CALL])
+def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_cannot_be_resumed(
+    tmp_path: Path, pause: str
+) -> None:
+    code, said, _ = stopped_twice(tmp_path / "run", slow_from=0, pause=pause)
     assert code == 130
     assert "no checkpoint yet" in said
     assert "--resume" not in said
@@ -97,10 +106,58 @@ def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_canno
 def test_ctrl_c_is_answered_at_once_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     with interrupts() as asked:
         signal.raise_signal(signal.SIGINT)
-        assert capfd.readouterr().err == HEARD + "\n"
+        said, deadline = "", time.monotonic() + 1
+        while not said and time.monotonic() < deadline:
+            said = capfd.readouterr().err
+        assert said == HEARD + "\n"
         assert asked.exit_code == 130
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_one_long_call_is_answered_within_a_second_and_ends_after_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The main thread is in a call that runs no handler; the answer comes in the middle of it."""
+    answered: list[float] = []
+
+    def press_and_watch() -> None:
+        sent = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+        while HEARD not in capfd.readouterr().err and time.monotonic() < sent + 5:
+            time.sleep(0.01)
+        answered.append(time.monotonic() - sent)
+
+    with interrupts() as asked:
+        thread = threading.Thread(target=press_and_watch)
+        thread.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
+        was_answered_in_the_call = bool(answered)
+        assert asked.received is signal.SIGINT
+        thread.join()
+    assert was_answered_in_the_call
+    assert answered[0] < 1.0
+
+
+def test_a_forked_childs_ctrl_c_does_not_count_as_the_runs_second() -> None:
+    with interrupts() as asked:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not asked
+        time.sleep(0.1)
+
+
+def test_listening_ends_with_its_block() -> None:
+    before, number = signal.set_wakeup_fd(-1), threading.active_count()
+    signal.set_wakeup_fd(before)
+    with interrupts():
+        pass
+    after = signal.set_wakeup_fd(before)
+    assert (after, threading.active_count()) == (before, number)
 
 
 def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:

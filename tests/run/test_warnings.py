@@ -1,4 +1,4 @@
-"""Warnings reach standard error, also with --quiet: files left out, a precision that was not switched on."""
+"""Warnings reach standard error, also with --quiet: files left out, a precision nobody switched on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = ["data.image_size=16", "model.base_channels=2", "model.depth=1", "train.
          "data.num_workers=0", "device=cpu"]  # fmt: skip
 
 
-def test_quiet_does_not_hide_what_was_left_out_or_not_switched_on(
+def test_quiet_does_not_hide_what_was_left_out_or_taken_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demo(tmp_path / "data", num_images=8, side=16)
@@ -24,5 +24,5 @@ def test_quiet_does_not_hide_what_was_left_out_or_not_switched_on(
     train(load("unet", flags={"precision_type": "fp16", "quiet": True}, overrides=overrides), out=tmp_path / "run")
     said = capsys.readouterr()
     assert f"warning: left out: cannot read {bad}" in said.err
-    assert "warning: `--precision-type fp16` alone does not switch mixed precision on" in said.err
+    assert "warning: `--precision-type fp16` is taken as precision=fp16" in said.err
     assert "warning" not in said.out

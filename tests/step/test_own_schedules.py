@@ -160,6 +160,14 @@ def test_a_scheduler_over_many_steps_is_followed_without_a_word(name: str) -> No
     stepped(made(optimizer, model, LONG[name](optimizer)), model, 3)
 
 
+def test_a_function_that_gives_rates_instead_of_multiples_is_asked_about() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"at most 0.0006.*multiple of the optimizer's learning rate, 0.0006"):
+        made(sgd(model, 6e-4), model, lambda k: 6e-4 * min(1, k / 100))
+    made(sgd(model, 1.0), model, lambda k: 6e-4)
+    made(sgd(model, 6e-4), model, lambda k: min(1, k / 5000))  # a long warmup
+
+
 # --- by a metric ---
 
 PLATEAUS: dict[str, dict[str, Any]] = {
@@ -234,11 +242,13 @@ def test_a_rate_written_by_hand_while_a_schedule_drives_it_is_refused(fused: boo
 @pytest.mark.parametrize(
     ("wrap", "instead"), [(hs.per_step, "by itself"), (hs.per_epoch, r"step.epoch_ended\(\) instead")]
 )
+@pytest.mark.parametrize("is_chained", [False, True])
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-def test_a_scheduler_that_is_also_stepped_by_hand_is_refused(wrap: Any, instead: str) -> None:
+def test_a_scheduler_that_is_also_stepped_by_hand_is_refused(wrap: Any, instead: str, is_chained: bool) -> None:
     model = nn.Linear(2, 2)
     optimizer = sgd(model)
-    scheduler = TORCH.StepLR(optimizer, 1, 0.7)
+    scheduler: Any = TORCH.StepLR(optimizer, 1, 0.7)
+    scheduler = TORCH.ChainedScheduler([scheduler]) if is_chained else scheduler
     step = made(optimizer, model, wrap(scheduler))
     stepped(step, model)
     scheduler.step()

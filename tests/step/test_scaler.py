@@ -7,6 +7,8 @@ import torch
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.step.scaler import Scaler, ScalerOptions
+from halfstep.step.step import Step
+from tiny_training import batch, loss_of, make_step
 
 CPU = torch.device("cpu")
 PATTERN = [0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
@@ -79,3 +81,24 @@ def test_a_checkpoint_of_another_precision_is_refused() -> None:
 def test_options_that_cannot_work_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         ScalerOptions(**wrong)
+
+
+@pytest.mark.parametrize(("accumulate", "start"), [(1, 65536), (2, 32768), (3, 16384), (4, 16384), (1 << 20, 1)])
+def test_a_window_starts_with_the_scale_that_a_divided_loss_would_have(accumulate: int, start: float) -> None:
+    assert Scaler(CPU, enabled=True, accumulate=accumulate).value.item() == start
+    assert Scaler(CPU, enabled=False, accumulate=accumulate).value.item() == 1
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_as_many_first_steps_overflow_as_where_the_loss_is_divided_by_accumulate(accumulate: int) -> None:
+    """torch's recipe calls scaler.scale(loss / accumulate).backward() for every micro-batch."""
+
+    def num_skipped(step: Step, window: list[dict[str, torch.Tensor]], divisor: int) -> int:
+        loss_fn = loss_of(step.model)
+        readings = [step(lambda b: loss_fn(b) * 2e3 / divisor, window).read() for _ in range(16)]
+        assert not readings[-1].is_bad
+        return sum(reading.is_bad for reading in readings)
+
+    windowed = num_skipped(make_step("sgd", "fp16", accumulate=accumulate), [batch(0)] * accumulate, 1)
+    assert windowed == num_skipped(make_step("sgd", "fp16"), [batch(0)], accumulate)
+    assert windowed > 0

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
 from halfstep.measure.nvml import ask_nvml
 
@@ -32,6 +33,6 @@ def shared_with(device: torch.device, driver: Driver | None = None) -> str:
     driver = driver or Driver()
     if device.type == "cpu":
         load, cores = driver.load(), os.cpu_count() or 1
-        return f"the CPU has other work: load {load:.1f} on {cores} cores" if load > cores else ""
+        return f"the CPU has other work: load {load:.1f} on {counted(cores, 'core')}" if load > cores else ""
     others = driver.used_by_others(str(device))
     return f"the GPU is in use by others ({others}): times will be too long" if others else ""

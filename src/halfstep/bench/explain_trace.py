@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from halfstep.bench.feed import Feed
 from halfstep.bench.runner import Runner
-from halfstep.errors import ConfigError, HardwareError
+from halfstep.errors import ConfigError, HardwareError, counted
 from halfstep.measure.clock import Stopwatch
 
 LEAST_STEPS = 3
@@ -105,7 +105,7 @@ def refuse_too_few(steps: int) -> None:
     """Raise ConfigError for steps that say nothing."""
     if steps < LEAST_STEPS:
         raise ConfigError(
-            f"{steps} steps are too few to explain",
+            f"{counted(steps, 'step')}: too few to explain",
             why="single steps differ by more than what is to be seen",
             fix=f"--steps {LEAST_STEPS} or more",
         )

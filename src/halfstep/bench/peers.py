@@ -18,7 +18,7 @@ from halfstep.bench.peer_lightning import import_lightning, train_lightning
 from halfstep.bench.peer_plain import train_plain
 from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant
 from halfstep.bench.runner import AfterStep, Problem, Runner
-from halfstep.errors import ConfigError, HardwareError, PrecisionError, nearest
+from halfstep.errors import ConfigError, HardwareError, PrecisionError, counted, nearest
 from halfstep.tune.compiler_threads import place_for_graphs
 
 __all__ = [
@@ -54,7 +54,7 @@ class PeerRunner:
     def train(self, steps: int, after_step: AfterStep) -> float:
         """Train from the seeded start; whatever goes wrong inside, compilation included, is raised as it came."""
         if steps < 1:
-            raise ConfigError(f"{steps} steps cannot be trained", fix="ask for at least one")
+            raise ConfigError(f"{counted(steps, 'step')} cannot be trained", fix="ask for at least one")
         by_hand, device = self.setup.by_hand, self.setup.problem.device
         if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
             raise HardwareError(f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name])

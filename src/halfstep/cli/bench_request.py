@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, nearest, suggested
 
 if TYPE_CHECKING:
     from halfstep.bench.bench import Request
@@ -121,8 +121,8 @@ def with_workload(words: Sequence[str]) -> list[str]:
 
 def _fix_of_folder(folder: Path) -> str:
     if (folder / "config.yaml").is_file():
-        return f"the config of this run: halfstep bench {folder / 'config.yaml'}"
-    own = f"halfstep bench {DEFAULT_WORKLOAD} --explain data.dir={folder}"
+        return f"the config of this run: {suggested('bench', folder / 'config.yaml')}"
+    own = suggested("bench", DEFAULT_WORKLOAD, "--explain", f"data.dir={folder}")
     return f"halfstep bench {DEFAULT_WORKLOAD}; to see where the time goes on data of your own: {own}"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, suggested
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ def command(
         raise ConfigError(
             f"nothing to check in {', '.join(map(str, named))}",
             why="a folder is searched for Python files; it holds none",
-            fix=f"configs of a project are found with: halfstep check --project {named[0]}",
+            fix=f"configs of a project are found with: {suggested('check', '--project', named[0])}",
         )
     if write:
         show_written(report, named)

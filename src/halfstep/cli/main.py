@@ -12,6 +12,7 @@ import typer
 
 from halfstep.cli.once import OnceCommand
 from halfstep.cli.output import flush_or_drop, make_patient
+from halfstep.cli.usage import USAGE_ERROR, refused
 from halfstep.errors import HalfstepError, Interrupted
 
 COMMANDS = ("bench", "check", "detect", "evaluate", "formats", "guide", "pack", "plan", "predict", "train")
@@ -25,7 +26,6 @@ def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """The command line with these commands; a module is imported only when its command is there."""
     app = typer.Typer(
         name="halfstep",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
@@ -66,10 +66,14 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 only when what it says holds, 1 for findings, 2 for the user's own mistake."""
-    words = with_dashes(sys.argv[1:] if argv is None else argv)
+    words = with_dashes(sys.argv[1:] if argv is None else argv) or ["--help"]
     make_patient()
     try:
-        app_with(names_for(words))(words)
+        # Not standalone: typer would draw its own errors, in another form than ours.
+        sys.exit(app_with(names_for(words))(words, prog_name="halfstep", standalone_mode=False) or 0)
+    except USAGE_ERROR as error:
+        show_error(refused(error))
+        sys.exit(2)
     except HalfstepError as error:
         show_error(error)
         sys.exit(error.exit_code)
@@ -80,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         show_error(unwritable_output(error))
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     finally:
         flush_or_drop()

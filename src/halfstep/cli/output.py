@@ -60,4 +60,5 @@ def drop(file: int) -> None:
 
 def _patient(stream: TextIO) -> TextIO:
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=bool(stream.line_buffering))
+    # A terminal that lacks a character gets its number: output never ends a run.
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))

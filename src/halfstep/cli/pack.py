@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from halfstep.errors import counted, suggested
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -26,6 +29,7 @@ def command(
     val_folder: Annotated[str, typer.Option(metavar="NAME", help="Validation folder, if not val.")] = "",
     val_fraction: Annotated[float, typer.Option(min=0, max=0.9, help="Share held out where no val folder is.")] = 0.1,
     split_seed: Annotated[int, typer.Option(min=0, help="Seed of that split.")] = 0,
+    label_column: Annotated[str, typer.Option(metavar="NAME", help="Column of metadata.jsonl, if not label.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Pack again, even where the file fits the folder.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Only check: every image of the packed file, and whether it fits DIR.")
@@ -51,7 +55,9 @@ def command(
 
     if on_bad_file not in ("error", "skip"):
         raise ConfigError(f"--on-bad-file {on_bad_file}", fix="error or skip")
-    layout = FolderLayout(train=train_folder, val=val_folder, val_fraction=val_fraction, seed=split_seed)
+    layout = FolderLayout(
+        train=train_folder, val=val_folder, val_fraction=val_fraction, seed=split_seed, label_column=label_column
+    )
     settings = PackSettings(
         size=size, limit_gb=limit_gb, workers=workers, on_bad_file="skip" if on_bad_file == "skip" else "error"
     )
@@ -120,30 +126,32 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
         "val_folder": layout.val,
         "val_fraction": layout.val_fraction,
         "split_seed": layout.seed,
+        "label_column": layout.label_column,
     }
     others = [f"data.{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
-    return " ".join([f"data.cache_file={out}" if out else "data.cache=true", *others])
+    return shlex.join([f"data.cache_file={out}" if out else "data.cache=true", *others])
 
 
 def show(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        import json
+        from halfstep.report.evaluation_view import json_text
 
-        typer.echo(json.dumps(summary, indent=2))
+        typer.echo(json_text(summary))
         return
     left_out = summary["left_out"]
     assert isinstance(left_out, list)
+    classes = counted(int(str(summary["classes"])), "class", "classes")
     typer.echo(
         f"{summary['file']}: {summary['train']:,} training and {summary['val']:,} validation images of "
-        f"{summary['classes']} classes at {summary['size']} pixels, {int(str(summary['bytes'])) / 1e9:.2f} GB"
+        f"{classes} at {summary['size']} pixels, {int(str(summary['bytes'])) / 1e9:.2f} GB"
     )
     for why in left_out:
         typer.echo(f"left out: {why}")
     if summary.get("stale"):
-        typer.echo(f"STALE: {summary['stale']}. Pack it again: halfstep pack {summary['folder']}")
+        typer.echo(f"STALE: {summary['stale']}. Pack it again: {suggested('pack', summary['folder'])}")
         return
     if summary.get("verified"):
         typer.echo("Every image in it was checked, and it fits the folder.")
     elif not summary["made"]:
         typer.echo("It was there already and fits the folder: nothing was packed (--force packs again).")
-    typer.echo(f"Use it: halfstep train WORKLOAD --data-dir {summary['folder']} {summary['use']}")
+    typer.echo(f"Use it: {suggested('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")

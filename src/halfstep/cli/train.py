@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfstep.cli.launchers import refuse_many_processes
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,6 +126,7 @@ def command(
     if show_config:
         show(loaded, as_json=as_json)
     if not (schema or show_config):
+        refuse_many_processes(os.environ)
         from halfstep.run.train import train
 
         train(loaded, out=out, resume=resume, allow_changes=allow_changes)

@@ -30,7 +30,7 @@ from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 from halfstep.config.workers import num_cores
 from halfstep.config.workloads import Schemas, is_import_path, schema_for
 from halfstep.config.yaml_source import read_yaml
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, counted, nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
     chosen, overridden = layered([*precision, *others])
     config = validated(chosen, schema)
     sources = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
-    sources["data.num_workers"] = Source(layer="default", where=f"auto: {num_cores()} cores")
+    sources["data.num_workers"] = Source(layer="default", where=f"auto: {counted(num_cores(), 'core')}")
     sources |= {path: statement.source for path, statement in chosen.items()}
     notes = (*unused_globals(said, used), *unused_options(config), *scaled_rate(config))
     return Loaded(config=config, sources=sources, overridden=tuple(overridden), notes=notes, warnings=warnings)
@@ -238,4 +238,4 @@ def scaled_rate(config: RunConfig) -> list[str]:
     if not optimizer.lr_per:
         return []
     scaled = f"{optimizer.peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
-    return [f"learning rate {scaled} samples a step (optimizer.lr_per={optimizer.lr_per}; 0 takes lr as it is)"]
+    return [f"learning rate {scaled} samples per step (optimizer.lr_per={optimizer.lr_per}; 0 takes lr as it is)"]

@@ -8,11 +8,11 @@ a type and exclusions, and then read as a whole. Parts that disagree are an erro
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from halfstep.config.aliases import MIXED, PRECISION_KEYS, precision_name
 from halfstep.config.scalars import typed
-from halfstep.config.statements import Source, Statement
+from halfstep.config.statements import Layer, Source, Statement
 from halfstep.errors import ConfigError
 
 HALF_TYPES = ("bf16", "fp16")
@@ -48,9 +48,20 @@ class Parts:
             raise disagreement(earlier, statement)
 
 
+SAME_PLACE: dict[Layer, str] = {
+    "flag": "both are flags of this command",
+    "override": "both are KEY=VALUE settings of this command",
+    "file": "both are in the same config",
+    "preset": "both are in the same preset",
+    "demo": "both are settings of the demo",
+    "default": "both are defaults",
+}
+
+
 def disagreement(one: Statement, other: Statement) -> ConfigError:
     """The error for two statements of one layer that cannot both hold."""
-    return ConfigError(f"{one} and {other} disagree", why="both stand in the same layer", fix="keep one of them")
+    why = SAME_PLACE[one.source.layer] + ", so neither wins over the other"
+    return ConfigError(f"{one} and {other} disagree", why=why, fix="keep one of them")
 
 
 def stated_by(statements: Sequence[Statement], below: Stated) -> Stated:
@@ -59,7 +70,7 @@ def stated_by(statements: Sequence[Statement], below: Stated) -> Stated:
     check_name(parts)
     value, notes = read_together(parts, below)
     if not value:
-        return below
+        return replace(below, notes=notes) if notes else below
     kind = parts.type or (parts.name if parts.name in MIXED else "") or below.type
     return Stated(value=value, type=kind, source=joint_source(statements), notes=notes)
 
@@ -149,12 +160,17 @@ def switched_on(parts: Parts, below: Stated) -> str:
 
 
 def type_alone(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
-    """A type switches nothing on: it counts where mixed precision is on already."""
+    """A type switches nothing on that is off; but by default, `auto`, mixed precision is on where it pays."""
+    said = parts.said_by["type"]
+    if parts.type in parts.excluded:
+        raise disagreement(said, parts.said_by[f"not {parts.type}"])
     if below.value in MIXED:
         return parts.type, ()
-    said = parts.said_by["type"]
-    fix = f"add --mixed-precision, or say --precision {parts.type}"
-    return "fp32", (f"{said} alone does not switch mixed precision on, so this is fp32: {fix}",)
+    if below.value in ("", "auto"):
+        others = "scripts that know this key ignore it unless mixed precision is switched on, and train in fp32"
+        return parts.type, (f"{said} is taken as precision={parts.type}; {others}",)
+    off = f"precision is {below.value} ({below.source})"
+    return "", (f"{said} changes nothing: {off}; precision={parts.type} would change it",)
 
 
 def joint_source(statements: Sequence[Statement]) -> Source:

@@ -22,6 +22,8 @@ EXPECTED = {
     "finite": "a finite number",
 }
 """What was expected, by the first word of pydantic's error type."""
+NEXT_LINE = "\n" + " " * len("error: ")
+"""Several settings, one below the other, where `error: ` and `  fix: ` stand in front of the first."""
 BOUNDS = {
     "greater_than": ("more than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -37,9 +39,22 @@ def explained(error: ValidationError, said: Mapping[str, Statement], schema: typ
         details.setdefault(setting_at(detail["loc"], said, schema), []).append(detail)
     lines = [f"{described(path, said)}: {complaint(details[path])}" for path in details]
     known = [path for path in details if path in fields_of(schema)]
-    return ConfigError(
-        "\n".join(lines), fix="; ".join(f"{path}: {field_at(schema, path).description}" for path in known)
-    )
+    return ConfigError(NEXT_LINE.join(lines), fix=NEXT_LINE.join(remedy(path, details[path], schema) for path in known))
+
+
+def remedy(path: str, details: list[ErrorDetails], schema: type[Section]) -> str:
+    """`set train.epochs (passes over the training set) to at least 1; its default is 100`."""
+    field = field_at(schema, path)
+    meaning = field.description or ""
+    is_word = meaning[1:2].islower()  # NHWC and TF32 keep their capitals
+    named = f"{path} ({meaning[:1].lower() + meaning[1:] if is_word else meaning})"
+    change = f"leave out {named}" if details[0]["type"] == "value_error" else f"set {named} to {wanted(details)}"
+    has_default = not field.is_required() and field.default not in (None, "", ())
+    return f"{change}; its default is {field.default}" if has_default else change
+
+
+def wanted(details: list[ErrorDetails]) -> str:
+    return " or ".join(dict.fromkeys(expected(detail) for detail in details))
 
 
 def setting_at(loc: tuple[int | str, ...], said: Mapping[str, Statement], schema: type[Section]) -> str:
@@ -62,7 +77,7 @@ def described(path: str, said: Mapping[str, Statement]) -> str:
 def complaint(details: list[ErrorDetails]) -> str:
     if details[0]["type"] == "value_error":
         return str(details[0]["ctx"]["error"])
-    return "expected " + " or ".join(dict.fromkeys(expected(detail) for detail in details))
+    return f"expected {wanted(details)}"
 
 
 def expected(detail: ErrorDetails) -> str:
@@ -74,6 +89,8 @@ def expected(detail: ErrorDetails) -> str:
         return str(context["expected"])
     if kind == "too_long":
         return f"a list of {context['max_length']} values"
+    if kind == "string_unicode":
+        return "a name in UTF-8; rename the folder, or link to it: ln -s OLD NEW"
     if kind == "string_too_short":
         return "text that is not empty"
     if kind == "missing":

@@ -139,7 +139,10 @@ class TrainConfig(Section):
     checkpoints_total_limit: OffCount = Field(
         default=3, description="Newest checkpoints kept besides the best one; 0: all"
     )
-    report_every: PositiveCount = Field(default=10, description="Attempted steps between two lines of metrics")
+    report_every: Literal["auto"] | PositiveCount = Field(
+        default="auto",
+        description="Attempted steps between two lines of metrics; auto: 10, fewer in runs below 100 steps",
+    )
     fast: Literal["auto", "off", "compile", "graph"] = Field(
         default="auto",
         description="off: eager; compile: torch.compile over model and loss; graph: that, captured as one CUDA graph; "

@@ -3,20 +3,24 @@
     DIR/train/<class>/*  DIR/val/<class>/*     ImageFolder
     DIR/<class>/*                              one folder, divided by a seed, class by class
     DIR/train.X1/<class>/* ... DIR/val.X/...   Kaggle's ImageNet-100 as its archive unpacks, with Labels.json
+    DIR/metadata.jsonl, DIR/train/...          a table of files and labels (metadata_file)
 
-A class is a folder's name; its number is the name's place in sorted order.
+A class is a folder's name, or a label; its number is the name's place in sorted order.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.data.files import PICTURES, natural_key, some_of
-from halfstep.errors import DataError
+from halfstep.data.layouts import pair_folders
+from halfstep.data.metadata_file import labels_in
+from halfstep.errors import DataError, counted, printable
 
 TRAIN_NAMES = ("train", "training")
 VALIDATION_NAMES = ("val", "valid", "validation", "test")
@@ -32,6 +36,8 @@ class FolderLayout:
     val_fraction: float = 0.1
     """Share of each class that is held out where there is no validation folder; 0 holds out nothing."""
     seed: int = 0
+    label_column: str = ""
+    """Of a metadata table; empty: label, or what is usual."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +53,7 @@ class Listing:
     def name_of(self, index: int) -> str:
         """Class folder and file."""
         path = self.paths[index]
-        return f"{path.parent.name}/{path.name}"
+        return printable(f"{path.parent.name}/{path.name}")
 
     def without(self, bad: set[Path]) -> Listing:
         """The same but for some files."""
@@ -65,6 +71,10 @@ class ImageFolder:
     val: Listing
     titles: Mapping[str, str] = field(default_factory=dict)
     """Readable names of classes, where the folder brings them."""
+    val_source: str = ""
+    """Which folder validation comes from, or which share of training."""
+    has_table: bool = False
+    """Whether a table, and not the folders, says which picture is of which class."""
 
 
 def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) -> ImageFolder:
@@ -76,8 +86,13 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
         kind = "is a file" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {kind}", fix="check data.dir; without it the demo data are used")
     train_folders, val_folders = _split_folders(root, layout)
-    train = _by_class(train_folders)
-    classes = tuple(known) if set(train) <= set(known) else tuple(sorted(train))
+    labelled = labels_in(train_folders[0], root, layout.label_column)
+    if labelled is None and not layout.train:
+        _refuse_masks(root)
+    train = labelled or _by_class(train_folders)
+    # The order of a table's labels is that of numbers, since they may be numbers.
+    in_order = tuple(train) if labelled else tuple(sorted(train))
+    classes = tuple(known) if set(train) <= set(known) else in_order
     if len(classes) < 2 and not known:
         raise DataError(
             f"{_names(train_folders)} holds one class, {classes[0]}",
@@ -85,12 +100,18 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
             fix="one folder a class: train/<class>/*.jpg",
         )
     if val_folders:
-        val = _by_class(val_folders)
+        val = labels_in(val_folders[0], root, layout.label_column) or _by_class(val_folders)
         _refuse_unknown(sorted(set(val) - set(classes)), val_folders)
     else:
         train, val = _split(train, layout)
     return ImageFolder(
-        root=root, classes=classes, train=_listing(train, classes), val=_listing(val, classes), titles=_titles(root)
+        root=root,
+        classes=classes,
+        train=_listing(train, classes),
+        val=_listing(val, classes),
+        titles=_titles(root),
+        val_source=_names(val_folders) if val_folders else f"{layout.val_fraction:.0%} of each class",
+        has_table=labelled is not None,
     )
 
 
@@ -102,10 +123,20 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     differences = [f"missing: {some_of(missing, 10)}"] if missing else []
     differences += [f"unknown: {some_of(extra, 10)}"] if extra else []
     raise DataError(
-        f"the data have {len(found)} classes, the model was trained on {len(trained)}",
+        f"the data have {counted(len(found), 'class', 'classes')}, the model was trained on {len(trained)}",
         why="; ".join(differences) or "they are the same names in another order",
         fix="evaluate on data with the same class folders",
     )
+
+
+def _refuse_masks(root: Path) -> None:
+    """Images and their masks in two folders look like two classes."""
+    if names := pair_folders(root):
+        raise DataError(
+            f"{root} holds images and masks ({names}), no classes",
+            why="a classifier would learn to tell pictures from masks",
+            fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.train_folder=.",
+        )
 
 
 def _split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
@@ -132,7 +163,7 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
     for parent in folders:
         for folder in parent.iterdir():
             if folder.is_dir() and not folder.name.startswith((".", "__")):
-                found.setdefault(folder.name, []).extend(_pictures(folder))
+                found.setdefault(printable(folder.name), []).extend(_pictures(folder))
     if not found:
         raise DataError(
             f"no class folders in {_names(folders)}",

@@ -156,6 +156,20 @@ def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
     raise _nothing_found(root, asked)
 
 
+def pair_folders(root: Path) -> str:
+    """The folders of a data set of images and masks, where `root` is one: their files share ids. Empty where not."""
+    try:
+        layout = _layout_at(root, PairLayout())
+    except DataError as error:  # fits two
+        return error.what.partition(": ")[2]
+    if layout is None:
+        return ""
+    images, *masks = (
+        {name for name, _ in NamePattern(text).each(root)} for text in (layout.train.images, *layout.train.masks)
+    )
+    return _text(layout) if any(images & found for found in masks) else ""
+
+
 def _layout_at(root: Path, asked: PairLayout) -> Layout | None:
     if asked.is_common:
         known: dict[str, Layout] = {}
@@ -165,7 +179,7 @@ def _layout_at(root: Path, asked: PairLayout) -> Layout | None:
         if found := _only(root, list(known.values())):
             return _with_its_validation(root, found)
     for group in _usual(root, asked):
-        if found := _only(root, [layout for layout in group if _holds_folders(root, layout.train)]):
+        if found := _only(root, [layout for layout in group if holds_folders(root, layout.train)]):
             return found
     return None
 
@@ -233,7 +247,8 @@ def _holds_files(root: Path, names: Names) -> bool:
     return all(any(True for _ in NamePattern(text).each(root)) for text in (names.images, names.masks[0]))
 
 
-def _holds_folders(root: Path, names: Names) -> bool:
+def holds_folders(root: Path, names: Names) -> bool:
+    """Whether the folders of one part are there, whatever they hold."""
     return all((root / NamePattern(text).base).is_dir() for text in (names.images, names.masks[0]))
 
 

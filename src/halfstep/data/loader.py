@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from halfstep.data.read_ahead import WholeBatches, pinned, read_ahead
 from halfstep.data.seeds import generator_for
 from halfstep.data.worker_batches import WorkerBatches
-from halfstep.errors import DataError, HalfstepError
+from halfstep.errors import DataError, HalfstepError, counted
 
 Batch: TypeAlias = dict[str, Tensor]
 
@@ -76,7 +76,7 @@ class Loader:
     ) -> None:
         if shuffle and batch_size > len(samples):
             raise DataError(
-                f"batch size {batch_size} is larger than the training set of {len(samples)} samples",
+                f"batch size {batch_size} is larger than the training set of {counted(len(samples), 'sample')}",
                 fix=f"train.batch_size={max(1, len(samples))} or less; train.accumulate enlarges the effective batch",
             )
         self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle, drop_last=drop_last)

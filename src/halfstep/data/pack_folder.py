@@ -22,7 +22,7 @@ from halfstep.data.files import BadFiles, OnBadFile
 from halfstep.data.folder_samples import REDUCING_GAP, centre_square
 from halfstep.data.image_folder import ImageFolder
 from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, is_pack, open_pack, partial_file
-from halfstep.errors import DataError
+from halfstep.errors import DataError, counted
 
 DEFAULT_SIZE = 256
 """Pixels a side: the 256 to which ImageNet's evaluation resizes, of which training at 224 needs most."""
@@ -96,7 +96,9 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: P
 
 def fingerprint(folder: ImageFolder, settings: PackSettings) -> str:
     """Of the folder's files and of the settings that change what is stored."""
-    stored = {"size": settings.size, "on_bad_file": settings.on_bad_file, "classes": folder.classes}
+    stored: dict[str, object] = {"size": settings.size, "on_bad_file": settings.on_bad_file, "classes": folder.classes}
+    if folder.has_table:  # else the folders' names are the labels
+        stored["labels"] = (folder.train.labels, folder.val.labels)
     return fingerprint_of(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
@@ -108,7 +110,7 @@ def why_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> 
     gone = len(set(index.names) - now)
     if gone or len(now) != len(index.names) + len(index.left_out):
         new = len(now - set(index.names)) - len(index.left_out)
-        return f"the folder changed since it was packed ({max(new, 0):,} pictures new, {gone:,} gone)"
+        return f"the folder changed since it was packed ({counted(max(new, 0), 'picture')} new, {gone:,} gone)"
     return (
         "a picture was written again or moved to another split since it was packed, or the settings are others "
         "(size, split, on-bad-file)"
@@ -118,7 +120,7 @@ def why_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> 
 def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
     """Refuse a cache over the limit, in a place that is taken or has no room for it, before any work."""
     needed = num_images * settings.size * settings.size * 3
-    what = f"{num_images:,} images of {settings.size}×{settings.size} need {needed / 1e9:.1f} GB"
+    what = f"{counted(num_images, 'image')} of {settings.size}×{settings.size} pixels would take {needed / 1e9:.1f} GB"
     if needed > settings.limit_gb * 1e9:
         fits = math.isqrt(int(settings.limit_gb * 1e9 / num_images / 3))
         raise DataError(

@@ -8,6 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from halfstep.errors import counted
+
 
 class PackingBar:
     """Told how many images of how many are done; the first word of it draws the bar."""
@@ -34,6 +36,8 @@ class PackingBar:
     def __call__(self, done: int, total: int) -> None:
         if self._task is None:
             self._bar.start()
-            self._bar.console.print(f"packing {total:,} images into {self._path}", soft_wrap=True, markup=False)
+            self._bar.console.print(
+                f"packing {counted(total, 'image')} into {self._path}", soft_wrap=True, markup=False
+            )
             self._task = self._bar.add_task("packing", total=total)
         self._bar.update(self._task, completed=done)

@@ -17,7 +17,7 @@ from halfstep.data.files import BadFiles
 from halfstep.data.images import ImageFacts, image_facts, raw_range, read_image, resize_image, scale_for
 from halfstep.data.masks import MaskTable, MaskValue, mask_facts, mask_files, read_mask, resize_mask, values_in
 from halfstep.data.pairs import Pair
-from halfstep.errors import DataError
+from halfstep.errors import DataError, printable
 
 Result = TypeVar("Result")
 SCAN_THREADS = 8
@@ -62,7 +62,7 @@ class SegmentationData:
 
     def name_of(self, index: int) -> str:
         """The image's file name; its mask is named after it."""
-        return self.pairs[index].image.name
+        return printable(self.pairs[index].image.name)
 
     def files(self) -> Iterator[Path]:
         """Every image with its mask."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.crops import Array, CropRange, random_boxes
+from halfstep.errors import printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +33,7 @@ class StoredImages:
 
     def name_of(self, index: int) -> str:
         """The file that image `index` was made of; empty where there is none."""
-        return self.names[index] if self.names else ""
+        return printable(self.names[index]) if self.names else ""
 
 
 class TrainingImages:

@@ -13,9 +13,12 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from halfstep.config.schema import RunConfig
+from halfstep.data.decode import open_picture
 from halfstep.data.files import OnBadFile, some_of
 from halfstep.data.folder_samples import TrainingFiles
+from halfstep.data.images import image_facts
 from halfstep.data.loader import Samples
+from halfstep.data.segmentation import SegmentationData
 from halfstep.data.stored_images import TrainingImages
 from halfstep.errors import DataError
 from halfstep.workloads import KINDS, from_dict
@@ -26,6 +29,8 @@ from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.pictures import overlay
 
 Source = Literal["folder", "demo"]
+SIZED_FILES = 256
+"""Pictures whose size is looked up, over the whole set."""
 DECODE_FILES, DECODE_S = 32, 1.0
 """At most this many files and seconds to learn how fast pictures decode."""
 GRID_SAMPLES, GRID_COLUMNS = 12, 4
@@ -51,6 +56,8 @@ class DataLook:
     on_bad_file: OnBadFile
     notes: tuple[str, ...]
     pictures: tuple[tuple[str, Image.Image], ...]
+    sides: tuple[int, int] | None = None
+    """Width and height of the median picture; None where nobody looked."""
 
 
 def look_at(workload: str, folder: Path) -> DataLook:
@@ -79,6 +86,7 @@ def describe(look: DataLook) -> list[tuple[str, str]]:
     rows = [
         ("folder", "demo data, generated" if look.source == "demo" else str(look.folder)),
         ("samples", f"{look.num_train:,} to train on, {look.num_val:,} to validate"),
+        *([("pictures", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
         ("classes", f"{len(look.classes)}: {some_of(sizes, 12)}"),
         ("reading", f"{look.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
@@ -120,6 +128,7 @@ def _look(workload: str, folder: Path, source: Source, on_bad_file: OnBadFile) -
         on_bad_file=on_bad_file,
         notes=notes,
         pictures=tuple(_pictures(val if len(val) else train, classes)),
+        sides=_sides(train),
     )
 
 
@@ -153,6 +162,26 @@ def _counts(train: Samples, num_classes: int) -> tuple[int, ...]:
         return ()
     counted = Counter(labels)
     return tuple(counted[number] for number in range(num_classes))
+
+
+def _sides(train: Samples) -> tuple[int, int] | None:
+    """Of a few pictures, since a header is a file to open."""
+    if isinstance(train, TrainingImages):
+        sizes = train.images.sizes
+    elif isinstance(train, TrainingFiles):
+        sizes = np.array([_size_of(train.listing.paths[index]) for index in _spread(len(train), SIZED_FILES)])
+    elif isinstance(train, SegmentationData):
+        facts = [image_facts(train.pairs[index].image) for index in _spread(len(train), SIZED_FILES)]
+        sizes = np.array([one.size[::-1] for one in facts])
+    else:
+        return None
+    width, height = np.median(sizes, axis=0)
+    return int(width), int(height)
+
+
+def _size_of(path: Path) -> tuple[int, int]:
+    with open_picture(path) as picture:
+        return picture.size
 
 
 def _decoded_per_s(samples: Samples) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from halfstep.config.workloads import is_import_path
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, counted, suggested
 from halfstep.guide.ask import Asker, Question, path_in
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.guide.rules import Situation
@@ -125,7 +124,7 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Ou
     if look is not None:
         files[_unused(file.with_name(f"{file.stem}-samples.png"))] = _grid_path(scratch).read_bytes()
     write_new(files)
-    command = shlex.join(["halfstep", "train", str(file)])
+    command = suggested("train", file)
     _show_outcome(console, tuple(files), command)
     return Outcome(file=file, command=command, start=start)
 
@@ -192,7 +191,7 @@ def _in_short(one: Suggestion) -> str:
     train, data = one.config.train, one.config.data
     times = f" x {train.accumulate}" if train.accumulate > 1 else ""
     size = f"batch {train.batch_size}{times} at {data.image_size} pixels"
-    return f"{one.config.precision.default}, {size}, {train.epochs} epochs"
+    return f"{one.config.precision.default}, {size}, {counted(train.epochs, 'epoch')}"
 
 
 def new_yaml_file(answer: str) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from halfstep.config.schema import RunConfig
 from halfstep.config.training import ADAM_LIKE
+from halfstep.errors import counted, suggested
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware
@@ -74,7 +75,7 @@ def batch(
     accumulate = math.ceil(a_step / micro)
     if a_step < grown:
         steps = math.ceil(num_train / a_step)
-        why = f"less than the recipe's {recipe}: {num_train:,} samples make {steps} steps an epoch"
+        why = f"less than the recipe's {recipe}: {counted(num_train, 'sample')} make {counted(steps, 'step')} per epoch"
     else:
         why = f"the recipe's {recipe}" + (f" times {a_step // recipe}" if a_step > recipe else "")
     times = f" x {accumulate} accumulated" if accumulate > 1 else ""
@@ -113,7 +114,7 @@ def learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any], tuple
         peak, rule = optimizer.lr * samples / recipe, "linear in the batch, for SGD"
         shown, paths = f"{optimizer.lr:g} x {samples}/{recipe}", {"optimizer.lr_per": recipe}
     if samples == recipe and not optimizer.lr_per:
-        return {}, ("learning rate", f"{optimizer.lr:g}, the recipe's own at {samples} samples a step")
+        return {}, ("learning rate", f"{optimizer.lr:g}, the recipe's own at {counted(samples, 'sample')} per step")
     return paths, ("learning rate", f"{peak:.4g} = {shown} ({rule})")
 
 
@@ -130,7 +131,7 @@ def workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict
     fact = f"{workers} of {cores} cores: {reading}, the device {trained.words}"
     # Of an upper limit, a training step reaches a quarter to a half.
     if workers * look.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and look.counts:
-        fact += f"; reading may be the limit: data.cache=true, or `halfstep pack {situation.data_dir}`"
+        fact += f"; reading may be the limit: data.cache=true, or `{suggested('pack', situation.data_dir)}`"
     return {"data.num_workers": workers}, ("workers", fact)
 
 
@@ -172,7 +173,8 @@ def duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tup
     reading = (train.epochs * look.num_train + validated) / rate
     seconds = computing + reading if on_cpu else max(computing, reading)
     shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
+    shown += f" for {counted(train.epochs, 'epoch')}"
     if trained.is_limit:
-        return [("time", f"{train.epochs} epochs take at least {shown}, most likely a few times as long (an estimate)")]
+        return [("time", f"at least {shown}, most likely a few times as long (an estimate)")]
     compiled = "; compiled it may be shorter" if train.fast == "compile" else ""
-    return [("time", f"{train.epochs} epochs take about {shown} (an estimate from measured rates{compiled})")]
+    return [("time", f"about {shown} (an estimate from measured rates{compiled})")]

@@ -17,6 +17,7 @@ from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
 from halfstep.tune.step_cost import step_cost
 from halfstep.workloads import KINDS, from_dict
+from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 
 ORDER = {
     "fast": ("fast", "lowmem", "stable"),
@@ -42,6 +43,10 @@ SMALL_ON_CPU: dict[str, dict[str, Any]] = {
 SMALL_SET = 10_000
 """Training images below which `quick` stands for `fast`: its recipe is for a few thousand."""
 OWN_WORKERS = 4
+SIDE_STEP, LEAST_SIDE = 16, 32
+"""Image sides are multiples of the first, which a U-Net's four levels and a ViT's patches divide."""
+SMALL_SIDE, PATCHES_A_SIDE = 64, 8
+"""Up to here a ResNet must not quarter the image at once, and a ViT's patches of 16 pixels would be too few."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +87,7 @@ def _suggestion(situation: Situation, preset: str) -> Suggestion:
     precision = _precision(situation, preset)
     paths = {"precision": precision, **_base(situation, preset)}
     facts = [("why", REASONS[preset]), ("precision", _precision_reason(situation, precision))]
+    size_fact = _fit_to_pictures(situation, preset, paths)
     start = _config(situation, preset, paths)
     if situation.look is None:
         facts.append(("speed", _speed(situation.hardware, precision)))
@@ -98,7 +104,7 @@ def _suggestion(situation: Situation, preset: str) -> Suggestion:
         facts.append(("speed", against_fp32 or _speed(situation.hardware, precision)))
         facts += [*size_facts, rate_fact, readers_fact]
         facts += duration(situation, _config(situation, preset, paths), trained)
-    facts += _remarks(situation)
+    facts += [*size_fact, *_remarks(situation, paths)]
     return Suggestion(
         name=preset,
         values=_nested(situation, preset, paths),
@@ -137,6 +143,25 @@ def _base(situation: Situation, preset: str) -> dict[str, Any]:
     return paths
 
 
+def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -> list[tuple[str, str]]:
+    """Images no larger than the pictures, in place, with the first layers that such images need; and why."""
+    look, config = situation.look, _config(situation, preset, paths)
+    if look is None or look.sides is None or situation.is_demo:
+        return []
+    side = max(LEAST_SIDE, -(-max(look.sides) // SIDE_STEP) * SIDE_STEP)
+    if side >= config.data.image_size:
+        return []
+    paths["data.image_size"] = side
+    if isinstance(config, ClassifierConfig):
+        paths["data.eval_size"] = 0
+    if side <= SMALL_SIDE and isinstance(config, ResNetConfig):
+        paths["model.stem"] = "small"
+    if side <= SMALL_SIDE and isinstance(config, ViTConfig):
+        paths["model.patch"] = side // PATCHES_A_SIDE
+    width, height = look.sides
+    return [("image size", f"{side} pixels: the pictures have {width}×{height}, and more would be blown up")]
+
+
 def _smaller(situation: Situation) -> dict[str, Any]:
     if situation.hardware.kind != "cpu" or situation.look is None or situation.is_demo:
         return {}
@@ -172,11 +197,11 @@ def _speed(hardware: Hardware, precision: str) -> str:
     return "not measured"
 
 
-def _remarks(situation: Situation) -> Iterator[tuple[str, str]]:
+def _remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if situation.is_demo:
         yield "demo", "a small model and few epochs of its own; the choice changes only how it runs"
     if smaller := _smaller(situation):
-        settings = ", ".join(f"{key}={value}" for key, value in smaller.items())
+        settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
         yield "on a CPU", f"so smaller than usual: {settings}"
 
 

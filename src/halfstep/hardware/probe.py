@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from halfstep.errors import HardwareError
+from halfstep.errors import HardwareError, counted
 from halfstep.hardware.cpus import cpu_flags, cpu_name, cpu_vendor
 from halfstep.hardware.driver import Accelerator, Driver
 from halfstep.hardware.facts import Hardware
@@ -114,7 +114,7 @@ def _cpu(driver: Driver, torch_version: str) -> Hardware:
         device="cpu",
         name=name,
         vendor=cpu_vendor(name),
-        architecture=f"{processor.cores} cores",
+        architecture=counted(processor.cores, "core"),
         memory_total_bytes=processor.memory_total_bytes,
         memory_free_bytes=processor.memory_free_bytes,
         support=cpu_formats(flags),

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from halfstep.errors import ModelError
+from halfstep.errors import ModelError, counted
 from halfstep.models.foreign_names import in_names_of
 from halfstep.models.resnet import ResNet
 from halfstep.models.vit import ViT, resized_positions
@@ -26,7 +26,7 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
     own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
     if theirs is not None and len(theirs) != len(own):
         raise ModelError(
-            f"the weights of {source} are for {len(theirs)} classes, the data has {len(own)}",
+            f"the weights of {source} are for {counted(len(theirs), 'class', 'classes')}, the data have {len(own)}",
             fix="model.replace_head=true starts a new head on the loaded body",
         )
     load_weights_(model, weights, source=source)

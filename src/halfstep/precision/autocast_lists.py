@@ -17,6 +17,9 @@ LOWER = (
 )
 """Run in the autocast format."""
 
+RECURRENT = tuple(f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data"))
+"""Run whole in the autocast format by cuDNN (ATen/native/cudnn/RNN.cpp)."""
+
 FP32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),

@@ -8,7 +8,9 @@ so there the flags in force are checked against the plan, and only autocast is e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
 
 import torch
 
@@ -22,15 +24,46 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.b
 """What autocast is set to; under fp8 everything but the swapped Linear layers runs in bf16."""
 
 
-@contextlib.contextmanager
-def forward_context(plan: Plan) -> Iterator[None]:
+class Reusable(contextlib.ContextDecorator):
+    """A context that may be entered again and again, also inside itself and from several threads: each entry makes it
+    anew. People keep one in a variable, as they keep an autocast."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, threading.local()
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._stack().append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._stack().pop().__exit__(kind, error, traceback)
+
+    def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
+        stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
+        return stack
+
+
+def forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Backend flags, simulated kernels and op lists, and autocast as the plan says (switched off for fp32 and tf32)."""
-    with backend_context(plan), _autocast(plan):
+    # The compiler follows a generator's context and not the class; there nobody keeps it.
+    return _forward(plan) if torch.compiler.is_compiling() else Reusable(lambda: _forward(plan))
+
+
+@contextlib.contextmanager
+def _forward(plan: Plan) -> Iterator[None]:
+    with _backend(plan), _autocast(plan):
         yield
 
 
 def backend_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Backend flags and simulated kernels: what backward and the optimizer run in."""
+    return _backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: _backend(plan))
+
+
+def _backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
     mode: Fp32Mode = "tf32" if plan.compute == "tf32" and not plan.simulated else "ieee"
     if torch.compiler.is_compiling():
         _check_compiled_region(mode, simulated=plan.simulated)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfstep.precision.autocast_lists import BANNED, FP32, FP32_BY_DTYPE, KEPT, LOWER, PROMOTE
+from halfstep.precision.autocast_lists import BANNED, FP32, FP32_BY_DTYPE, KEPT, LOWER, PROMOTE, RECURRENT
+from halfstep.precision.simulated_rnn import in_parts
 
 Kernel = Callable[..., Any]
 
@@ -54,6 +55,9 @@ def _override(device_type: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in _kernels(device_type).items():
         library.impl(name, kernel, KEYS[device_type])
+    if device_type == "cpu":
+        for name in RECURRENT:
+            library.impl(name, in_parts(_overload(name)), "AutogradCPU")
     return library
 
 
@@ -62,7 +66,7 @@ def _kernels(device_type: str) -> dict[str, Kernel]:
     """What must be overridden: entries of CUDA's lists that the device has not, or has otherwise."""
     key = KEYS[device_type]
     own = {name for name in _aten_names() if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)}
-    casts = [(name, _casting(_lower_format)) for name in LOWER if name not in own]
+    casts = [(name, _casting(_lower_format)) for name in (*LOWER, *RECURRENT) if name not in own]
     casts += [(name, _casting(_always_fp32)) for name in FP32 if name not in own]
     casts += [(name, _casting(_widest)) for name in PROMOTE]
     casts += [(name, _naming_fp32) for name in FP32_BY_DTYPE] + [(name, _refusing) for name in BANNED]

@@ -25,6 +25,7 @@ from halfstep.islands import LOW_PRECISION
 from halfstep.precision.half_casts import to_full, to_half
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.rounding import round_to
+from halfstep.precision.simulated_rnn import is_recurrent, without_onednn
 
 aten = torch.ops.aten
 
@@ -87,7 +88,8 @@ class _SimulatedKernels(TorchDispatchMode):
             if self.tf32 and dtype == torch.float32:
                 return func(*_operands_in_tf32(args, OPERANDS.get(func, (0, 1, 2))), **kwargs)
         elif _is_composite(func):
-            with self:  # inference_mode hands over linear, conv2d or attention whole: their parts come back here
+            # inference_mode hands over linear, conv2d or attention whole: their parts come back here
+            with self, without_onednn() if is_recurrent(func) else contextlib.nullcontext():
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.report.bench_table import counted, digits, title
+from halfstep.errors import counted
+from halfstep.report.bench_table import digits, title
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 
 if TYPE_CHECKING:

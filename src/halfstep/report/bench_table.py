@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from halfstep.errors import counted
 from halfstep.report.tables import columns_table
 
 Record = Mapping[str, Any]
@@ -32,11 +33,6 @@ def show_bench(record: Record, console: Console) -> None:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for line in _compared(record, has_memory="peak GB" in columns):
         console.print(Text(line), soft_wrap=True)
-
-
-def counted(number: int, thing: str) -> str:
-    """`1 row`, `2 rows`."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def title(record: Record) -> str:

@@ -88,8 +88,8 @@ def draw_curves(metrics: Sequence[Record], path: Path) -> None:
 def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
     train = [record for record in metrics if record.get("kind") == "train"]
     validation = [record for record in metrics if record.get("kind") == "val"]
-    # An event is on record two steps after the step it is about.
-    skipped = [float(r.get("bad_step", r["step"])) for r in metrics if r.get("event") in SKIPS]
+    # An event is on record two steps after the step it is about, which it names by the number of steps before.
+    skipped = [float(r["bad_step"] + 1 if "bad_step" in r else r["step"]) for r in metrics if r.get("event") in SKIPS]
     losses = [*_with_mean(_curve(train, "loss", "train", TRAIN)), _curve(validation, "loss", "val", VALIDATION)]
     health = Quarter(title="Loss scale", curves=[_curve(train, "scale", "last", TRAIN)], skipped=skipped, log_base=2)
     if all(value == 1.0 for value in health.curves[0].finite):  # bf16, tf32 and fp32 run at a scale of one
@@ -197,4 +197,10 @@ def _dress(axes: Axes, last_step: float, note: str) -> None:
     if axes.get_legend_handles_labels()[1]:
         # Above the axes, on the title's line: inside, it would cover curves.
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 5}
-        axes.legend(**place, frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.15, handlelength=1.4)
+        narrow: dict[str, Any] = {
+            "handlelength": 1.0,
+            "handletextpad": 0.4,
+            "columnspacing": 1.0,
+            "borderaxespad": 0.15,
+        }
+        axes.legend(**place, **narrow, frameon=False, fontsize=8, labelcolor=INK)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from halfstep.errors import counted, printable
 from halfstep.report.tables import columns_table, pairs_table
 
 PIPE_WIDTH = 1000
@@ -59,7 +60,7 @@ def result_console() -> Console:
 
 
 def json_text(value: Any) -> str:
-    """Valid JSON: a number that is not finite becomes null."""
+    """Valid JSON: a number that is not finite becomes null, a byte of a file name that is no UTF-8 `\\xe9`."""
     return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
@@ -71,7 +72,7 @@ def show_evaluation(found: Evaluation, console: Console) -> None:
             [
                 ("run", found.run),
                 ("checkpoint", f"{found.checkpoint}, weights {found.weights}"),
-                ("data", f"{found.data}, {found.samples:,} samples"),
+                ("data", f"{found.data}, {counted(found.samples, 'sample')}"),
                 ("precision", f"{found.precision}{simulated} on {found.device}"),
                 *([("scores", found.scoring)] if found.scoring else []),
                 *([("scored at", found.scored_at)] if found.scored_at else []),
@@ -115,7 +116,9 @@ def shown(value: Cell) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
+        return {printable(str(name)): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

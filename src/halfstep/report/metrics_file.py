@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, suggested
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -104,5 +104,5 @@ def _cannot_write(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"cannot write {path}: {error.strerror}",
         why="a run without records proves nothing",
-        fix=f"make room or make it writable, then continue with: halfstep train --resume {path.parent}",
+        fix=f"make room or make it writable, then continue with: {suggested('train', '--resume', path.parent)}",
     )

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, counted, printable
 from halfstep.report.evaluation_view import Cell, json_text
 from halfstep.report.tables import columns_table
 
@@ -66,7 +66,7 @@ class Predictions:
 def show_predictions(made: Predictions, console: Console) -> None:
     """A row a file, then where the results are and what was left out."""
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
-    rows = [{"file": answer.file, **answer.brief} for answer in answers]
+    rows = [_printable({"file": answer.file, **answer.brief}) for answer in answers]
     table = columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
     for column in table.columns:
         column.no_wrap, column.overflow = False, "fold"  # the end of a path is what tells it apart
@@ -75,9 +75,15 @@ def show_predictions(made: Predictions, console: Console) -> None:
         console.print(Text(f"and {len(made.answers) - len(answers):,} more", style="dim"))
     how = f"{made.precision}{' (simulated)' if made.simulated else ''} on {made.device}"
     where = f", written to {made.out}" if made.out else ""
-    console.print(Text(f"\n{len(made.answers):,} files with {made.checkpoint} in {how}{where}"), soft_wrap=True)
+    console.print(
+        Text(f"\n{counted(len(made.answers), 'file')} with {made.checkpoint} in {how}{where}"), soft_wrap=True
+    )
     if made.failed:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
+
+
+def _printable(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {printable(name): printable(value) if isinstance(value, str) else value for name, value in row.items()}
 
 
 def refuse_existing(path: Path) -> None:
@@ -90,7 +96,7 @@ def refuse_existing(path: Path) -> None:
 
 def write_csv(made: Predictions, path: Path) -> None:
     """One line a file, with a title line; numbers in full."""
-    rows = [{"file": answer.file, **answer.cells} for answer in made.answers]
+    rows = [_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
     try:
         with path.open("x", newline="", encoding="utf-8") as file:
             table = csv.DictWriter(file, fieldnames=list(rows[0]))

@@ -14,6 +14,7 @@ from pathlib import Path
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples
 from halfstep.disk import write_whole
+from halfstep.errors import counted
 from halfstep.run.folder import RunFolder
 from halfstep.workloads.workload import Workload
 
@@ -39,7 +40,10 @@ def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
     if _digest(files) == then:
         return []
     if len(files) != num_then:
-        return [f"{num_then} data files when this run started, {len(files)} now: it does not continue exactly"]
+        return [
+            f"the run started with {counted(num_then, 'data file')}, there are {len(files)} now: "
+            "it does not continue exactly"
+        ]
     newer = [path for path in files if path.stat().st_mtime > started_s]
     which = f"written since: {some_of(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
     return [f"data files have other sizes or times than when this run started ({which}): it may not continue exactly"]

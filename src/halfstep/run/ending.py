@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 
-from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped
+from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, suggested
 from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
+from halfstep.step.step import Step
 
 
 def ended_early(
@@ -23,6 +25,36 @@ def ended_early(
         names = loop.journal.latest_files()
         return _added(error, fix=f"files of that step: {names}") if names else error
     return error
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands, in steps."""
+
+    attempted: int
+    committed: int
+
+    @classmethod
+    def of(cls, step: Step) -> Progress:
+        return cls(step.attempted, int(step.committed))
+
+
+def refuse_only_skips(loop: Loop, start: Progress) -> None:
+    """A run that went to its end without one committed step has trained nothing, whatever else it wrote."""
+    end = Progress.of(loop.parts.step)
+    num_steps, last = end.attempted - start.attempted, loop.journal.latest
+    if num_steps == 0 or end.committed > start.committed or last is None:
+        return
+    is_overflow = loop.parts.plan.needs_loss_scaling and last.reason.startswith("gradient norm")
+    search = "a first loss scale takes up to 16 steps to find: train longer, or lower scaler.init_scale"
+    raise TrainingStopped(
+        f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",
+        why="the weights are those the run began with",
+        fix=search
+        if is_overflow
+        else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
+        "see where it begins with --precision fp32",
+    )
 
 
 def left_nothing(loop: Loop) -> bool:
@@ -66,4 +98,4 @@ def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepErr
 
 
 def _resume_command(folder: RunFolder) -> str:
-    return f"continue with: halfstep train --resume {folder.path}"
+    return f"continue with: {suggested('train', '--resume', folder.path)}"

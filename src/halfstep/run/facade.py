@@ -29,7 +29,7 @@ from halfstep.run.own_arguments import (
 )  # fmt: skip
 from halfstep.run.own_loss import OwnLoss
 from halfstep.run.own_rollback import Rollback
-from halfstep.run.own_window import loader_of, window_of
+from halfstep.run.own_window import loader_of, refuse_no_function, window_of
 from halfstep.run.stepped_by_hand import committing, watch_for_hands
 from halfstep.step.clip import Clip
 from halfstep.step.commit import READS_FLAG_IN_KERNEL
@@ -227,10 +227,12 @@ class Step:
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
         """The first half of a call: forward, backward and verdict. Nothing is committed yet."""
         self._schedules.refuse_other_hands()
+        refuse_no_function(loss_fn)
         batches = window_of(window, self._step.accumulate)
+        checked = self._loss.checked(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep()
-        return self._step.compute(self._loss.checked(loss_fn, is_alone=len(batches) == 1), batches)
+        return self._step.compute(checked, batches)
 
     def commit(self, facts: Facts) -> None:
         """The second half: the optimizers step, or everything stays as it was."""
@@ -314,6 +316,8 @@ class Step:
         self._guard.load_state_dict(state.get("guard", {}))
         self._step.load_state_dict(state)
         self._schedules.load_state_dict(schedules)
+        if self._rollback is not None:
+            self._rollback.forget()
 
     # --- inside ---
 

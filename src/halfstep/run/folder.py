@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, printable, suggested
 from halfstep.run.checkpoint import Checkpoints
 
 
@@ -59,9 +59,20 @@ class RunFolder:
             yield
 
     @classmethod
+    def planned(cls, out: str | None, name: str) -> RunFolder:
+        """Where a new run would be; nothing is made."""
+        return cls(Path(out) if out else _unused_name(name))
+
+    @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
         """A new folder, made by this call alone: an existing one with content is an error."""
-        path = Path(out) if out else _unused_name(name)
+        path = cls.planned(out, name).path
+        if printable(str(path)) != str(path):
+            raise CheckpointError(
+                f"the run's folder {path} is no UTF-8",
+                why="safetensors could not read its checkpoints again",
+                fix="choose another name with --out",
+            )
         if path.is_dir() and any(path.iterdir()):
             raise _taken(cls(path))
         try:
@@ -89,7 +100,7 @@ def _taken(folder: RunFolder) -> CheckpointError:
     """Only a run with a checkpoint can be continued; one that was killed before its first is of no use to anybody."""
     fix = "choose another --out"
     if folder.checkpoints().all():
-        fix += f", or continue that run with: halfstep train --resume {folder.path}"
+        fix += f", or continue that run with: {suggested('train', '--resume', folder.path)}"
     elif folder.config.is_file():
         fix += f", or remove {folder.path}: that run ended before its first checkpoint"
     return CheckpointError(

@@ -1,13 +1,22 @@
-"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save, say how to resume. A second Ctrl-C ends at once, unsaved."""
+"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save, say how to resume. A second Ctrl-C ends at once, unsaved.
+
+Python runs a signal's handler between two instructions of the main thread, and a step may be one call of minutes. So a
+thread listens as well: to the byte that the interpreter writes, at whatever moment, to its wakeup file. It answers the
+first Ctrl-C; the second one it leaves to the main thread, and where that does not come back in a second, it ends the
+process itself.
+"""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import functools
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,6 +27,9 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 """A closed terminal (SIGHUP, not on Windows) ends a run as a scheduler does."""
 
 HEARD = "finishing this step, then saving; press Ctrl-C again to stop without saving"
+PATIENCE_S = (0.2, 0.8)
+"""For the main thread to notice a second Ctrl-C, and once more after it was told again."""
+SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
@@ -25,6 +37,9 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.last_words: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"
+        """What to say, and what to tidy up, where the main thread cannot."""
+        self._is_over = threading.Event()
 
     def __bool__(self) -> bool:
         return self.received is not None
@@ -36,10 +51,29 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
+            self._is_over.set()
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
-        if number == signal.SIGINT:
-            _say_at_once(HEARD)
+
+    def _listen(self, ear: socket.socket) -> None:
+        has_heard = False
+        while numbers := ear.recv(64):
+            for number in numbers:
+                if number == signal.SIGINT and has_heard:
+                    return self._end_at_once()
+                if number == signal.SIGINT:
+                    _say_at_once(HEARD)
+                has_heard |= number in SIGNALS
+        return None
+
+    def _end_at_once(self) -> None:
+        if self._is_over.wait(PATIENCE_S[0]):
+            return
+        # Two signals during one long call reach Python as one.
+        _thread.interrupt_main(signal.SIGINT)
+        if not self._is_over.wait(PATIENCE_S[1]):
+            _say_at_once(self.last_words() + (SHOW_CURSOR if sys.stderr.isatty() else ""))
+            os._exit(128 + signal.SIGINT)
 
 
 @contextmanager
@@ -51,10 +85,41 @@ def interrupts() -> Iterator[Interrupts]:
         return
     former: dict[int, Any] = {number: signal.signal(number, found._note) for number in SIGNALS if _is_ours(number)}
     try:
-        yield found
+        with _listening(found):
+            yield found
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _listening(found: Interrupts) -> Iterator[None]:
+    _keep_children_silent()
+    ear, mouth = socket.socketpair()
+    mouth.setblocking(False)
+    thread = threading.Thread(target=found._listen, args=(ear,), name="halfstep-signals", daemon=True)
+    thread.start()
+    former = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        found._is_over.set()
+        signal.set_wakeup_fd(former)
+        mouth.close()
+        thread.join()
+        ear.close()
+
+
+@functools.cache  # there is no way to take it back, and once is enough
+def _keep_children_silent() -> None:
+    """A terminal's Ctrl-C goes to forked data workers as well: theirs must not count as a second one."""
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
 
 
 @contextmanager

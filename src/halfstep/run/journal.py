@@ -50,6 +50,7 @@ class Journal:
         self.latest: Reading | None = None
         self.loss_sum, self.num_losses, self.num_skipped, self.num_spikes = 0.0, 0, 0, 0
         self.train_metric: Callable[[], dict[str, float]] = dict
+        self._epoch, self._samples_per_s = 0, 0.0
         self._bar: Bar | None = None
         self._has_shown = False
         """Whether this bar has had the fields of a step."""
@@ -60,8 +61,13 @@ class Journal:
     # --- one step ---
 
     def on_reading(self, reading: Reading) -> None:
-        """Called by the guard with the facts of two steps ago."""
+        """Called by the guard with the facts of two steps ago; at an epoch's end with the last ones, too."""
         self.latest = reading
+        self._tell(reading)
+        if (reading.attempted + 1) % self.report_every == 0:  # a reading says how many steps were before it
+            self._record(reading)
+
+    def _tell(self, reading: Reading) -> None:
         if reading.is_spike and not reading.is_bad:
             self.num_spikes += 1
             self._event("spike", reading, f"step {reading.attempted}: the loss jumped to {reading.loss:.4g}", "warning")
@@ -76,28 +82,28 @@ class Journal:
             text = f"step {reading.attempted} skipped: {reading.reason}; samples {self._samples_of(reading)}"
             self._event("skipped", reading, text, "warning")
 
-    def stepped(self, attempted: int, epoch: int, samples_per_s: float, waiting: Waiting) -> None:
-        """After each window; writes a record when one is due."""
-        is_due = attempted % self.report_every == 0 and self.latest is not None
+    def stepped(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
+        """After each window."""
+        self._samples_per_s = samples_per_s
         if self._bar is not None:
-            self._advance(self._bar, waiting, is_due=is_due)
-        if is_due and self.latest is not None:
-            r = self.latest
-            self._log(
-                {
-                    "kind": "train",
-                    "step": attempted,
-                    "epoch": epoch + 1,
-                    "loss": r.loss,
-                    "grad_norm": r.grad_norm,
-                    "lr": r.lr,
-                    "scale": r.scale,
-                    "committed": r.committed,
-                    "skipped": self.num_skipped,
-                    "samples_per_s": round(samples_per_s, 2),
-                    "memory_bytes": peak_memory_bytes(self.device),
-                }  # fmt: skip
-            )
+            self._advance(self._bar, waiting, is_due=attempted % self.report_every == 0)
+
+    def _record(self, r: Reading) -> None:
+        self._log(
+            {
+                "kind": "train",
+                "step": r.attempted + 1,
+                "epoch": self._epoch + 1,
+                "loss": r.loss,
+                "grad_norm": r.grad_norm,
+                "lr": r.lr,
+                "scale": r.scale,
+                "committed": r.committed,
+                "skipped": self.num_skipped,
+                "samples_per_s": round(self._samples_per_s, 2),
+                "memory_bytes": peak_memory_bytes(self.device),
+            }
+        )
 
     def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
         # What stands on a finished bar is not that of a step long ago.
@@ -166,7 +172,7 @@ class Journal:
     @contextmanager
     def training(self, epoch: int, num_windows: int) -> Iterator[None]:
         with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
-            self._bar, self._has_shown = bar, False
+            self._epoch, self._bar, self._has_shown = epoch, bar, False
             bar.show({"precision": self._precision})
             try:
                 yield

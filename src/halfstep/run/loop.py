@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from halfstep.data.prefetch import prefetch
-from halfstep.errors import Interrupted, TrainingStopped
+from halfstep.errors import Interrupted, TrainingStopped, suggested
 from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
@@ -101,7 +101,7 @@ class Loop:
         samples = train.batch_size * train.accumulate
         self.num_samples += samples
         self.throughput.add(samples)
-        self.journal.stepped(attempted, self.position.epoch, self.throughput.per_s(), waiting)
+        self.journal.stepped(attempted, self.throughput.per_s(), waiting)
         if parts.snapshots is not None and parts.snapshots.due(attempted):
             parts.snapshots.take(parts.model, parts.step)
         if train.checkpoint_every and attempted % train.checkpoint_every == 0:
@@ -216,7 +216,7 @@ class Loop:
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'request'} "
             f"after step {self.parts.step.attempted}; everything is saved in {path}",
-            fix=f"continue with: halfstep train --resume {self.checkpoints.folder.parent}",
+            fix=f"continue with: {suggested('train', '--resume', self.checkpoints.folder.parent)}",
             exit_code=self.interrupts.exit_code,
         )
 

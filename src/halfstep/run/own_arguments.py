@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 
 import torch
 from torch import nn
@@ -33,8 +33,6 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
     several = list(given) if isinstance(given, Iterable) else [given]
     optimizers = [one for one in several if isinstance(one, Optimizer)]
     if isinstance(model, nn.Module) and optimizers and len(optimizers) == len(several):
-        for optimizer in optimizers:
-            _refuse_closure(optimizer)
         return model, optimizers
     fix = "hs.Step(model, torch.optim.AdamW(model.parameters()))"
     if isinstance(model, (list, tuple)):
@@ -43,20 +41,6 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
         f"a step takes a model and its optimizer, or a list of them, not "
         f"({type(model).__name__}, {type(given).__name__})",
         fix=fix,
-    )
-
-
-def _refuse_closure(optimizer: Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise needs_closure(optimizer)
-
-
-def needs_closure(optimizer: Optimizer) -> ConfigError:
-    return ConfigError(
-        f"{type(optimizer).__name__} needs a closure",
-        why="it evaluates the model several times inside one step, so no single verdict exists",
-        fix="an optimizer that steps on the gradients it finds, such as torch.optim.AdamW",
     )
 
 
@@ -82,16 +66,16 @@ def number(name: str, value: object, *, below: float = math.inf) -> float:
     """A number from 0 up; None means 0, which turns the thing off."""
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < below:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
         limit = f" and below {below:g}" if below < math.inf else ""
         raise ConfigError(f"{name}={value!r} is not a number from 0 up{limit}", fix=f"{name}=0 turns it off")
     return float(value)
 
 
 def count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a count from 1 up", fix=f"{name}=1 is plain training")
-    return value
+    return int(value)
 
 
 def guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:

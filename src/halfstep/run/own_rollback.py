@@ -23,6 +23,10 @@ class Rollback:
         if not self.snapshots.states or self.snapshots.due(self.step.attempted):
             self.snapshots.take(self.model, self.step)
 
+    def forget(self) -> None:
+        """After a state was loaded: the copies are of another past."""
+        self.snapshots.states.clear()
+
     def to_before(self, verdict: Verdict) -> bool:
         """Go back to well before the first fault and cut the learning rate; False where no copy is old enough."""
         state = self.snapshots.before(verdict.first_fault_committed)

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.errors import ConfigError
 from halfstep.step.step import Batch, Weight, batch_length
 
 
-def loader_of(batches: object) -> Iterable[Batch]:
+def loader_of(batches: Any) -> Iterator[Batch]:
     """What `windows` goes through: anything that gives batches, but not a batch."""
-    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not isinstance(batches, Iterable):
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not is_iterable:
         raise ConfigError(
             f"windows takes a loader, something that gives batches, not a {type(batches).__name__}",
             fix="for window in step.windows(loader): step(loss_fn, window); one batch: step(loss_fn, [batch])",
         )
-    return batches
+    found: Iterator[Batch] = iter(batches)
+    return found
+
+
+def refuse_no_function(loss_fn: object) -> None:
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn is a {type(loss_fn).__name__}, not a function",
+            why="the step calls it with each batch of the window",
+            fix="step(loss_fn, window), in this order, with loss_fn(batch) -> loss",
+        )
 
 
 def window_of(given: object, accumulate: int) -> list[Batch]:
@@ -124,12 +136,12 @@ def _arrays_in(batch: Batch) -> Iterator[Any]:
             yield from _arrays_in(part)
 
 
-def half_dtypes_in(loss: Tensor) -> set[torch.dtype]:
-    """The half formats that autograd's graph of a loss went through."""
+def half_dtypes_in(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:
+    """The half formats that autograd's graph of a loss went through, in its last `most` operations."""
     found: set[torch.dtype] = set()
     seen: set[Any] = set()
     open_nodes = [loss.grad_fn]
-    while open_nodes:
+    while open_nodes and len(seen) < most:
         node = open_nodes.pop()
         if node is None or node in seen:
             continue
@@ -144,6 +156,10 @@ def is_scaled_by_hand(loss: Tensor) -> bool:
     """Whether the last thing done to a loss was to multiply it by a large power of two, as GradScaler.scale does."""
     if loss.grad_fn is None or loss.grad_fn.name() != "MulBackward0":
         return False
+    if all(following is not None for following, _ in loss.grad_fn.next_functions):
+        return False  # two losses multiplied
     factors = (getattr(loss.grad_fn, f"_saved_{side}", None) for side in ("self", "other"))
-    values = [float(f) for f in factors if isinstance(f, Tensor) and f.numel() == 1 and not f.requires_grad]
+    # Without simulation's mode: torch hands it a plain number in place of the tensor that autograd made of one.
+    with _disable_current_modes():
+        values = [float(f) for f in factors if isinstance(f, Tensor) and f.numel() == 1 and not f.requires_grad]
     return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in values)

@@ -7,6 +7,7 @@ import time
 
 from halfstep.config.load import Loaded
 from halfstep.config.statements import DEFAULT
+from halfstep.errors import counted, suggested
 from halfstep.measure.memory import format_bytes, peak_memory_bytes
 from halfstep.report.config_view import header_lines
 from halfstep.report.run_report import RunReport
@@ -15,15 +16,23 @@ from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
 from halfstep.run.waiting import num_cores, way_out
 
+ON_BAD_STEP: dict[str, str] = {
+    "found_inf": "its fused kernel skips bad steps",
+    "select": "bad steps are undone from a copy",
+    "host": "the host checks each step, one wait per step",
+}
+"""How each optimizer keeps a bad step from changing anything, in the header's words."""
+
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
     """What runs, on what, in which precision and why."""
     config, plan = loaded.config, parts.plan
     num_parameters = sum(p.numel() for p in parts.model.parameters())
+    num_train, num_val = len(parts.workload.train_samples), len(parts.workload.val_samples)
     train = config.train
     batch = f"{train.batch_size}" + (f" x {train.accumulate} accumulated" if train.accumulate > 1 else "")
     commits = [
-        f"{name} ({way}{f', {format_bytes(extra)} extra' if extra else ''})"
+        f"{name} ({ON_BAD_STEP[way]}{f', {format_bytes(extra)} extra' if extra else ''})"
         for name, way, extra in parts.step.describe()
     ]
     apart = [f"{row.module} {row.compute}" for row in plan.rows if row.is_part]
@@ -34,7 +43,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         *([("always fp32", _few(islands))] if islands else []),
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
-        ("data", f"{len(parts.workload.train_samples)} training, {len(parts.workload.val_samples)} validation samples"),
+        ("data", f"{num_train:,} training, {counted(num_val, 'validation sample')}"),
         *([("data folder", _with_source(str(config.data.dir), loaded, "data.dir"))] if config.data.dir else []),
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.sources.get('data.num_workers', DEFAULT)})"),
@@ -64,12 +73,12 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
         ("skipped steps", str(loop.journal.num_skipped)),
     ]
     if joules is not None:
-        rows.append(("energy", f"{joules:.0f} J, {joules / max(loop.num_samples, 1):.2f} J a sample"))
+        rows.append(("energy", f"{joules:.0f} J, {joules / max(loop.num_samples, 1):.2f} J per sample"))
     if loop.waiting.is_worth_saying:
         faster = way_out(parts.config, parts.workload.train_samples, num_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
     rows += [("best checkpoint", str(best) if best else "none"), ("curves", str(folder.report / "curves.png"))]
-    rows.append(("look closer", f"halfstep evaluate {folder.path}"))
+    rows.append(("look closer", suggested("evaluate", folder.path)))
     report.finish("done", rows)
 
 
@@ -78,7 +87,7 @@ def _length(parts: Assembly) -> str:
     train = parts.config.train
     steps = math.ceil(len(parts.train_loader) / train.accumulate)
     if parts.total_steps == train.epochs * steps:
-        return f"{parts.total_steps} = {train.epochs} epochs of {steps}"
+        return f"{parts.total_steps} = {counted(train.epochs, 'epoch')} of {steps}"
     return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
 
 
@@ -94,7 +103,7 @@ def _duration(seconds: float) -> str:
 
 def _first(notes: tuple[str, ...], most: int = 20) -> list[str]:
     """Of a thousand files that were left out, a screen of names and the number."""
-    return [*notes[:most], *([f"and {len(notes) - most:,} more such files"] if len(notes) > most else [])]
+    return [*notes[:most], *([f"and {counted(len(notes) - most, 'more such file')}"] if len(notes) > most else [])]
 
 
 def _few(names: list[str], most: int = 4) -> str:

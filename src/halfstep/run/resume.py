@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import CheckpointError, HardwareError
+from halfstep.errors import CheckpointError, HardwareError, counted
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 
@@ -109,15 +109,15 @@ def why_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
     train, epochs, steps = config.train, state["position"]["epoch"], state["step"]["attempted"]
     if epochs >= train.epochs:
         again = f"train.epochs={2 * epochs}"
-        return f"finished after {epochs} of {train.epochs} epochs; to train on, add {again} to the command"
+        return f"finished after {epochs} of {counted(train.epochs, 'epoch')}; to train on, add {again} to the command"
     if 0 < train.max_steps <= steps:
         return (
-            f"finished after {steps} of {train.max_steps} steps; to train on, add train.max_steps={2 * steps} to the "
-            f"command, or 0 for all {train.epochs} epochs"
+            f"finished after {steps} of {counted(train.max_steps, 'step')}; to train on, add "
+            f"train.max_steps={2 * steps} to the command, or 0 for all {counted(train.epochs, 'epoch')}"
         )
     if 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
         return (
-            f"finished by early stopping after {epochs} of {train.epochs} epochs; to train on, add "
+            f"finished by early stopping after {epochs} of {counted(train.epochs, 'epoch')}; to train on, add "
             "train.early_stopping_patience=0 to the command"
         )
     return ""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-
-from halfstep.run.own_arguments import needs_closure
 
 COMMITTING, WATCHED = "_halfstep_commits", "_halfstep_watches"
 """Marks on the optimizer itself, because two steps may share one."""
@@ -36,16 +33,11 @@ def _notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def committing(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Inside, the optimizers are stepped by us, without a closure."""
+    """Inside, the optimizers are stepped by us."""
     for optimizer in optimizers:
         setattr(optimizer, COMMITTING, True)
     try:
         yield
-    except (AssertionError, TypeError, RuntimeError, ValueError) as error:
-        wants = [o for o in optimizers if "closure" in inspect.signature(o.step).parameters]
-        if wants and ("closure" in str(error) or "'NoneType' object is not callable" in str(error)):
-            raise needs_closure(wants[0]) from error
-        raise
     finally:
         for optimizer in optimizers:
             setattr(optimizer, COMMITTING, False)

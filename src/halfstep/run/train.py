@@ -30,7 +30,8 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.data_record import changed_data, record_data
-from halfstep.run.ending import ended_early, left_nothing
+from halfstep.run.disk_space import check_disk
+from halfstep.run.ending import Progress, ended_early, left_nothing, refuse_only_skips
 from halfstep.run.folder import RunFolder
 from halfstep.run.hints import hint_about
 from halfstep.run.interrupts import interrupts, raised_at_once
@@ -64,6 +65,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
     decide(loaded.config.precision, hardware)
     is_demo = loaded.config.data.dir is None and KINDS.of(loaded.config.workload).demo is not None
     folder: RunFolder | None = None
+    warnings: list[str] = []
     with ExitStack() as lock:
         try:
             with raised_at_once():
@@ -75,6 +77,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
                 plan = plan_for(loaded.config, workload, hardware)
                 plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet), rehearsal)
                 parts = _assembled(loaded.config, workload, plan)
+                warnings += check_disk(parts, folder or RunFolder.planned(out, _run_name(loaded.config)))
                 folder = folder or RunFolder.create(out, _run_name(loaded.config))
                 lock.enter_context(folder.locked())
                 record_data(workload, folder)
@@ -83,7 +86,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
             if folder is not None:
                 shutil.rmtree(folder.path)
             raise
-        warnings = [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
+        warnings += [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
         _run(loaded, folder, parts, resumed=None, warnings=warnings)
     return folder.path
 
@@ -147,9 +150,10 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         other = refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
         plan = _plan_to_go_on(loaded.config, workload, folder, changes)
         cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
-        warnings = [*damaged, *moved, *other, *changed_data(workload, folder)]
+        parts = _assembled(loaded.config, workload, plan)
+        warnings = [*damaged, *moved, *other, *changed_data(workload, folder), *check_disk(parts, folder)]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
-        _run(loaded, folder, _assembled(loaded.config, workload, plan), resumed=resumed, warnings=warnings)
+        _run(loaded, folder, parts, resumed=resumed, warnings=warnings)
     return folder.path
 
 
@@ -188,7 +192,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         report,
         parts.plan,
         epochs=config.train.epochs,
-        report_every=config.train.report_every,
+        report_every=_report_every(parts),
         metric=parts.workload.metric,
         samples=parts.workload.train_samples,
         hint=partial(hint_about, config.workload),
@@ -196,6 +200,8 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     parts.guard.on_reading = journal.on_reading
     with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
+        is_new = resumed is None
+        asked_to_stop.last_words = lambda: str(ended_early(KeyboardInterrupt(), loop, folder, is_new=is_new))
         try:
             show_header(report, loaded, folder, parts)
             for warning in warnings:
@@ -204,24 +210,32 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
                 _continue(loop, folder, resumed)
             reset_peak(parts.device)
             clock, energy = Stopwatch(), EnergyMeter(parts.device)
+            start = Progress.of(parts.step)
             loop.run()
             _draw(folder, report)
             show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
+            refuse_only_skips(loop, start)
         except (HalfstepError, KeyboardInterrupt) as error:
-            shown = ended_early(error, loop, folder, is_new=resumed is None)
+            shown = ended_early(error, loop, folder, is_new=is_new)
             if folder.path.is_dir():
                 _draw(folder, report)
             if shown is error:
                 raise
             raise shown from error
         except Exception:  # somebody's own code: its traceback is what they need, an empty run is not
-            if resumed is None and left_nothing(loop):
+            if is_new and left_nothing(loop):
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         finally:
             report.close()
             parts.train_loader.close()
             parts.val_loader.close()
+
+
+def _report_every(parts: Assembly) -> int:
+    """Ten lines at least: the curves of a run of five steps are five points."""
+    asked = parts.config.train.report_every
+    return max(1, min(10, parts.total_steps // 10)) if asked == "auto" else asked
 
 
 def _say_unless(quiet: bool) -> Say:

@@ -9,6 +9,7 @@ from halfstep.config.workers import num_cores as num_cores
 from halfstep.config.workloads import is_import_path
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples
+from halfstep.errors import counted, suggested
 
 WORTH_SAYING = 0.1
 """Share of the time below which waiting is nobody's business."""
@@ -38,8 +39,9 @@ def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
     """The setting that gets data faster here: more workers while cores are free, then no more decoding."""
     workers = config.data.num_workers
     if workers < cores:
-        return f"data.num_workers={cores} (now {workers}, and there are {cores} cores)"
+        return f"data.num_workers={cores} (now {workers}, and this machine has {counted(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
-        return f"data.cache=true, or first halfstep pack {config.data.dir} (all {cores} cores decode pictures already)"
+        pack = suggested("pack", config.data.dir)
+        return f"data.cache=true, or first {pack} (all {counted(cores, 'core')} decode pictures already)"
     smaller = "" if is_import_path(config.workload) else "a smaller data.image_size, or "
     return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"

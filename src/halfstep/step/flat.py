@@ -54,50 +54,64 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def flat_views(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Views of one dimension, but for tensors with gaps in their memory: those stay as they are."""
+    return [flat_view(tensor) if is_dense(tensor) else tensor for tensor in tensors]
+
+
 def gather(tensors: Sequence[Tensor]) -> Tensor:
     """One flat copy of tensors of one kind."""
-    return torch.cat([flat_view(tensor) if is_dense(tensor) else tensor.reshape(-1) for tensor in tensors])
+    return _joined(flat_views(tensors))
 
 
 def scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write a flat copy back into the tensors it was gathered from."""
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    pairs = list(zip(tensors, pieces, strict=True))
-    dense = [(flat_view(tensor), piece) for tensor, piece in pairs if is_dense(tensor)]
-    if dense:
-        torch._foreach_copy_([view for view, _ in dense], [piece for _, piece in dense])
-    for tensor, piece in pairs:
-        if not is_dense(tensor):
-            tensor.copy_(piece.view(tensor.shape))
+    _spread(flat, flat_views(tensors))
+
+
+def _joined(views: Sequence[Tensor]) -> Tensor:
+    return torch.cat([view if view.ndim == 1 else view.reshape(-1) for view in views])
+
+
+def _spread(flat: Tensor, views: Sequence[Tensor]) -> None:
+    pieces = flat.split([view.numel() for view in views])
+    pairs = list(zip(views, pieces, strict=True))
+    lines = [(view, piece) for view, piece in pairs if view.ndim == 1]
+    if lines:
+        torch._foreach_copy_([view for view, _ in lines], [piece for _, piece in lines])
+    for view, piece in pairs:
+        if view.ndim != 1:
+            view.copy_(piece.view(view.shape))
 
 
 class Snapshot:
     """A copy of some tensors, put back where a device flag says so."""
 
+    @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.groups = by_kind(tensors)
+        self.groups = by_kind(flat_views(tensors))
         self.saved: list[Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for group in self.groups for tensor in group)
 
     @torch.no_grad()
     def save(self) -> None:
-        self.saved = [gather(group) for group in self.groups]
+        self.saved = [_joined(group) for group in self.groups]
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """What was saved and what is there now, flat, a pair for each kind."""
+        return [(saved, _joined(group)) for group, saved in zip(self.groups, self.saved, strict=True)]
 
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
         """Where `flag` is true every tensor gets its saved bits back; otherwise it keeps what it has now."""
         for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
-            scatter(torch.where(flag.to(saved.device), saved, gather(group)), group)
+            _spread(torch.where(flag.to(saved.device), saved, _joined(group)), group)
         self.saved = []
 
     @torch.no_grad()
     def restore(self) -> None:
         """Give every tensor its saved bits back."""
         for group, saved in zip(self.groups, self.saved, strict=False):
-            scatter(saved, group)
+            _spread(saved, group)
         self.saved = []
 
 

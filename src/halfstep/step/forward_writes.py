@@ -65,7 +65,13 @@ class ForwardWrites:
         self.trained: list[int] = []
         self.saved: list[Place] = []
         self.watched: list[Place] = []
+        self.held: list[Tensor | None] = []
+        self.aliases: list[Tensor | None] = []
+        self.views = Snapshot(())
+        """What the saved places held at the last window, and its memory."""
         self.has_new_ones = True
+        self.exchanges = False
+        """Whether the last window made new tensors instead of writing into the old ones."""
         self._close()
 
     # --- a window ---
@@ -76,14 +82,20 @@ class ForwardWrites:
         if self.places.refresh() or ids != self.trained:
             self._take_in(trained)
             self.trained = ids
-        self.before = [owner.get(key) for _, owner, key in self.saved]
-        self.storages = [None if held is None else held.data for held in self.before]
-        self.snapshots = [Snapshot(s for s in self.storages if s is not None and is_writable_in_place(s))]
-        self.snapshots[0].save()
+        self._look_up([owner.get(key) for _, owner, key in self.saved])
+        self.before, self.storages, self.snapshots = list(self.held), list(self.aliases), [self.views]
+        self.views.save()
         now = [owner.get(key) for _, owner, key in self.watched]
         self.marks = [(None, 0, 0) if held is None else (held, held._version, held.data_ptr()) for held in now]
         self.copies = self._copies_of_new_ones() if self.has_new_ones else {}
         self.is_open = True
+
+    def _look_up(self, held: list[Tensor | None]) -> None:
+        """Find the memory of what is held now, unless it is that of the last window: most of `save` would be that."""
+        last = zip(held, self.held, self.aliases, strict=True) if len(held) == len(self.held) else None
+        if last is None or any(now is not then or _is_moved(now, alias) for now, then, alias in last):
+            self.held, self.aliases = held, [_storage(tensor) for tensor in held]
+            self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
 
     def look(self) -> None:
         """After the window's last backward pass: find the parameters that it wrote without their being saved."""
@@ -91,6 +103,8 @@ class ForwardWrites:
         self.compared.update(self.copies)
         self.copies, self.has_new_ones = {}, False
         self.replaced, self.moved = self._replaced_now(), self._moved_now()
+        self.has_grown = self.places.have_grown
+        self.exchanges = bool(self.replaced or self.moved or self.has_grown)
         self._refuse_replaced_weights()
 
     @torch.no_grad()
@@ -98,14 +112,15 @@ class ForwardWrites:
         """Whether forward left a number that is not finite where there was a finite one."""
         found = torch.zeros((), dtype=torch.bool, device=device)
         for snapshot in self.snapshots:
-            for group, saved in zip(snapshot.groups, snapshot.saved, strict=True):
+            for saved, now in snapshot.pairs():
                 if saved.is_floating_point():
-                    found = found | became_non_finite(saved, gather(group)).to(device)
+                    found = found | became_non_finite(saved, now).to(device)
         exchanged = [(before, now) for _, before, now in self.replaced]
-        for before, now in (*exchanged, *((storage, held.data) for held, storage in self.moved)):
-            if now is not None and now.is_floating_point():
-                fresh = torch.zeros((), device=now.device)
-                found = found | became_non_finite(fresh if before is None else before, now).to(device)
+        moved = [(storage, held.data) for held, storage in self.moved]
+        for then, new in (*exchanged, *moved):
+            if new is not None and new.is_floating_point():
+                fresh = torch.zeros((), device=new.device)
+                found = found | became_non_finite(fresh if then is None else then, new).to(device)
         return found
 
     @torch.no_grad()
@@ -127,7 +142,7 @@ class ForwardWrites:
                 held.data = torch.where(bad, storage, held.data)
             elif bool(bad):
                 held.data = storage
-        if self.places.have_grown and bool(bad):
+        if self.has_grown and bool(bad):
             self.places.take_back()
         self._close()
 
@@ -145,7 +160,8 @@ class ForwardWrites:
         self._close()
 
     def _close(self) -> None:
-        self.is_open = False
+        self.is_open = self.has_grown = False
+        self.views.saved = []  # a capture that broke off leaves memory of its own there
         self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], [], {}
         self.unsaved, self.replaced, self.moved = [], [], []
 
@@ -154,7 +170,7 @@ class ForwardWrites:
     @property
     def why_not_captured(self) -> str:
         """What of the last window a CUDA graph could not repeat."""
-        if self.replaced or self.moved or self.is_open and self.places.have_grown:
+        if self.exchanges:
             return "the model replaces or registers a tensor in its forward pass instead of writing into it"
         return f"forward wrote {self._names_of_unsaved()} for the first time" if self.unsaved else ""
 
@@ -220,7 +236,7 @@ class ForwardWrites:
         """From now on with the others; in this window by the host's copy, where there is one."""
         self.saved.append(place)
         self.before.append(held)
-        self.storages.append(None if held is None else held.data)
+        self.storages.append(_storage(held))
         copy = self.copies.get(place.name)
         if held is not None and copy is not None:
             snapshot = Snapshot([held.data])
@@ -239,7 +255,7 @@ class ForwardWrites:
     def _moved_now(self) -> list[tuple[Tensor, Tensor]]:
         """Tensors with other storage than before, and the old one."""
         pairs = zip(self.before, self.storages, strict=True)
-        return [(t, s) for t, s in pairs if t is not None and s is not None and t.data_ptr() != s.data_ptr()]
+        return [(t, s) for t, s in pairs if _is_moved(t, s) and t is not None and s is not None]
 
     def _put_back_what_was_exchanged(self) -> None:
         if self.is_open:
@@ -285,6 +301,15 @@ def _refuse_uninitialised(places: Places) -> None:
 def _has_plain_storage(tensor: Tensor | None) -> bool:
     """Not a wrapper such as a quantised weight's: of those only their modules know how they are written."""
     return tensor is not None and type(tensor.data) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _storage(tensor: Tensor | None) -> Tensor | None:
+    """An alias with a version counter of its own; a sparse tensor has no memory to alias."""
+    return tensor.data if tensor is not None and tensor.layout is torch.strided else None
+
+
+def _is_moved(tensor: Tensor | None, storage: Tensor | None) -> bool:
+    return tensor is not None and storage is not None and tensor.data_ptr() != storage.data_ptr()
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Literal
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, counted
 from halfstep.step.facts import Facts, Reading
 
 LAG = 2
@@ -144,7 +144,7 @@ class Guard:
             return CONTINUE
         return Verdict(
             action=Action.STOP,
-            reason=f"{self.num_at_floor} steps in a row overflowed with the loss scale at its floor of "
+            reason=f"{counted(self.num_at_floor, 'step')} in a row overflowed with the loss scale at its floor of "
             f"{self.min_scale:g} (step {reading.attempted}: {reading.reason})",
             fix=f"the model itself produces infinities: try {self.advice.overflow}, a lower learning rate, or look at "
             f"the samples {_few(reading.sample_ids)}",
@@ -156,7 +156,9 @@ class Guard:
         self.num_faults += 1
         if self.num_faults < self.options.max_consecutive:
             return CONTINUE
-        reason = f"{self.num_faults} bad steps in a row, the last one step {reading.attempted}: {reading.reason}"
+        reason = (
+            f"{counted(self.num_faults, 'bad step')} in a row, the last one step {reading.attempted}: {reading.reason}"
+        )
         if self.options.on_fault == "rollback" and self.num_rollbacks < self.options.max_rollbacks:
             return Verdict(action=Action.ROLLBACK, reason=reason, first_fault_committed=self.first_fault_committed)
         tried = f" after {self.num_rollbacks} rollbacks" if self.num_rollbacks else ""

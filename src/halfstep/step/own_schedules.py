@@ -54,7 +54,7 @@ class Driven:
     absolute: Callable[[int], Sequence[float]]
     """Count of steps or epochs -> the rate of each group."""
     scheduler: Any = None
-    count: int = 0
+    count: tuple[int, ...] = ()
     """How far the user's own scheduler stood when it was given."""
     plateau: PlateauTwin | None = None
 
@@ -79,6 +79,7 @@ class OwnSchedules:
                 self.hints += _hint_at_epochs(inner, curve)
             return Driven(optimizer, every, curve, inner, _count(inner))
         bases = [base_rate(group) for group in optimizer.param_groups]
+        self.hints += _hint_at_multiples(inner, AHEAD if every == "step" else 10, max(bases))
         return Driven(optimizer, every, lambda count: _multiplied(bases, inner(count)))
 
     def _rates(self, device: torch.device) -> Rates:
@@ -98,17 +99,21 @@ class OwnSchedules:
         assert self.rates is not None
         said: list[float] = []
         for driven in self.driven:
-            said += [1.0] * len(driven.optimizer.param_groups) if driven.every == "step" else self._said_by(driven)
+            said += (
+                [1.0] * len(driven.optimizer.param_groups)
+                if driven.every == "step"
+                else self._said_by(driven, self.epochs)
+            )
         self.rates.set_by_host(said)
 
-    def _said_by(self, driven: Driven) -> Sequence[float]:
+    def _said_by(self, driven: Driven, epochs: int) -> Sequence[float]:
         try:
-            rates = driven.absolute(self.epochs)
+            rates = driven.absolute(epochs)
             if not all(math.isfinite(rate) for rate in rates):
                 raise ValueError(f"{list(rates)} are no learning rates")
         except Exception as error:  # whatever a user's function may raise
             raise ConfigError(
-                f"the schedule has no learning rate for epoch {self.epochs}",
+                f"the schedule has no learning rate for epoch {epochs}",
                 why=f"{type(error).__name__}: {error}",
                 fix="make it as long as the training, for example T_max=number of epochs",
             ) from error
@@ -168,6 +173,9 @@ class OwnSchedules:
                 f"the state holds {stored} ReduceLROnPlateau, this step {own}",
                 fix="make the step with the schedule= it was saved with",
             )
+        for driven in self.driven:
+            if driven.every == "epoch":
+                self._said_by(driven, int(state.get("epochs", 0)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epochs = int(state.get("epochs", 0))
@@ -216,7 +224,8 @@ def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str
         raise ConfigError(
             f"schedule={given!r} is no schedule",
             why="it is a torch scheduler, a function of the step, or a list with one of them for each optimizer",
-            fix="schedule=hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=number_of_steps))",
+            fix="schedule=hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=number_of_steps)); "
+            "a scheduler of another library: leave schedule= out and step it yourself",
         )
     if not any(inner.optimizer is optimizer for optimizer in optimizers):
         raise ConfigError(
@@ -232,9 +241,10 @@ def _multiplied(bases: Sequence[float], multiplier: Any) -> list[float]:
     return [base * float(multiplier) for base in bases]
 
 
-def _count(scheduler: Any) -> int:
-    """How often the user's scheduler was stepped."""
-    return int(scheduler.last_epoch)
+def _count(scheduler: Any) -> tuple[int, ...]:
+    """How often the user's scheduler was stepped; of a chain, each of its schedulers."""
+    parts = getattr(scheduler, "_schedulers", ())
+    return (getattr(scheduler, "last_epoch", 0), *(count for part in parts for count in _count(part)))
 
 
 def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
@@ -245,4 +255,20 @@ def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
         f"schedule={type(scheduler).__name__} follows optimizer steps: after {steps} of them the learning rate is 1/50 "
         "of its highest or less. If it counts epochs, write schedule=hs.per_epoch(scheduler) and call "
         "step.epoch_ended(); if that is meant, hs.per_step(scheduler)"
+    ]
+
+
+def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]:
+    """A function that gives learning rates, as many scripts have one, would be multiplied with the optimizer's."""
+    highest = 0.0
+    for step in range(ahead):
+        try:
+            highest = max(highest, float(function(step)))
+        except Exception:  # beyond its end
+            break
+    if not 0 < highest <= 0.01 or base > 0.5:
+        return []
+    return [
+        f"schedule= is a function that gives at most {highest:g}: a multiple of the optimizer's learning rate, "
+        f"{base:g}, is meant. Of a function that gives rates, make lambda step: rate(step) / {base:g}"
     ]

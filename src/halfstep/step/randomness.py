@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from halfstep.errors import counted
+
 
 def seed_everything(seed: int) -> None:
     """The global generators, which initialisation and dropout draw from."""
@@ -40,7 +42,10 @@ def restore_generators(states: Mapping[str, Any]) -> list[str]:
         torch.cuda.set_rng_state(state, device)
     if num_here >= num_then:
         return []
-    return [f"the run had {num_then} GPUs, here are {num_here}: the random generators of the others start anew"]
+    return [
+        f"the run had {counted(num_then, 'GPU')}, this machine has {num_here}: "
+        "the random generators of the others start anew"
+    ]
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Rates:
         self.by_host = [1.0] * len(self.groups)
         self.factor = torch.ones(len(self.groups), device=device)
         self.now = torch.tensor([float(g["lr"]) for g in self.groups], device=device)
-        self.views = list(self.now.unbind())
+        self.views = [self.now[position] for position in range(len(self.groups))]
         self.held: list[Any] = [group["lr"] for group in self.groups]
         """What stands in each group's `lr` unless somebody else wrote there."""
         self.version = self.now._version

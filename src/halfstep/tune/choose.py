@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.config.schema import RunConfig
+from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
 from halfstep.measure.clock import Stopwatch
 from halfstep.precision.fp8_pays import settled, without_fp8
@@ -105,7 +106,7 @@ class Tuning:
         except CannotRun as error:
             return {"way": "eager", "way_reason": str(error)}
         if found is None:
-            reason = f"a run of {expected_steps(self.config, self.workload)} steps is too short for trials"
+            reason = f"a run of {counted(expected_steps(self.config, self.workload), 'step')} is too short for trials"
             return {"way": "eager", "way_reason": f"{reason} (train.fast=graph compiles all the same)"}
         problem = KeptWay(self.config, self.workload, plan).write(found) if found.is_final else ""
         if problem:

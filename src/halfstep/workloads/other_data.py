@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.cifar import cifar_folder
 from halfstep.data.image_folder import KAGGLE_TRAIN, TRAIN_NAMES, VALIDATION_NAMES
+from halfstep.data.layouts import PairLayout, holds_folders
 from halfstep.data.segmentation import SegmentationData
+from halfstep.workloads.classification.data import has_stored_images
 from halfstep.workloads.workload import Workload
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -25,7 +26,11 @@ def any_folder(config: Config, folder: Path) -> Config:
 
 def pairs_folder(config: Config, folder: Path) -> Config:
     """No split: `with_all_pairs` evaluates what would be trained on."""
-    return _with_data(config, dir=str(folder), val_fraction=0.0, val_list=None, train_list=None)
+    values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
+    named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
+    if any(named) and not holds_folders(folder, PairLayout().names(*named)):
+        values |= {"val_images": "", "val_masks": ""}  # those of the run's own folder
+    return _with_data(config, **values)
 
 
 def with_all_pairs(workload: Workload) -> Workload:
@@ -45,7 +50,7 @@ def classes_folder(config: Config, folder: Path) -> Config:
         "train_folder": "",
         "val_folder": "",
     }
-    has_own_split = cifar_folder(folder) is not None or any(folder.glob(KAGGLE_TRAIN))
+    has_own_split = has_stored_images(folder) or any(folder.glob(KAGGLE_TRAIN))
     train, val = (_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if not has_own_split and not (train and val):
         # The same folder twice: a list of classes is needed, and nothing is trained.

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from halfstep.data.loader import Samples
+from halfstep.errors import printable
 
 Batch = dict[str, Tensor]
 
@@ -71,6 +72,10 @@ class Workload:
     """What the data decided, as names and values for the run's header."""
     settled: Mapping[str, Any] = field(default_factory=dict)
     """Settings by path that the data decided where the user had not; a run stores them with its config."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "val_names", tuple(printable(name) for name in self.val_names))
+        object.__setattr__(self, "about", tuple((name, printable(value)) for name, value in self.about))
 
     def weighed_loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """Loss and weight; a loss that comes alone counts by the number of samples."""

@@ -57,6 +57,7 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
         store=store,
         notes=data.notes,
         val_names=data.val_names,
+        about=data.about,
     )
 
 

@@ -52,6 +52,9 @@ class ImageDataConfig(DataConfig):
     val_folder: str = Field(
         default="", description="Validation folder below data.dir; empty: val, valid, validation or test"
     )
+    label_column: str = Field(
+        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label, or what is usual"
+    )
     split_seed: int = Field(default=0, ge=0, description="Seed of the split where there is no val folder")
     eval_size: OffCount = Field(
         default=0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from halfstep.data.cifar import cifar_folder, read_cifar
 from halfstep.data.crops import CropRange
 from halfstep.data.files import BadFiles, some_of
 from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
+from halfstep.data.idx import idx_folder, idx_titles, read_idx
 from halfstep.data.image_check import check_images
 from halfstep.data.image_folder import FolderLayout, ImageFolder, find_images
 from halfstep.data.loader import Samples
@@ -38,12 +39,36 @@ class ImageData:
     """Validation files below the data folder, by sample; empty where the images are not files."""
     titles: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    about: tuple[tuple[str, str], ...] = ()
+    """Where samples and split come from, for the run's header."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredKind:
+    """A data set that comes as arrays in files of its own, with a test part."""
+
+    name: str
+    folder: Callable[[Path], Path | None]
+    """Where its files are, below a data folder; None where it is not one."""
+    read: Callable[[Path], tuple[tuple[str, ...], StoredImages, StoredImages]]
+    titles: Callable[[Path], Mapping[str, str]] = lambda place: {}
+
+
+STORED = (
+    StoredKind(name="CIFAR-10's binary batches", folder=cifar_folder, read=read_cifar),
+    StoredKind(name="MNIST's idx files", folder=idx_folder, read=read_idx, titles=idx_titles),
+)
+
+
+def has_stored_images(root: Path) -> bool:
+    """Whether a data folder is one of those."""
+    return any(kind.folder(root) is not None for kind in STORED)
 
 
 def open_image_data(
     config: ImageDataConfig, store: Mapping[str, Any] | None = None, *, quiet: bool = True
 ) -> ImageData:
-    """The data at `data.dir`: CIFAR's binary batches, a packed cache where asked for, or the files themselves.
+    """The data at `data.dir`: arrays such as CIFAR's, a packed cache where asked for, or the picture files themselves.
 
     `store` of an earlier run says how its validation saw images; unless `quiet`, packing shows its progress.
     """
@@ -52,19 +77,15 @@ def open_image_data(
             "no data folder", why="a classifier learns from pictures in class folders", fix="--data-dir DIR"
         )
     root = Path(config.dir)
-    batches = cifar_folder(root)
-    if batches is not None:
-        classes, train, val = read_cifar(batches)
-        share = evaluation_share(config, store, usual=WHOLE)
-        return ImageData(
-            classes=classes,
-            train=_crops(train, config),
-            val=_centres(val, config, share),
-            eval_share=share,
-            val_names=(),
-        )
+    for kind in STORED:
+        if (place := kind.folder(root)) is not None:
+            return _stored(kind, place, config, evaluation_share(config, store, usual=WHOLE))
     layout = FolderLayout(
-        train=config.train_folder, val=config.val_folder, val_fraction=config.val_fraction, seed=config.split_seed
+        train=config.train_folder,
+        val=config.val_folder,
+        val_fraction=config.val_fraction,
+        seed=config.split_seed,
+        label_column=config.label_column,
     )
     # The same folder twice is how `other_data` asks for everything to be evaluated.
     known = store["classes"] if store is not None and config.train_folder == config.val_folder != "" else ()
@@ -85,6 +106,19 @@ def evaluation_share(
     return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
 
 
+def _stored(kind: StoredKind, place: Path, config: ImageDataConfig, share: float) -> ImageData:
+    classes, train, val = kind.read(place)
+    return ImageData(
+        classes=classes,
+        train=_crops(train, config),
+        val=_centres(val, config, share),
+        eval_share=share,
+        val_names=(),
+        titles=kind.titles(place),
+        about=(("layout", f"{kind.name} in {place}; validation: its test part"),),
+    )
+
+
 def _packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
     settings = PackSettings(
         size=config.cache_size,
@@ -102,6 +136,7 @@ def _packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet
         eval_share=share,
         val_names=pack.index.names[pack.index.num_train :],
         titles=pack.index.titles,
+        about=_about(folder),
         notes=(*(f"left out: {why}" for why in pack.index.left_out), *_unvalidated(folder)),
     )
 
@@ -116,8 +151,14 @@ def _files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageD
         eval_share=share,
         val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
         titles=folder.titles,
+        about=_about(folder),
         notes=(*(f"left out: {error.what} ({error.why})" for error in bad_files.skipped), *_unvalidated(folder)),
     )
+
+
+def _about(folder: ImageFolder) -> tuple[tuple[str, str], ...]:
+    labels = "labels of a metadata table" if folder.has_table else "class folders"
+    return (("layout", f"{labels}; validation: {folder.val_source}"),)
 
 
 def _unvalidated(folder: ImageFolder) -> list[str]:

@@ -19,7 +19,7 @@ from halfstep.data.files import BadFiles, some_of
 from halfstep.data.loader import Batch
 from halfstep.data.masks import MaskTable, table_from, table_of
 from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, counted
 from halfstep.models.unet import UNet
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.pair_data import MANY_VALUES, find_data, ignored_value, image_side
@@ -44,7 +44,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     usable, num_val = set(scan.pairs), len(val_pairs)
     train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (train_pairs, val_pairs))
     if not train_pairs:
-        raise DataError("no usable pair is left to train on", why=f"{len(bad_files.skipped)} files were left out")
+        raise DataError("no usable pair is left to train on", why=f"{counted(len(bad_files.skipped), 'file')} left out")
     bad_files.refuse_empty_validation(num_val, len(val_pairs))
     is_new = store is None
     about = [("layout", found.layout)]

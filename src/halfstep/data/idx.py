@@ -1,0 +1,82 @@
+"""MNIST, Fashion-MNIST and their kin as distributed: `train-images-idx3-ubyte`, `t10k-labels-idx1-ubyte`, or `.gz`."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from halfstep.data.crops import Array
+from halfstep.data.stored_images import StoredImages
+from halfstep.errors import DataError
+
+FOLDERS = (".", "raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw")
+"""Where torchvision puts them, below the folder it was given."""
+TRAIN, TEST = "train", "t10k"
+BYTES = 8
+"""The format's number for unsigned bytes."""
+FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+
+
+def idx_folder(root: Path) -> Path | None:
+    """The folder with the files; None where there is none."""
+    return next((root / name for name in FOLDERS if _file(root / name, TRAIN, "images", 3) is not None), None)
+
+
+def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]:
+    """Class names (the digits), training images and test images."""
+    train, test = (_images(folder, part) for part in (TRAIN, TEST))
+    num_classes = int(train.labels.max()) + 1
+    if int(test.labels.max()) >= num_classes:
+        raise DataError(
+            f"{folder}: a test label is {int(test.labels.max())}", why=f"training has {num_classes} classes"
+        )
+    return tuple(str(number) for number in range(num_classes)), train, test
+
+
+def idx_titles(folder: Path) -> dict[str, str]:
+    """Names of Fashion-MNIST's classes, which its files lack; its folder is called so."""
+    is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
+    return {str(number): title for number, title in enumerate(FASHION)} if is_fashion else {}
+
+
+def _images(folder: Path, part: str) -> StoredImages:
+    pixels, labels = (_array(folder, part, kind, axes) for kind, axes in (("images", 3), ("labels", 1)))
+    if len(pixels) != len(labels) or len(pixels) == 0:
+        raise DataError(f"{folder} holds {len(pixels)} {part} images and {len(labels)} labels", fix="download it again")
+    if pixels.shape[1] != pixels.shape[2]:
+        raise DataError(f"{folder}: images of {pixels.shape[2]}×{pixels.shape[1]} pixels", why="they must be square")
+    gray = torch.from_numpy(pixels).unsqueeze(-1)
+    return StoredImages(
+        pixels=gray.expand(-1, -1, -1, 3),  # no copy: each channel is the same memory
+        sizes=np.full((len(pixels), 2), pixels.shape[1]),
+        labels=torch.from_numpy(labels.astype(np.int64)),
+    )
+
+
+def _file(folder: Path, part: str, kind: str, axes: int) -> Path | None:
+    names = (f"{part}-{kind}{mark}idx{axes}-ubyte{end}" for mark in "-." for end in ("", ".gz"))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _array(folder: Path, part: str, kind: str, axes: int) -> Array:
+    path = _file(folder, part, kind, axes)
+    if path is None:
+        raise DataError(
+            f"no {part}-{kind}-idx{axes}-ubyte in {folder}", fix="all four files belong there, or their .gz"
+        )
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}", why=str(error), fix="download it again") from error
+    shape = np.frombuffer(content[4 : 4 + 4 * axes], dtype=">u4").astype(np.int64)
+    if content[:4] != bytes([0, 0, BYTES, axes]) or len(content) != 4 + 4 * axes + int(shape.prod()):
+        raise DataError(
+            f"{path} is no idx file of {axes} axes, or is cut short",
+            why=f"it starts with {content[:4].hex()} and has {len(content):,} bytes",
+            fix="download it again",
+        )
+    return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape).copy()

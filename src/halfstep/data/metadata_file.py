@@ -1,0 +1,104 @@
+"""Labels from a table beside the pictures, as Hugging Face's `imagefolder` has it: `metadata.jsonl` or `metadata.csv`.
+
+Each row names a picture (`file_name`, below the table's folder) and its label, a word or a number.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from halfstep.data.files import natural_key, some_of
+from halfstep.errors import DataError
+
+TABLES = ("metadata.jsonl", "metadata.csv")
+FILE_COLUMN = "file_name"
+LABEL_COLUMNS = ("label", "labels", "class", "category", "text")
+FEW_ROWS = 20
+"""So many rows may each have a label of their own; among more, that is a caption."""
+
+
+def labels_in(folder: Path, root: Path, column: str = "") -> dict[str, list[Path]] | None:
+    """The pictures of each class inside `folder`, by a table there or at the data's root; None where there is none."""
+    table = next((path for place in (folder, root) for name in TABLES if (path := place / name).is_file()), None)
+    if table is None:
+        return None
+    found: dict[str, list[Path]] = {}
+    inside, rows = folder.resolve(), 0
+    for number, row in _rows(table):
+        if rows == 0 and not column and _is_beside_class_folders(row, folder):
+            return None
+        label, path = _label(table, number, row, column), _picture(table, number, row, root)
+        rows += 1
+        if path.resolve().is_relative_to(inside):
+            found.setdefault(label, []).append(path)
+    if rows > FEW_ROWS and len(found) > rows // 2:
+        raise DataError(
+            f"{table} has {len(found)} different labels in {rows} rows: {some_of(found, 3)}",
+            why="these are captions, no classes",
+            fix="name the column with the classes: data.label_column=NAME",
+        )
+    return {name: sorted(found[name], key=lambda p: natural_key(str(p))) for name in sorted(found, key=natural_key)}
+
+
+def _is_beside_class_folders(row: dict[str, Any], folder: Path) -> bool:
+    """Whether a table tells of boxes or captions, and folders of classes."""
+    has_folders = any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
+    return has_folders and not set(LABEL_COLUMNS[:-1]) & set(row)
+
+
+def _rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        text = table.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {table}", why=str(error), fix="it is a text file in UTF-8") from error
+    if table.suffix == ".csv":
+        yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), start=2)
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, _parsed(table, number, line)
+
+
+def _parsed(table: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{table}, line {number} is no JSON", why=str(error)) from error
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{table}, line {number} holds no object", fix='a line is {"file_name": "1.png", "label": "cat"}'
+        )
+    return row
+
+
+def _label(table: Path, number: int, row: dict[str, Any], column: str) -> str:
+    name = column or next((one for one in LABEL_COLUMNS if one in row), "")
+    if not name or name not in row:
+        raise DataError(
+            f"{table} has no column {column or ' or '.join(LABEL_COLUMNS)}",
+            why=f"line {number} has {some_of(row, 10)}",
+            fix="name the column with the classes: data.label_column=NAME",
+        )
+    label = row[name]
+    if not isinstance(label, (str, int)) or isinstance(label, bool) or label == "":
+        raise DataError(
+            f"{table}, line {number}: {name} is {label!r}", why="a class is a word or a whole number", fix="correct it"
+        )
+    return str(label)
+
+
+def _picture(table: Path, number: int, row: dict[str, Any], root: Path) -> Path:
+    name = row.get(FILE_COLUMN)
+    if not isinstance(name, str) or not name:
+        raise DataError(f"{table}, line {number} has no {FILE_COLUMN}", why=f"it has {some_of(row, 10)}")
+    path = table.parent / name
+    if not path.is_file():
+        raise DataError(f"{table}, line {number} names {name}, which is not there", fix="add the picture, or drop it")
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise DataError(f"{table}, line {number} names {name}, outside of {root}", fix="pictures lie below data.dir")
+    return path

@@ -1,0 +1,290 @@
+"""What people give `hs.Step`: right, or refused with the way to give it."""
+
+from __future__ import annotations
+
+import warnings
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.errors import ConfigError, HalfstepError, ModelError, PrecisionError
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr, fused=True)
+
+
+def made(**more: Any) -> tuple[nn.Module, hs.Step]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    return model, hs.Step(model, sgd(model), more.pop("precision", "fp32"), **more)
+
+
+def loss_of(model: nn.Module) -> Any:
+    return lambda x: F.mse_loss(model(x), x)
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+# --- windows ---
+
+Pair = namedtuple("Pair", "x y")
+NO_WINDOWS: dict[str, Any] = {
+    "a batch of x and y": [X, torch.zeros(8, dtype=torch.long)],
+    "five batches": [X] * 5,
+    "a pair": (X, X),
+    "a tensor": X,
+    "a dict": {"x": X},
+    "a named tuple": Pair(X, X),
+    "an array": np.ones((8, 4), dtype=np.float32),
+    "a loader": torch.utils.data.DataLoader(X, 8),
+    "a data set": torch.utils.data.TensorDataset(X),
+    "a string": "batch",
+    "nothing": None,
+    "an endless iterator": iter(lambda: X, None),
+}
+
+
+@pytest.mark.parametrize("name", NO_WINDOWS)
+def test_what_is_no_window_of_this_step_is_refused_with_the_way_to_give_one(name: str) -> None:
+    model, step = made()
+    before = model.weight.clone()
+    with pytest.raises(ConfigError, match="the window") as error:
+        step(loss_of(model), NO_WINDOWS[name])
+    assert "step.windows(loader)" in error.value.fix
+    assert "[batch]" in error.value.fix
+    assert torch.equal(model.weight, before)
+
+
+def test_a_batch_of_two_kinds_is_no_window_of_two() -> None:
+    model, step = made(accumulate=2)
+    with pytest.raises(ConfigError, match="different kinds"):
+        step(loss_of(model), [X, torch.zeros(8, dtype=torch.long)])
+
+
+def test_an_iterator_is_a_window_and_a_shorter_one_steps_too() -> None:
+    model, step = made(accumulate=4)
+    assert step(loss_of(model), (X for _ in range(4))).committed
+    assert step(loss_of(model), [X]).committed
+
+
+def test_an_empty_window_changes_nothing_and_says_so() -> None:
+    model, step = made()
+    assert step(loss_of(model), []).reason == "empty window"
+
+
+@pytest.mark.parametrize("batch", [["a", "b"], None, SimpleNamespace(x=X), "text", np.ones((8, 4), dtype=np.float32)])
+def test_a_batch_alone_may_be_anything(batch: object) -> None:
+    model, step = made()
+    assert step(lambda b: F.mse_loss(model(X), X), [batch]).committed
+
+
+def test_a_batch_of_unknown_length_cannot_be_weighed_against_others() -> None:
+    model, step = made(accumulate=2)
+    with pytest.raises(HalfstepError, match=r"\(loss, weight\)"):
+        step(lambda b: F.mse_loss(model(X), X), [None, None])
+
+
+def test_windows_takes_a_loader_not_a_batch() -> None:
+    _, step = made()
+    for wrong in (X, {"x": X}, None):
+        with pytest.raises(ConfigError, match="takes a loader"):
+            next(step.windows(wrong))  # type: ignore[arg-type]
+
+
+# --- what loss_fn gives ---
+
+WRONG = {
+    "(loss, logits)": (lambda loss, out: (loss, out), "the weight of the batch"),
+    "(loss, one logit)": (lambda loss, out: (loss, out[0, 0]), "with a gradient"),
+    "(loss, dict)": (lambda loss, out: (loss, {"accuracy": 0.5}), "a dict"),
+    "(logits, loss)": (lambda loss, out: (out, loss), "the loss comes first"),
+    "(loss, accuracy 0)": (lambda loss, out: (loss, 0.0), r"\(loss, 0.0\)"),
+    "(loss, accuracy)": (lambda loss, out: (loss, 0.37), r"\(loss, 0.37\)"),
+    "(loss, -1)": (lambda loss, out: (loss, -1), r"\(loss, -1\)"),
+    "(loss, nan)": (lambda loss, out: (loss, float("nan")), "nan"),
+    "(loss, True)": (lambda loss, out: (loss, True), "a bool"),
+    "three": (lambda loss, out: (loss, 1, 2), "3 values"),
+    "a list": (lambda loss, out: [loss, 1], "a list"),
+    "an output with a loss": (lambda loss, out: SimpleNamespace(loss=loss), r"output\.loss"),
+    "unreduced": (lambda loss, out: out, r"\(8, 4\)"),
+    "backward inside": (lambda loss, out: (loss.backward(), loss)[1], "backward"),
+    "backward inside, graph kept": (lambda loss, out: (loss.backward(retain_graph=True), loss)[1], "backward"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_result_that_is_no_loss_is_refused_and_changes_nothing(name: str) -> None:
+    give, says = WRONG[name]
+    model, step = made()
+    before = model.weight.clone()
+
+    def loss_fn(x: Tensor) -> Any:
+        out = model(x)
+        return give(F.mse_loss(out, x), out)
+
+    with pytest.raises(ConfigError, match=says):
+        step(loss_fn, [X])
+    assert torch.equal(model.weight, before)
+    assert step(loss_of(model), [X]).committed
+
+
+def test_a_step_called_the_wrong_way_round_says_the_order() -> None:
+    model, step = made()
+    with pytest.raises(ConfigError, match="loss_fn") as error:
+        step([X], loss_of(model))  # type: ignore[arg-type]
+    assert "step(loss_fn, window)" in error.value.fix + error.value.why
+
+
+@pytest.mark.parametrize("weight", [8, 8.0, np.int64(8), torch.tensor(8), torch.tensor([8.0])])
+def test_counts_are_weights(weight: Any) -> None:
+    model, step = made(accumulate=2)
+    assert step(lambda x: (F.mse_loss(model(x), x), weight), [X, X]).committed
+
+
+def test_a_fraction_as_a_tensor_weighs_but_is_asked_about() -> None:
+    model, step = made()
+    with pytest.warns(UserWarning, match="accuracy"):
+        step(lambda x: (F.mse_loss(model(x), x), torch.tensor(0.5)), [X])
+
+
+# --- what a loop of torch's AMP may have left ---
+
+
+def test_a_step_under_no_grad_is_refused() -> None:
+    model, step = made()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with pytest.raises(ConfigError, match="no_grad"), context:
+            step(loss_of(model), [X])
+
+
+def test_an_autocast_around_the_step_is_noticed() -> None:
+    model, step = made()
+    with pytest.warns(UserWarning, match=r"inside torch\.autocast"), torch.autocast("cpu", torch.bfloat16):
+        step(loss_of(model), [X])
+
+
+def test_an_autocast_inside_loss_fn_that_is_not_the_plans_is_noticed() -> None:
+    model, step = made()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.mse_loss(model(x).float(), x)
+
+    with pytest.warns(UserWarning, match="computes in bfloat16, while the plan says fp32"):
+        step(loss_fn, [X])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(loss_fn, [X])  # once is enough
+        planned, own = made(precision="bf16", simulate=True)
+        own(lambda x: F.mse_loss(planned(x).float(), x), [X])
+
+
+def test_a_loss_scaled_by_hand_is_noticed() -> None:
+    model, step = made()
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.warns(UserWarning, match="GradScaler"):
+        step(lambda x: scaler.scale(F.mse_loss(model(x), x)), [X])
+    with pytest.warns(UserWarning, match="weights move twice"):
+        scaler.step(next(iter(step.optimizers)))
+
+
+def test_an_optimizer_that_is_also_stepped_by_hand_is_noticed() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = sgd(model)
+    step, other = hs.Step(model, optimizer, "fp32"), hs.Step(model, optimizer, "fp32")
+    for one in (step, other, step):
+        one(loss_of(model), [X])
+    with pytest.warns(UserWarning, match="weights move twice"):
+        optimizer.step()
+
+
+# --- arguments ---
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "SAM requires closure"
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], type[HalfstepError], str]] = {
+    "precision None": ({"precision": None}, PrecisionError, "precision is None"),
+    "precision float64": ({"precision": torch.float64}, PrecisionError, "float64"),
+    "precision typo": ({"precision": "bf61"}, ConfigError, "bf16"),
+    "accumulate 0": ({"accumulate": 0}, ConfigError, "accumulate=0"),
+    "accumulate 1.5": ({"accumulate": 1.5}, ConfigError, "accumulate=1.5"),
+    "clip_norm -1": ({"clip_norm": -1}, ConfigError, "clip_norm=-1"),
+    "clip_norm text": ({"clip_norm": "1"}, ConfigError, "clip_norm='1'"),
+    "ema_decay 1.5": ({"ema_decay": 1.5}, ConfigError, "ema_decay=1.5"),
+    "ema_decay 1": ({"ema_decay": 1}, ConfigError, "ema_decay=1"),
+    "guard typo": ({"guard": {"max_consecutiv": 3}}, ConfigError, "max_consecutive"),
+    "guard list": ({"guard": [3]}, ConfigError, "not a dict"),
+    "guard value": ({"guard": {"on_fault": "retry"}}, ConfigError, "rollback"),
+    "modules typo": ({"modules": {"hed": "fp32"}}, PrecisionError, "hed"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_cannot_be_used_are_refused_in_words(name: str) -> None:
+    arguments, kind, says = ARGUMENTS[name]
+    with pytest.raises(HalfstepError, match=says) as error:
+        made(**arguments)
+    assert isinstance(error.value, HalfstepError)
+    assert isinstance(error.value, kind) or kind is ConfigError
+    assert error.value.fix
+
+
+def test_arguments_people_write_are_taken() -> None:
+    made(clip_norm=None, ema_decay=None, guard={})
+    made(clip_norm=np.float32(1), accumulate=np.int64(2))
+    _, step = made(precision=torch.bfloat16, simulate=True)
+    assert step.plan.granted == "bf16"
+    model = nn.Linear(4, 4)
+    hs.Step(model, (optimizer for optimizer in [sgd(model)]), "fp32")
+    hs.Step(model, (sgd(model),), "fp32")
+
+
+def test_models_that_cannot_be_trained_yet_are_refused() -> None:
+    lazy, meta = nn.LazyLinear(2), nn.Linear(2, 2, device="meta")
+    with pytest.raises(ModelError, match="lazy"):
+        hs.Step(lazy, torch.optim.SGD(lazy.parameters(), 0.1), "fp32")
+    with pytest.raises(ModelError, match="meta"):
+        hs.Step(meta, torch.optim.SGD(meta.parameters(), 0.1), "fp32")
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="ModuleList"):
+        hs.Step([model], sgd(model), "fp32")  # type: ignore[arg-type]
+
+
+def test_optimizers_that_need_a_closure_are_refused_in_words() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        hs.Step(model, torch.optim.LBFGS(model.parameters()), "fp32")
+    step = hs.Step(model, NeedsClosure(model.parameters(), lr=0.1), "fp32")
+    with pytest.raises(ConfigError, match="NeedsClosure needs a closure"):
+        step(loss_of(model), [X])
+
+
+def test_a_frozen_half_part_may_be_in_the_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4))
+    step = hs.Step(model, sgd(model), "fp32")
+    assert step(lambda x: F.mse_loss(model[1](x), x), [X]).committed
+
+
+def test_parts_of_a_compiled_model_are_named_as_in_the_model() -> None:
+    inner = nn.Sequential()
+    inner.body, inner.head = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"), nn.Linear(4, 4)
+    model = torch.compile(inner, backend="eager")
+    step = hs.Step(model, sgd(inner), "bf16", simulate=True, modules={"head": "fp32", "body.0": "fp32"})
+    parts = {row.module.replace("_orig_mod.", ""): row.compute for row in step.plan.rows}
+    assert parts == {"body.0": "fp32", "head": "fp32"}
+    with pytest.raises(PrecisionError, match="head") as error:
+        hs.Step(model, sgd(inner), "bf16", simulate=True, modules={"haed": "fp32"})
+    assert "_orig_mod" not in error.value.fix

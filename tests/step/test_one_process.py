@@ -1,0 +1,71 @@
+"""More than one process or device is refused in words; a world of one trains as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import halfstep as hs
+from halfstep.errors import ConfigError
+from halfstep.step.step import Step
+from tiny_training import assert_same_bits, batch, loss_of, make_model, plan, poisoned
+
+
+@contextmanager
+def world_of(size: int, folder: Path) -> Iterator[None]:
+    if size == 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def step_of(model: nn.Module) -> hs.Step:
+    return hs.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), "fp32", clip_norm=1.0)
+
+
+def test_a_world_of_two_processes_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with world_of(2, tmp_path), pytest.raises(ConfigError, match="2 processes") as refused:
+        step_of(make_model())
+    assert "--nproc_per_node=1" in refused.value.fix
+
+
+def test_in_a_world_of_one_a_wrapped_model_trains_to_the_same_bits(tmp_path: Path) -> None:
+    plain, wrapped = make_model(), make_model()
+    with world_of(1, tmp_path):
+        ddp = DistributedDataParallel(wrapped)
+        steps = [(step_of(plain), plain), (step_of(ddp), ddp)]
+        for made in ([batch(0)], [batch(1)], [poisoned()], [batch(2)]):
+            outcomes = [step(loss_of(model), made).committed for step, model in steps]
+            assert outcomes[0] == outcomes[1]
+            assert_same_bits(plain.state_dict(), wrapped.state_dict())
+
+
+def test_a_sharded_model_is_refused_even_in_a_world_of_one(tmp_path: Path) -> None:
+    with world_of(1, tmp_path):
+        model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ConfigError, match="sharded by FSDPModule"):
+            step_of(model)
+
+
+def test_models_spread_over_devices_are_refused_by_name() -> None:
+    spread = nn.DataParallel(make_model())
+    spread.device_ids = [0, 1]
+    with pytest.raises(ConfigError, match="DataParallel spreads the model over 2 devices"):
+        step_of(spread)
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    with pytest.raises(ConfigError, match="the model lies on cpu, meta"):
+        Step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan())
