@@ -362,7 +362,7 @@ def test_a_real_trial_is_near_the_rate_of_real_training(tmp_path: Path) -> None:
         ("resnet18", "lowmem"),
         ("unet", "quality"),
         ("vit_s_16", "fast"),
-        *(("my_pkg.my_mod:build", goal) for goal in ORDER),
+        *(("tiny_workload:build", goal) for goal in ORDER),
     ],
 )
 def test_every_suggestions_file_loads_as_the_config_that_was_shown(tmp_path: Path, workload: str, goal: str) -> None:

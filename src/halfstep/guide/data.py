@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from halfstep.config.schema import RunConfig
-from halfstep.data.decode import open_picture
 from halfstep.data.files import OnBadFile, some_of
-from halfstep.data.folder_samples import TrainingFiles
-from halfstep.data.images import image_facts
 from halfstep.data.loader import Samples
-from halfstep.data.segmentation import SegmentationData
-from halfstep.data.stored_images import TrainingImages
 from halfstep.errors import DataError
 from halfstep.workloads import KINDS, from_dict
-from halfstep.workloads.classification.config import ClassifierConfig
-from halfstep.workloads.classification.data import open_image_data
-from halfstep.workloads.segmentation import build as unet
-from halfstep.workloads.segmentation.config import UNetConfig
-from halfstep.workloads.segmentation.pictures import overlay
+from halfstep.workloads.guiding import Guiding, Opened, folder_of, spread
 
 Source = Literal["folder", "demo"]
 SIZED_FILES = 256
@@ -113,81 +101,29 @@ def save_grid(look: DataLook, path: Path) -> None:
 def _look(workload: str, folder: Path, source: Source, on_bad_file: OnBadFile) -> DataLook:
     # Without a folder the config has the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
-    config = _changed(config, "data", dir=str(folder), on_bad_file=on_bad_file)
-    found = _masks(config) if isinstance(config, UNetConfig) else _classes(config)
-    train, val, store, classes, notes = found
+    config = folder_of(config, folder, on_bad_file=on_bad_file)
+    family: Guiding = KINDS.of(workload).part("guide")()
+    opened = family.open(config)
     return DataLook(
         source=source,
         folder=folder,
-        num_train=len(train),
-        num_val=len(val),
-        classes=classes,
-        counts=_counts(train, len(classes)),
-        store=store,
-        decoded_per_s=_decoded_per_s(train),
+        num_train=len(opened.train),
+        num_val=len(opened.val),
+        classes=opened.classes,
+        counts=opened.counts,
+        store=opened.store,
+        decoded_per_s=_decoded_per_s(opened.train),
         on_bad_file=on_bad_file,
-        notes=notes,
-        pictures=tuple(_pictures(val if len(val) else train, classes)),
-        sides=_sides(train),
+        notes=opened.notes,
+        pictures=tuple(_pictures(family, opened)),
+        sides=opened.sides,
     )
-
-
-Found = tuple[Samples, Samples, Mapping[str, Any], tuple[str, ...], tuple[str, ...]]
-
-
-def _masks(config: UNetConfig) -> Found:
-    # Only the data are looked at; a real U-Net would take a second to initialise.
-    built = unet.build(_changed(config, "model", base_channels=1))
-    classes = tuple(f"mask value {value}" for value in built.store["mask_values"])
-    return built.train_samples, built.val_samples, built.store, classes, built.notes
-
-
-def _classes(config: RunConfig) -> Found:
-    assert isinstance(config, ClassifierConfig)
-    data = open_image_data(config.data)
-    names = tuple(data.titles.get(name, name) for name in data.classes)
-    return data.train, data.val, {"classes": list(data.classes)}, names, data.notes
-
-
-def _changed(config: Any, section: str, **values: object) -> Any:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
-
-def _counts(train: Samples, num_classes: int) -> tuple[int, ...]:
-    if isinstance(train, TrainingFiles):
-        labels: Sequence[int] = train.listing.labels
-    elif isinstance(train, TrainingImages):
-        labels = train.images.labels.tolist()
-    else:
-        return ()
-    counted = Counter(labels)
-    return tuple(counted[number] for number in range(num_classes))
-
-
-def _sides(train: Samples) -> tuple[int, int] | None:
-    """Of a few pictures, since a header is a file to open."""
-    if isinstance(train, TrainingImages):
-        sizes = train.images.sizes
-    elif isinstance(train, TrainingFiles):
-        sizes = np.array([_size_of(train.listing.paths[index]) for index in _spread(len(train), SIZED_FILES)])
-    elif isinstance(train, SegmentationData):
-        facts = [image_facts(train.pairs[index].image) for index in _spread(len(train), SIZED_FILES)]
-        sizes = np.array([one.size[::-1] for one in facts])
-    else:
-        return None
-    width, height = np.median(sizes, axis=0)
-    return int(width), int(height)
-
-
-def _size_of(path: Path) -> tuple[int, int]:
-    with open_picture(path) as picture:
-        return picture.size
 
 
 def _decoded_per_s(samples: Samples) -> float:
     began = time.perf_counter()
     num_read = 0
-    for index in _spread(len(samples), DECODE_FILES):
+    for index in spread(len(samples), DECODE_FILES):
         samples.sample(index, key=(0, 0, index))
         num_read += 1
         if time.perf_counter() - began > DECODE_S:
@@ -195,16 +131,7 @@ def _decoded_per_s(samples: Samples) -> float:
     return num_read / max(time.perf_counter() - began, 1e-9)
 
 
-def _pictures(samples: Samples, classes: Sequence[str]) -> Iterator[tuple[str, Image.Image]]:
-    for index in _spread(len(samples), GRID_SAMPLES):
-        sample = {name: tensor.numpy() for name, tensor in samples.sample(index, key=(0, 0, index)).items()}
-        if "mask" in sample:
-            yield f"sample {index}", overlay(np.moveaxis(sample["image"], 0, -1), sample["mask"])
-        else:
-            yield classes[int(sample["label"])], Image.fromarray(sample["image"])
-
-
-def _spread(total: int, wanted: int) -> list[int]:
-    """Indices over the whole set: files are sorted by class, so the first ones alone would all be of one."""
-    num = min(total, wanted)
-    return [index * total // num for index in range(num)]
+def _pictures(family: Guiding, opened: Opened) -> Iterator[tuple[str, Image.Image]]:
+    samples = opened.val if len(opened.val) else opened.train
+    for index in spread(len(samples), GRID_SAMPLES):
+        yield family.picture(samples.sample(index, key=(0, 0, index)), index, opened.classes)

@@ -26,31 +26,23 @@ from halfstep.hardware.describe import identity
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.report.tables import pairs_table
+from halfstep.workloads import KINDS
 from halfstep.workloads.import_path import imported
 
+FAMILIES = {kind.task: kind for name in KINDS if (kind := KINDS[name]).guide is not None}
 TASK = Question(
     key="task",
     text="What do you want to train?",
     choices={
-        "classification": "one label a picture: train/<class>/*.jpg",
-        "segmentation": "a class a pixel: imgs/<id>.png, masks/<id>_mask.png",
-        "own": "a workload of your own, by import path pkg.module:build",
+        **{task: kind.about for task, kind in FAMILIES.items()},
+        "own": "a workload of your own, by import path pkg.module:KIND or pkg.module:build",
     },
-    default="classification",
+    default=next(iter(FAMILIES)),
 )
 MODEL = Question(
     key="model",
     text="Which model? Larger ones want more data and time.",
-    choices={
-        "resnet18": "11.7 M parameters",
-        "resnet34": "21.8 M",
-        "resnet50": "25.6 M, the usual choice on a GPU",
-        "resnet101": "44.5 M",
-        "resnet152": "60.2 M",
-        "vit_s_16": "22 M, a transformer: for large data, or with model.weights",
-        "vit_b_16": "86.6 M",
-        "vit_l_16": "304 M",
-    },
+    choices={name: text for kind in FAMILIES.values() if len(kind.models) > 1 for name, text in kind.models.items()},
 )
 WORKLOAD = Question(key="workload", text="Import path of your workload (pkg.module:build)?")
 DATA = Question(key="data", text="Where are your data?", empty_means="demo data, generated")
@@ -76,7 +68,6 @@ START = Question(
     default="no",
 )
 QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
-LARGE_MODEL, SMALL_MODEL = "resnet50", "resnet18"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,12 +122,13 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Ou
 
 def _workload(asker: Asker, machine: Machine) -> str:
     task = asker.ask(TASK, str)
-    if task == "segmentation":
-        return "unet"
     if task == "own":
         return asker.ask(WORKLOAD, own_workload)
-    default = SMALL_MODEL if machine.hardware.kind == "cpu" else LARGE_MODEL
-    return asker.ask(dataclasses.replace(MODEL, default=default), str)
+    kind = FAMILIES[task]
+    if len(kind.models) == 1:
+        return next(iter(kind.models))
+    default = kind.usual_on_cpu if machine.hardware.kind == "cpu" else kind.usual
+    return asker.ask(dataclasses.replace(MODEL, choices=kind.models, default=default), str)
 
 
 def own_workload(answer: str) -> str:
@@ -156,7 +148,7 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
                 return look_at_demo(workload, scratch / "demo")
             return look_at(workload, path_in(answer).absolute())
 
-    if is_import_path(workload):
+    if KINDS.of(workload).guide is None:
         return asker.ask(dataclasses.replace(DATA, empty_means=""), existing_folder), None
     found = asker.ask(DATA, look)
     grid = _grid_path(scratch)

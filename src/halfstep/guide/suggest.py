@@ -17,7 +17,6 @@ from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
 from halfstep.tune.step_cost import step_cost
 from halfstep.workloads import KINDS, from_dict
-from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 
 ORDER = {
     "fast": ("fast", "lowmem", "stable"),
@@ -35,18 +34,11 @@ REASONS = {
 }
 HOW_IT_RUNS = ("train.fast", "train.memory", "train.activation_checkpointing", "guard.on_fault")
 """What a preset changes for demo data, which have a recipe of their own."""
-SMALL_ON_CPU: dict[str, dict[str, Any]] = {
-    "unet": {"data.image_size": 256, "model.base_channels": 16},
-    "classifier": {"data.image_size": 128, "data.eval_size": 0},
-}
-"""A full-size model takes a CPU days."""
 SMALL_SET = 10_000
 """Training images below which `quick` stands for `fast`: its recipe is for a few thousand."""
 OWN_WORKERS = 4
 SIDE_STEP, LEAST_SIDE = 16, 32
-"""Image sides are multiples of the first, which a U-Net's four levels and a ViT's patches divide."""
-SMALL_SIDE, PATCHES_A_SIDE = 64, 8
-"""Up to here a ResNet must not quarter the image at once, and a ViT's patches of 16 pixels would be too few."""
+"""Image sides are multiples of the first, which the levels and patches of our models divide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,13 +143,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
     side = max(LEAST_SIDE, -(-max(look.sides) // SIDE_STEP) * SIDE_STEP)
     if side >= config.data.image_size:
         return []
-    paths["data.image_size"] = side
-    if isinstance(config, ClassifierConfig):
-        paths["data.eval_size"] = 0
-    if side <= SMALL_SIDE and isinstance(config, ResNetConfig):
-        paths["model.stem"] = "small"
-    if side <= SMALL_SIDE and isinstance(config, ViTConfig):
-        paths["model.patch"] = side // PATCHES_A_SIDE
+    paths |= KINDS.of(situation.workload).part("guide")().for_side(config, side)
     width, height = look.sides
     return [("image size", f"{side} pixels: the pictures have {width}×{height}, and more would be blown up")]
 
@@ -165,7 +151,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
 def _smaller(situation: Situation) -> dict[str, Any]:
     if situation.hardware.kind != "cpu" or situation.look is None or situation.is_demo:
         return {}
-    return SMALL_ON_CPU["unet" if situation.workload == "unet" else "classifier"]
+    return dict(KINDS.of(situation.workload).part("guide")().small_on_cpu)
 
 
 def _may_compile(hardware: Hardware) -> bool:

@@ -14,7 +14,6 @@ SEGMENTATION, CLASSIFICATION = (
 
 KINDS = Kinds(
     {
-        "unet": SEGMENTATION,
         "resnet18": CLASSIFICATION,
         "resnet34": CLASSIFICATION,
         "resnet50": CLASSIFICATION,
@@ -23,6 +22,7 @@ KINDS = Kinds(
         "vit_s_16": CLASSIFICATION,
         "vit_b_16": CLASSIFICATION,
         "vit_l_16": CLASSIFICATION,
+        "unet": SEGMENTATION,
     }
 )
 

@@ -63,7 +63,16 @@ class Kind:
     hint: Part | None = None
     """(scores) -> a sentence to somebody who has seen many runs, or nothing."""
     guide: Part | None = None
-    """What `halfstep guide` asks and looks at."""
+    """() -> what `halfstep guide` looks at (guiding.py)."""
+    task: str = ""
+    """What the family does, in a word: the guide's first question."""
+    about: str = ""
+    """The same in a line, with the data it needs."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """What the guide says of each workload; asked for where there are several."""
+    usual: str = ""
+    """The workload most people want on a GPU."""
+    usual_on_cpu: str = ""
 
     def schema(self, workload: str) -> type[RunConfig]:
         return self.schemas.get(workload, RunConfig)

@@ -19,5 +19,8 @@ KIND = Kind(
     predictor=f"{_HERE}.predict:MaskPredictor",
     predict_options=frozenset({"out", "tile"}),
     hint=f"{_HERE}.scores:one_class_everywhere",
-    guide=f"{_HERE}.guide:GUIDE",
+    guide=f"{_HERE}.guide:Guide",
+    task="segmentation",
+    about="a class a pixel: imgs/<id>.png, masks/<id>_mask.png",
+    models={"unet": "31 M parameters"},
 )

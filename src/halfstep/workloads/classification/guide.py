@@ -1,0 +1,77 @@
+"""Classification in `halfstep guide`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.decode import open_picture
+from halfstep.data.folder_samples import TrainingFiles
+from halfstep.data.loader import Samples
+from halfstep.data.stored_images import TrainingImages
+from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
+from halfstep.workloads.classification.data import open_image_data
+from halfstep.workloads.guiding import SIZED_FILES, Opened, spread
+
+SMALL_SIDE, PATCHES_A_SIDE = 64, 8
+"""Up to here a ResNet must not quarter the image at once, and a ViT's patches of 16 pixels would be too few."""
+
+
+class Guide:
+    small_on_cpu = {"data.image_size": 128, "data.eval_size": 0}
+
+    def open(self, config: ClassifierConfig) -> Opened:
+        data = open_image_data(config.data)
+        return Opened(
+            train=data.train,
+            val=data.val,
+            store={"classes": list(data.classes)},
+            classes=tuple(data.titles.get(name, name) for name in data.classes),
+            counts=_counts(data.train, len(data.classes)),
+            notes=data.notes,
+            sides=_sides(data.train),
+        )
+
+    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        return classes[int(sample["label"])], Image.fromarray(sample["image"].numpy())
+
+    def for_side(self, config: ClassifierConfig, side: int) -> dict[str, Any]:
+        paths: dict[str, Any] = {"data.image_size": side, "data.eval_size": 0}
+        if side <= SMALL_SIDE and isinstance(config, ResNetConfig):
+            paths["model.stem"] = "small"
+        if side <= SMALL_SIDE and isinstance(config, ViTConfig):
+            paths["model.patch"] = side // PATCHES_A_SIDE
+        return paths
+
+
+def _counts(train: Samples, num_classes: int) -> tuple[int, ...]:
+    if isinstance(train, TrainingFiles):
+        labels: Sequence[int] = train.listing.labels
+    elif isinstance(train, TrainingImages):
+        labels = train.images.labels.tolist()
+    else:
+        return ()
+    counted = Counter(labels)
+    return tuple(counted[number] for number in range(num_classes))
+
+
+def _sides(train: Samples) -> tuple[int, int] | None:
+    if isinstance(train, TrainingImages):
+        sizes = train.images.sizes
+    elif isinstance(train, TrainingFiles):
+        sizes = np.array([_size_of(train.listing.paths[index]) for index in spread(len(train), SIZED_FILES)])
+    else:
+        return None
+    width, height = np.median(sizes, axis=0)
+    return int(width), int(height)
+
+
+def _size_of(path: Path) -> tuple[int, int]:
+    with open_picture(path) as picture:
+        return picture.size

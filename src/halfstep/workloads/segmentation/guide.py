@@ -1,0 +1,43 @@
+"""Segmentation in `halfstep guide`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.images import image_facts
+from halfstep.data.segmentation import SegmentationData
+from halfstep.workloads.guiding import SIZED_FILES, Opened, spread
+from halfstep.workloads.segmentation.build import build
+from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep.workloads.segmentation.pictures import overlay
+
+
+class Guide:
+    small_on_cpu = {"data.image_size": 256, "model.base_channels": 16}
+
+    def open(self, config: UNetConfig) -> Opened:
+        # Only the data are looked at; a real U-Net would take a second to initialise.
+        tiny = config.model_copy(update={"model": config.model.model_copy(update={"base_channels": 1})})
+        built = build(tiny)
+        assert isinstance(built.train_samples, SegmentationData)
+        pairs = built.train_samples.pairs
+        sizes = [image_facts(pairs[index].image).size[::-1] for index in spread(len(pairs), SIZED_FILES)]
+        width, height = np.median(np.array(sizes), axis=0)
+        return Opened(
+            train=built.train_samples,
+            val=built.val_samples,
+            store=built.store,
+            classes=tuple(f"mask value {value}" for value in built.store["mask_values"]),
+            notes=built.notes,
+            sides=(int(width), int(height)),
+        )
+
+    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        return f"sample {index}", overlay(np.moveaxis(sample["image"].numpy(), 0, -1), sample["mask"].numpy())
+
+    def for_side(self, config: UNetConfig, side: int) -> dict[str, Any]:
+        return {"data.image_size": side}
