@@ -44,7 +44,7 @@ def test_a_stored_global_does_not_fight_the_setting_that_overrode_it(tmp_path: P
 
 
 def test_a_workload_of_the_users_own_round_trips(tmp_path: Path) -> None:
-    config = load("pkg.mod:build", overrides=["model.options.a={b: [1, 'no', 1e-3]}"]).config
+    config = load("tiny_workload:build", overrides=["model.options.a={b: [1, 'no', 1e-3]}"]).config
     assert reloaded(config, tmp_path) == config
 
 
@@ -64,7 +64,7 @@ def test_any_config_round_trips_exactly(
         "precision": {"modules": modules},
         "model": {"options": options},
     }
-    config = from_dict("my_pkg.my_mod:build", values).config
+    config = from_dict("tiny_workload:build", values).config
     assert (config.optimizer.lr, config.data.dir, config.precision.modules) == (lr, folder, modules)
     assert reloaded(config, tmp_path) == config
 

@@ -146,7 +146,7 @@ def test_shorthands_for_whole_sections(tmp_path: Path) -> None:
     config = load_text(tmp_path, "optimizer: SGD\nschedule: linear\nema: true\ndata: here\n").config
     assert (config.optimizer.name, config.schedule.name, config.ema.enabled) == ("sgd", "linear", True)
     assert (config.optimizer.options(), config.data.dir) == ({"momentum": 0.9}, "here")
-    own = load("my_pkg.my_mod:build", overrides=["model=my_pkg.models:Net"]).config
+    own = load("tiny_workload:build", overrides=["model=my_pkg.models:Net"]).config
     assert own.model.path == "my_pkg.models:Net"
 
 
@@ -300,12 +300,12 @@ def test_a_file_without_a_workload_and_a_file_with_an_unknown_one(tmp_path: Path
 
 
 def test_a_workload_of_the_users_own_has_the_shared_settings() -> None:
-    loaded = load("my_pkg.my_mod:build", overrides=["model.options.width=3", "model.options.act={name: relu}"])
+    loaded = load("tiny_workload:build", overrides=["model.options.width=3", "model.options.act={name: relu}"])
     assert type(loaded.config) is RunConfig
-    assert loaded.config.workload == "my_pkg.my_mod:build"
+    assert loaded.config.workload == "tiny_workload:build"
     assert loaded.config.model.options == {"width": 3, "act": {"name": "relu"}}
     with pytest.raises(ConfigError, match="unknown key"):
-        load("my_pkg.my_mod:build", overrides=["model.base_channels=3"])
+        load("tiny_workload:build", overrides=["model.base_channels=3"])
 
 
 def test_a_config_is_frozen() -> None:
