@@ -157,9 +157,11 @@ class Step:
 
     def commit(self, facts: Facts) -> None:
         """Let the device commit or drop the step, in every place alike."""
-        if not self._rng:
+        if not self._rng or facts.rng is not self._rng:
             raise ConfigError(
-                "commit() without a compute() before it", fix="step.commit(step.compute(loss_fn, window))"
+                "commit() takes the facts of the last compute(), once",
+                why="the gradients of these are gone, or were committed before",
+                fix="step.commit(step.compute(loss_fn, window))",
             )
         try:
             self._refuse_edited_gradients()
