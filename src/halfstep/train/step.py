@@ -336,7 +336,7 @@ class Step:
         """Plateau and rollback: one factor on every learning rate, written by the host."""
         if self.rates is None:
             raise ConfigError("this step has no schedule, so its learning rate is the optimizer's own",
-                              fix="give it schedules=[...], a constant one will do")  # fmt: skip
+                              fix="give it a schedule; a constant one will do: lambda step: 1.0")  # fmt: skip
         self.rates.set_cut(factor)
 
     def describe(self) -> list[tuple[str, str, int]]:
