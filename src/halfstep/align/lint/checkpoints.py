@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, ScalerMade, is_optimizer_name, is_scaled_backward, last, same_object
-from halfstep.align.lint.script import calls_in, dotted_name
+from halfstep.align.lint.script import dotted_name
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -57,7 +57,7 @@ def reaches(amp: Amp, made: ScalerMade, node: ast.AST) -> bool:
     if "." in made.key or amp.script.share_scope(made.call, node):
         return True
     writer, trainer = amp.script.owners.get(id(node)), amp.script.owners.get(id(made.call))
-    return writer is not None and trainer is not None and writer.name in {called_name(c) for c in calls_in(trainer)}
+    return writer is not None and trainer is not None and writer.name in {called_name(c) for c in amp.script.calls_below(trainer)}
 
 
 def called_name(call: ast.Call) -> str:

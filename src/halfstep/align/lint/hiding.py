@@ -9,7 +9,7 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_clip
 from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import Script, calls_in, dotted_name
+from halfstep.align.lint.script import Script, dotted_name
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")
@@ -50,7 +50,7 @@ def replaces_result(amp: Amp, call: ast.Call) -> bool:
         return True
     put_out = text in OUTPUT_NAMES or isinstance(target, ast.Call) and is_model_call(target, amp.script)
     owner = amp.script.owners.get(id(call), amp.script.tree)
-    return put_out and any(getattr(inner.func, "attr", "") == "backward" for inner in calls_in(owner))
+    return put_out and any(getattr(inner.func, "attr", "") == "backward" for inner in amp.script.calls_below(owner))
 
 
 def is_loss_name(text: str) -> bool:

@@ -175,7 +175,8 @@ def manual_cast(script: Script, node: ast.Call, types: Inference) -> Iterator[Fi
 
 
 def refused_bce(amp: Amp) -> Iterator[Finding]:
-    made = {name for name, values in amp.script.assigned.items() for v in values if is_bce_loss(v, amp.script)}
+    given = [(name, value) for name, values in amp.script.assigned.items() for value in values]
+    made = [(name, value) for name, value in given if is_bce_loss(value, amp.script)]
     for trace in amp.traces:
         for event in trace.events:
             region = event.region
@@ -183,7 +184,10 @@ def refused_bce(amp: Amp) -> Iterator[Finding]:
                 continue
             called = f"{event.receiver}.{event.method}" if event.receiver else event.method
             by_function = event.name.endswith("functional.binary_cross_entropy")
-            if by_function or any(last(called) == last(name) for name in made):
+            if by_function or any(
+                last(called) == last(name) and ("." in name or amp.script.share_scope(value, event.node))
+                for name, value in made
+            ):
                 message = "binary_cross_entropy raises under CUDA autocast: its gradient can leave fp16's range"
                 fix = "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits"
                 yield amp.script.finding("bce-under-autocast", event.node, message, fix=fix)
