@@ -51,7 +51,9 @@ def windows(trace: Trace) -> Iterator[Window]:
         optimizer = step.arguments[0] if step.arguments else step.receiver
         if not tests or not step.loops or not is_optimizer_name(optimizer):
             continue
-        backwards = [e for e in trace.calls("backward") if e.loops[: len(step.loops)] == step.loops and e.index < step.index]
+        backwards = [
+            e for e in trace.calls("backward") if e.loops[: len(step.loops)] == step.loops and e.index < step.index
+        ]
         latest = next((e for e in reversed(backwards) if not e.excludes(step)), None)
         length = modulus(tests[0])
         free = latest is not None and not any(text == tests[0] for text, _ in latest.conditions)
@@ -142,8 +144,14 @@ def uses_length(trace: Trace, window: Window) -> bool:
 def masked_means(amp: Amp, chain: list[Event], divided: bool) -> Iterator[Finding]:
     for event in chain:
         value = event.node.value if isinstance(event.node, ast.Assign) else None
-        helpers = [h for c in amp.script.calls_below(event.node) if (h := amp.script.functions.get(dotted_name(c.func))) is not None]
-        returns = [n.value for h in helpers for n in amp.script.below(h) if isinstance(n, ast.Return) and n.value is not None]
+        helpers = [
+            h
+            for c in amp.script.calls_below(event.node)
+            if (h := amp.script.functions.get(dotted_name(c.func))) is not None
+        ]
+        returns = [
+            n.value for h in helpers for n in amp.script.below(h) if isinstance(n, ast.Return) and n.value is not None
+        ]
         if value is not None and divided and any(map(is_masked_mean, (value, *returns))):
             message = "each micro-batch is averaged over its own unmasked elements, then the averages are averaged"
             fix = "sum the losses, and divide by the count of the whole window"

@@ -100,8 +100,8 @@ class Trace:
         self.inlined: set[int] = set()
         self.active: list[ast.AST] = []
         self.methods = methods_of(class_node) if class_node is not None else {}
-        name = root.name if isinstance(root, Function) else "<module>"
-        scope = Scope(function=name, class_node=class_node)
+        self.root_name = root.name if isinstance(root, Function) else "<module>"
+        scope = Scope(function=self.root_name, class_node=class_node)
         self.enter(root, scope)
 
     def calls(self, *methods: str) -> Iterator[Event]:
@@ -312,7 +312,9 @@ class Trace:
             self.scaled.pop(target, None)
             if scaler := self.scaler_of(node.value, scope):
                 self.scaled[target] = scaler
-        uses = frozenset(self.key(n, scope) for n in self.script.below(node.value) if isinstance(n, ast.Name | ast.Attribute))
+        uses = frozenset(
+            self.key(n, scope) for n in self.script.below(node.value) if isinstance(n, ast.Name | ast.Attribute)
+        )
         self.events.append(self.event(node, scope, targets=targets, uses=uses))
 
 
@@ -349,7 +351,10 @@ def training_functions(script: Script) -> frozenset[int]:
     """Functions that take part in a step, and those that call them, by identity."""
     functions = [node for node in script.nodes if isinstance(node, Function)]
     found = {id(node) for node in functions if trains(node, script)}
-    called = {id(f): {getattr(c.func, "attr", "") or getattr(c.func, "id", "") for c in script.calls_below(f)} for f in functions}
+    called = {
+        id(f): {getattr(c.func, "attr", "") or getattr(c.func, "id", "") for c in script.calls_below(f)}
+        for f in functions
+    }
     for _ in range(MAX_INLINED):
         names = {node.name for node in functions if id(node) in found}
         found |= {id(node) for node in functions if called[id(node)] & names}

@@ -42,6 +42,8 @@ def hidden_nans(amp: Amp) -> Iterator[Finding]:
 
 def replaces_result(amp: Amp, call: ast.Call) -> bool:
     """Whether nan_to_num works on a loss, a gradient, or what the model just put out; cleaning input data is fine."""
+    if amp.script.name_of(call.func).startswith("numpy."):
+        return False  # a number to log: nothing goes backward through NumPy
     method = isinstance(call.func, ast.Attribute) and not amp.script.name_of(call.func).startswith("torch.")
     first = call.args[0] if call.args else call.func
     target = call.func.value if method and isinstance(call.func, ast.Attribute) else first

@@ -41,7 +41,12 @@ def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
         region = forward.region if forward is not None else None
         if forward is None or region is None or forward.grad_off or runs_without_amp(backward):
             continue
-        if region.dtype != "fp16" or not region.may_be_on or region.device == "cpu" or may_be_scaled(amp, trace, backward):
+        if (
+            region.dtype != "fp16"
+            or not region.may_be_on
+            or region.device == "cpu"
+            or may_be_scaled(amp, trace, backward)
+        ):
             continue
         how = "" if region.explicit_dtype else " (autocast without a dtype is fp16 on CUDA)"
         message = f"the loss comes from fp16 autocast{how}, and nothing scales it: small gradients become zero"

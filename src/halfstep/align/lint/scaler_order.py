@@ -43,7 +43,8 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             is_scaler_step(e, backward.scaled_by) and not e.excludes(clip) for e in trace.events[clip.index :]
         )
         unscaled = any(
-            (e.method.startswith("unscale") or e.method == "get_scale" or rescales_gradients(e)) and not e.excludes(clip)
+            (e.method.startswith("unscale") or e.method == "get_scale" or rescales_gradients(e))
+            and not e.excludes(clip)
             for e in between
         )
         stepped = any(e.method == "step" and not e.excludes(clip) for e in between)

@@ -241,4 +241,3 @@ def names_in(node: ast.AST) -> set[str]:
 
 def methods_of(class_node: ast.ClassDef) -> dict[str, Function]:
     return {node.name: node for node in class_node.body if isinstance(node, Function)}
-

@@ -24,7 +24,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or not amp.goes_backward:
             continue
         model = dotted_name(call.func.value) or assigned_model(amp, call)
-        if last(model) in restored or only_to_evaluate(script, call):
+        if not model or last(model) in restored or only_to_evaluate(script, call):
             continue
         # `self.model` is one object in all methods, a plain name only in its own function.
         known = [(model, call), *handed_out(script, call, model)]
