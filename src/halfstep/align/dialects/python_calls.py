@@ -17,7 +17,8 @@ from halfstep.align.statements import Draft, Source, Statement, as_number
 from halfstep.align.textlines import lines_of
 
 RELEVANT = re.compile(
-    r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp|import deepspeed|from deepspeed"
+    r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp"
+    r"|import deepspeed|from deepspeed"
 )
 AUTOCAST_LINE = "autocast_line"
 IMPORTS = "imports"

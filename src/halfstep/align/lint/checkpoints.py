@@ -60,8 +60,10 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
     """What holds the optimizer's state is a checkpoint to resume from; the scaler belongs into it."""
     for node in amp.script.nodes:
         keys, values = entries(node)
+        if not any(is_optimizer_state(value) for value in values):
+            continue
         here = [name for name, owner in live.items() if reaches(amp, name, owner, node)]
-        if here and any(is_optimizer_state(value) for value in values):
+        if here:
             if None in keys:
                 return  # **extra may hold it
             message = f"the checkpoint holds the optimizer but not {here[0]}: resume starts at scale 65536 again"

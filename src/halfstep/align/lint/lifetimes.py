@@ -29,7 +29,8 @@ def remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
         below = [e for e in trace.events if is_scaled_backward(e) and e.index > made.index and is_own(amp, made, e)]
         scaled = [e for e in below if e.loops[: len(made.loops)] == made.loops]
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
-            message = f"{last(scaled[0].scaled_by)} is made anew {how_often(made, scaled[0])}: its scale starts at 65536 again"
+            name = last(scaled[0].scaled_by)
+            message = f"{name} is made anew {how_often(made, scaled[0])}: its scale starts at 65536 again"
             fix = "make it once, before the loop over epochs, and pass it on"
             yield amp.script.finding("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
 
@@ -43,7 +44,7 @@ def how_often(made: Event, scaled: Event) -> str:
 
 
 def is_repeated(amp: Amp, trace: Trace, made: Event, scaled: Event) -> bool:
-    """In the loop over epochs, in that over batches, or in a function that runs one epoch; folds are runs of their own."""
+    """In the loop over epochs or batches, or in a function that runs one epoch; folds are runs of their own."""
     if made.loops:
         loop = next((node for node in amp.script.nodes if id(node) == made.loops[-1]), None)
         over_epochs = isinstance(loop, ast.For) and "epoch" in ast.unparse(loop.target).lower()

@@ -9,6 +9,8 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_optimizer_name, is_scaled_backward, is_scaler_step, last
 from halfstep.align.lint.flow import Event, Trace
 
+SKIP_WORDS = ("skip", "found_inf", "isfinite", "isinf", "isnan")
+"""In a condition around the step: an overflow is seen before the scaler would have to skip."""
 EMA_METHODS = ("update", "step", "update_parameters", "update_ema")
 
 
@@ -30,7 +32,7 @@ def only_bf16(amp: Amp) -> bool:
 def knows_of_skips(trace: Trace) -> bool:
     """The scale is looked at, or something named after a skip decides."""
     texts = {text for event in trace.events for text, _ in event.conditions}
-    return any(trace.calls("get_scale")) or any("skip" in text or "found_inf" in text for text in texts)
+    return any(trace.calls("get_scale")) or any(word in text for text in texts for word in SKIP_WORDS)
 
 
 def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> Iterator[Finding]:
@@ -61,7 +63,9 @@ def follows(event: Event, step: Event) -> bool:
 def is_scheduler_step(event: Event, amp: Amp) -> bool:
     """By its name, or by what made it: `torch.optim.lr_scheduler.…`, `get_cosine_schedule_with_warmup(…)`."""
     name = last(event.receiver).lower()
-    if event.method != "step" or "noise" in name or is_optimizer_name(name) or "scaler" in name:
+    # A schedule that is told its step counts by itself.
+    counts = isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
+    if event.method != "step" or counts or "noise" in name or is_optimizer_name(name) or "scaler" in name:
         return False
     made = amp.script.assigned.get(event.receiver, [])
     makers = [amp.script.name_of(value.func) for value in made if isinstance(value, ast.Call)]
