@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from halfstep.align.check import check
+from halfstep.align.findings import Edit
 from halfstep.align.fix import BACKUP_SUFFIX, apply_edits, changes, patches, write
 from halfstep.align.lint import lint_tree
+from halfstep.errors import ConfigError
 
 TRAIN = """\
 # radio maps, stage 2
@@ -128,3 +132,18 @@ def test_the_bf16_check_is_made_strict() -> None:
 def test_columns_count_characters_not_bytes() -> None:
     source = 'import torch\nname = "größe"; ok = torch.cuda.is_bf16_supported()\n'
     assert fixed(source).endswith('name = "größe"; ok = torch.cuda.is_bf16_supported(including_emulation=False)\n')
+
+
+def test_a_script_that_would_not_parse_afterwards_is_not_written(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("x = f(1)\n")
+    broken = Edit(path=str(script), start=(1, 7), end=(1, 8), replacement="")
+    with pytest.raises(ConfigError, match="not Python"):
+        write({str(script): [broken]})
+    assert script.read_text() == "x = f(1)\n"
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_scaler_written_for_the_new_module_keeps_its_device_once() -> None:
+    source = "from torch.cuda.amp import GradScaler\nscaler = GradScaler('cuda')\n"
+    assert fixed(source) == source

@@ -51,7 +51,7 @@ CONFLICT_RULES: dict[Topic, str] = {
 }
 NOT_ALIGNED = (
     "\nA guide calls such a pair aligned; it is not: this trainer hands mixed_precision to the Accelerator itself."
-    '\nMeasured on an H200, the public RadioDiff code under bf16 stops with "Unsupported dtype BFloat16" in its FFT.'
+    '\nMeasured on an H200, public RadioDiff under bf16 stops with "Unsupported dtype BFloat16" in its FFT block.'
 )
 NAMES: dict[Topic, str] = {"clip": "gradient clipping", "accumulate": "accumulation", "batch": "batch size"}
 

@@ -180,7 +180,7 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
 
     for source in sources[:MAX_SOURCES]:
         origin = f", named by {source.named_by}" if source.named_by else ""
-        console.print(Text.assemble((source.name, "bold"), f": {source.dialect}{origin}"), soft_wrap=True)
+        console.print(Text.assemble((source.name, "bold"), f": {source.dialect}{origin}"), overflow="fold")
     if len(sources) > MAX_SOURCES:
         console.print(Text(f"… and {len(sources) - MAX_SOURCES} more, checked but not shown; --json lists them"))
     said = [
@@ -207,7 +207,7 @@ def print_report(report: Report) -> None:
         console.print()
     if report.sources:
         print_sources(console, report.sources)
-    if report.effective:
+    if report.sources and report.effective:
         console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
     for name in report.silent:
         console.print(f"{name}: says nothing about precision that halfstep knows", style="dim", highlight=False)

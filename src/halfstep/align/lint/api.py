@@ -23,7 +23,8 @@ def deprecated(script: Script) -> Iterator[Finding]:
     imports = [n for n in script.nodes if isinstance(n, ast.ImportFrom) and n.module in OLD_MODULES]
     imports = [node for node in imports if any(alias.name in MOVED for alias in node.names)]
     calls = [(call, found) for call in script.calls if (found := old_attribute(call.func, script))]
-    first = min([*imports, *(call for call, _ in calls)], key=lambda node: node.lineno, default=None)
+    uses: list[ast.ImportFrom | ast.Call] = [*imports, *(call for call, _ in calls)]
+    first = min(uses, key=lambda node: node.lineno, default=None)
     if first is None or serves_two_versions(script):
         return
     # Uses can be told apart only when a single import brings the names in.
