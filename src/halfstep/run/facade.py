@@ -178,6 +178,7 @@ class Step:
         device, precision = device_of(model), precision_of(precision)
         decay, limit = number("ema_decay", ema_decay, below=1.0), number("clip_norm", clip_norm)
         options, accumulate = guard_options(guard), count("accumulate", accumulate)
+        clip = Clip(limit=limit, kind=clip_type)
         hardware = probe(str(device))
         plan = decide(precision, hardware, model, modules=modules, strict=strict, simulate=simulate, force=force)
         refuse_recast(model, plan)
@@ -190,7 +191,7 @@ class Step:
             optimizers,
             plan,
             accumulate=accumulate,
-            clip=Clip(limit=limit, kind=clip_type),
+            clip=clip,
             schedules=self._schedules.rates or (),
             ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes),
