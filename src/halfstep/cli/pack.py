@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def command(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="train/<class>/* and val/<class>/*, or <class>/*.")],
-    size: Annotated[int, typer.Option(min=1, help="Pixels a side of a stored image.")] = 256,
+    size: Annotated[int, typer.Option(min=1, help="Pixels per side of a stored image.")] = 256,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; default: inside DIR.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Threads that decode; 0: one a core.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Threads that decode; 0: one per core.")] = 0,
     limit_gb: Annotated[float, typer.Option(min=0, help="Largest size of the file.")] = 64.0,
     on_bad_file: Annotated[
         str, typer.Option(metavar="error|skip", help="Stop at a bad file, or leave it out.")
