@@ -41,4 +41,5 @@ def test_the_verdicts_cover_every_script_and_add_up_to_the_figure_before_any_fix
     assert (len(counted), sum(v["is_true"] for v in counted)) == (before["warnings_and_errors"], before["judged_true"])
     planted = sum(map(len, EXPECTED.values()))
     assert planted == before["planted"] == before["planted_found"] + len(JUDGED["missed_before_fix"])
-    assert all(RULES[v["rule"]].severity == Severity(v["severity"]) for v in VERDICTS)
+    # The severity is the one that was judged; a rule may have been demoted since.
+    assert all(v["rule"] in RULES and Severity(v["severity"]) for v in VERDICTS)

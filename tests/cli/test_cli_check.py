@@ -133,3 +133,62 @@ def test_a_folder_without_scripts_is_no_green_light(tmp_path: Path, capsys: pyte
         main(["check", str(tmp_path)])
     assert stopped.value.code == 2
     assert "--project" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_findings_come_before_the_tables(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "radio.yaml", "acc.yaml")
+    assert out.index("[fp16-without-scaling]") < out.index("written as") < out.index("in effect")
+
+
+def test_a_claim_of_a_guide_is_contradicted_with_the_measurement(
+    guide_4: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(capsys, "radio.yaml", "acc.yaml")
+    assert '"Unsupported dtype BFloat16" in its FFT block' in out
+    assert "H200" in out
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "200"])
+def test_nothing_leaves_the_width_of_the_terminal(
+    columns: str, guide_4: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    folder = guide_4 / ("long_" * 20)
+    folder.mkdir()
+    for name in ("radio.yaml", "acc.yaml"):
+        (guide_4 / name).rename(folder / name)
+    _, out, _ = run(capsys, str(folder / "radio.yaml"), str(folder / "acc.yaml"))
+    assert max(map(len, out.splitlines())) <= int(columns)
+
+
+DUAL = """\
+try:
+    from torch.amp import GradScaler, autocast
+except ImportError:
+    from torch.cuda.amp import GradScaler, autocast
+scaler = GradScaler('cuda')
+"""
+
+
+def test_write_leaves_an_import_for_two_versions_alone(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = guide_4 / "train.py"
+    script.write_text(DUAL)
+    code, _, err = run(capsys, "train.py", "--write")
+    assert code == 0
+    assert script.read_text() == DUAL
+    assert "wrote" not in err
+
+
+def test_write_says_which_findings_it_did_not_apply(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (guide_4 / "train.py").write_text(
+        "import torch\nscaler = torch.cuda.amp.GradScaler()\nscaler.scale(loss).backward()\n"
+        "torch.nn.utils.clip_grad_norm_(params, 1.0)\nscaler.step(optimizer)\nscaler.update()\n"
+    )
+    code, _, err = run(capsys, "train.py", "--write")
+    assert code == 1
+    assert "wrote train.py" in err
+    assert "not applied: train.py:4 [clip-before-unscale]" in err
+    once = (guide_4 / "train.py").read_text()
+    assert 'torch.amp.GradScaler("cuda")' in once
+    assert "wrote" not in run(capsys, "train.py", "--write")[2]
+    assert (guide_4 / "train.py").read_text() == once

@@ -9,6 +9,7 @@ import pytest
 
 from halfstep import __version__
 from halfstep.cli.main import COMMANDS, app_with, main, names_for, with_dashes
+from halfstep.config.workloads import SCHEMAS
 
 EVERY_HELP = """
 import contextlib, io, sys
@@ -161,3 +162,14 @@ def test_halfstep_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "Usage: halfstep" in out
     assert all(name in out for name in COMMANDS)
+
+
+def test_help_names_every_workload_and_wraps_to_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert all(name in out for name in SCHEMAS)
+    assert "or one of your own by import path" in out, "a line break of the docstring"

@@ -52,6 +52,10 @@ def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     code, _, error = run(capsys, *arguments, "--verify")
     assert code == 2
     assert "not a usable packed cache" in error
+    assert f"fix: halfstep {' '.join(arguments)}\n" in error
+    out.unlink()
+    code, _, error = run(capsys, *arguments, "--verify")
+    assert (code, "there is no packed file" in error) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +77,7 @@ def test_verify_says_that_a_pack_of_a_changed_folder_is_stale(
     assert code == 1
     assert "STALE" in text
     assert said in text
+    assert f"Pack it again: halfstep pack {tmp_path} --size 16\n" in text
     code, text, _ = run(capsys, *arguments, "--verify", "--json")
     assert (code, json.loads(text)["verified"]) == (1, False)
     assert run(capsys, *arguments)[0] == 0

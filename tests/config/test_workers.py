@@ -9,6 +9,7 @@ from halfstep.config.dump import json_schema, to_yaml
 from halfstep.config.schema import DataConfig
 from halfstep.errors import ConfigError
 from halfstep.workloads import load
+from halfstep.workloads.segmentation.config import UNetConfig
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (6, 6), (64, 8)])
@@ -32,10 +33,10 @@ def test_off_and_numbers_and_nonsense() -> None:
     assert load("unet", overrides=["data.num_workers=auto"]).config.data.num_workers == workers.auto_workers()
     with pytest.raises(ConfigError, match="data.num_workers = 'many'"):
         load("unet", overrides=["data.num_workers=many"])
-    field = json_schema("unet")["$defs"]["UNetDataConfig"]["properties"]["num_workers"]
+    field = json_schema(UNetConfig)["$defs"]["UNetDataConfig"]["properties"]["num_workers"]
     assert {"const": "auto"} in field["anyOf"][0]["anyOf"]
 
 
-@pytest.mark.parametrize("workload", ["unet", "resnet50", "vit_b_16", "my_mod:build"])
+@pytest.mark.parametrize("workload", ["unet", "resnet50", "vit_b_16", "tiny_workload:build"])
 def test_the_fast_preset_leaves_to_the_machine_whether_compiling_pays(workload: str) -> None:
     assert load(workload, flags={"preset": "fast"}).config.train.fast == "auto"

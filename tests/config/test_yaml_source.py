@@ -24,7 +24,7 @@ def test_an_empty_file_says_nothing() -> None:
 
 
 def test_a_duplicate_key_is_refused_with_both_lines() -> None:
-    with pytest.raises(ConfigError, match=r"a\.yaml: train\.lr stands twice, on lines 2 and 4"):
+    with pytest.raises(ConfigError, match=r"a\.yaml: train\.lr is set twice, on lines 2 and 4"):
         parse_yaml("train:\n  lr: 1\n  epochs: 2\n  lr: 1\n", "a.yaml")
 
 

@@ -232,7 +232,7 @@ def test_two_layouts_that_both_fit_are_named_with_the_keys_to_set(tmp_path: Path
 def test_two_data_sets_below_one_folder_are_named(tmp_path: Path) -> None:
     for name in ("one", "two"):
         data_sets.tgs(tmp_path / name)
-    with pytest.raises(DataError, match=r"one.*two") as refused:
+    with pytest.raises(DataError, match=r"2 folders.*one.*two") as refused:
         built(tmp_path)
     assert f"data.dir={tmp_path / 'one'}" in refused.value.fix
 
@@ -281,3 +281,23 @@ def test_a_size_that_was_set_stays(tmp_path: Path) -> None:
     workload = built(tmp_path, image_size=512)
     assert workload.store["image_size"] == 512
     assert "24×16" not in about(workload)
+
+
+def test_the_only_data_set_among_other_folders_is_named_and_not_taken(tmp_path: Path) -> None:
+    data_sets.tgs(tmp_path / "salt")
+    picture(tmp_path / "holiday" / "1.jpg")
+    with pytest.raises(DataError, match="salt") as refused:
+        built(tmp_path)
+    assert f"data.dir={tmp_path / 'salt'}" in refused.value.fix
+
+
+def test_a_pattern_for_one_and_a_folder_for_the_other_go_together(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture(tmp_path / "train" / "image" / f"{name}.png")
+        mask(tmp_path / "train" / "label" / f"{name}.png", 0, 1)
+    workload = built(tmp_path, images="train/image/{id}.png", masks="train/label", val_fraction=0)
+    assert names(workload.train_samples) == ["a.png a.png", "b.png b.png"]
+    with pytest.raises(DataError, match=r"no train/none/\{id\} and train/label/ in"):
+        built(tmp_path, images="train/none/{id}", masks="train/label")
+    with pytest.raises(DataError, match=r"is called train/image/\{id\}\.tif"):
+        built(tmp_path, images="train/image/{id}.tif", masks="train/label")

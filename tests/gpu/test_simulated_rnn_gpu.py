@@ -10,10 +10,7 @@ from torch import nn
 
 import halfstep as hs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: NOT tested"),
-]
+pytestmark = pytest.mark.gpu
 
 LAYERS: dict[str, Any] = {
     "lstm": lambda: nn.LSTM(32, 48, num_layers=2, bidirectional=True),

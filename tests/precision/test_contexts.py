@@ -16,6 +16,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.backend import effective_leaves, read_flags
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.precision.simulate import simulate
 
 SUPPORT = MappingProxyType(
     dict.fromkeys(("fp32", "tf32", "bf16", "fp8_e4m3", "fp8_e5m2"), "native") | {"fp16": "emulated"}
@@ -64,6 +65,14 @@ def test_one_context_may_be_kept_and_entered_again_also_inside_itself(plan: Plan
     with kept:
         assert state()[:-2] == inside
     assert state() == before
+
+
+def test_a_simulation_may_be_kept_too() -> None:
+    kept, x = simulate("bf16"), torch.randn(2, 2)
+    for _ in range(2):
+        with kept, kept:
+            assert (x @ x).dtype == torch.bfloat16
+    assert (x @ x).dtype == torch.float32
 
 
 def test_a_kept_context_may_be_entered_by_two_threads_and_decorate() -> None:

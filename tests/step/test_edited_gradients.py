@@ -152,14 +152,17 @@ def test_facts_that_are_not_committed_yet_cannot_be_read() -> None:
     assert not facts.read().is_bad
 
 
-def test_a_commit_without_a_compute_is_refused() -> None:
+def test_facts_are_committed_once_and_only_those_of_the_last_compute() -> None:
     step = made()
-    facts = step.compute(loss_of(step.model), [batch(0)])
-    step.commit(facts)
+    first = step.compute(loss_of(step.model), [batch(0)])
+    second = step.compute(loss_of(step.model), [poisoned()])
     before = everything(step._step)
-    with pytest.raises(ConfigError, match="without a compute"):
-        step.commit(facts)
+    with pytest.raises(ConfigError, match="facts of the last compute"):
+        step.commit(first)
     assert_same_bits(before, everything(step._step))
+    step.commit(second)
+    with pytest.raises(ConfigError, match="facts of the last compute"):
+        step.commit(second)
     assert step.attempted == 1
 
 

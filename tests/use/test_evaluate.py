@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from halfstep.use.predictor import Wishes
 from PIL import Image
 
 from halfstep.errors import CheckpointError, ConfigError, DataError
@@ -18,7 +20,8 @@ from halfstep.report.metrics_file import read
 from halfstep.run.assemble import build_workload
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
-from halfstep.use.evaluate import evaluate
+from halfstep.use.evaluate import _less_memory, evaluate
+from halfstep.use.open_run import open_run, plan_for_use
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.using import Wishes
@@ -182,6 +185,31 @@ def test_of_another_folder_everything_counts_but_of_the_runs_own_only_what_was_h
     for data in (classes, split):
         found = evaluated(resnet, data=data)
         assert (found.samples, found.metrics) == (200, expected)
+
+
+def test_data_that_were_moved_keep_their_validation_part(unet: Path, tmp_path: Path) -> None:
+    """What was trained on proves nothing, wherever it lies now."""
+    run = copied(unet, tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace(str(unet / "data"), str(tmp_path / "gone")))
+    told = Told(run)
+    found = evaluate(run, report=told.report, data=unet / "data")
+    assert (found.samples, found.metrics) == (20, evaluated(unet).metrics)
+    assert "only its validation part" in told.text
+    shutil.copytree(unet / "data", tmp_path / "fewer")
+    for part in ("imgs", "masks"):
+        for path in sorted((tmp_path / "fewer" / part).iterdir())[:10]:
+            path.unlink()
+    assert evaluated(run, data=tmp_path / "fewer").samples == 90
+
+
+def test_the_ways_out_of_full_memory_are_those_that_are_left(unet: Path) -> None:
+    run = open_run(unet)
+    plan = plan_for_use(run, build_workload(run.config, run.store).model, device=None, precision=None)
+    on_gpu = dataclasses.replace(plan, device="cuda:0")
+    assert _less_memory(4, on_gpu) == "--batch-size 4, or --precision bf16, or --device cpu"
+    assert _less_memory(0, dataclasses.replace(on_gpu, granted="bf16")) == "--device cpu"
+    assert _less_memory(0, dataclasses.replace(plan, granted="bf16")) == "a machine with more memory"
 
 
 def test_a_folder_of_one_known_class_is_evaluated_as_that_class(resnet: Path, tmp_path: Path) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.align import files, references
-from halfstep.align.dialects import command_line, environment, source_of
-from halfstep.align.document import read_document
+from halfstep.align import files, links, references
+from halfstep.align.dialects import command_line, environment
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.hardware_gap import Device, hardware_gaps
 from halfstep.align.ignore import Ignores
+from halfstep.align.reading import FileReading, Progress, read_file, read_found, resolved_links
 from halfstep.align.resolve import Effective, conflicts, effective
 from halfstep.align.rules import severity_of
 from halfstep.align.runs import runs_of
@@ -51,11 +49,18 @@ class Reading:
 
     named: list[Source] = field(default_factory=list)
     found: list[Source] = field(default_factory=list)
+    links: dict[Path, list[Path]] = field(default_factory=dict)
     lint: list[Finding] = field(default_factory=list)
     unreadable: list[HalfstepError] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     ignores: dict[str, Ignores] = field(default_factory=dict)
     num_scripts: int = 0
+
+    def take(self, path: Path, read: FileReading) -> list[Source]:
+        self.ignores[str(path)] = read.ignores
+        self.lint += read.lint
+        self.num_scripts += read.is_script
+        return read.sources
 
 
 def check(
@@ -65,6 +70,7 @@ def check(
     variables: Mapping[str, str] | None = None,
     commands: Sequence[str] = (),
     device: Device | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Check the files named, what a project folder holds, environment variables and command lines, together."""
     reading = Reading()
@@ -73,12 +79,11 @@ def check(
     texts = {path: text for path in named_files(paths) if (text := readable(path, reading)) is not None}
     below = [path for folder in paths if files.is_folder(folder) for path in files.scripts_below(folder)]
     below += list(files.project_files(project)) if project else []
-    found = {path: text for path in below if path not in texts and (text := readable(path, reading, named=False))}
-    version = pinned_lightning({**found, **texts})
+    found = [path for path in dict.fromkeys(below) if path not in texts]
+    version = pinned_lightning(texts, found)
     for path, text in texts.items():
         read_named(path, text, version, reading)
-    for path, text in found.items():
-        read_found(path, text, version, reading)
+    read_project(found, version, project, reading, progress)
     reading.named += [
         s for c in commands for s in command_line.sources_of(c, "command line", lightning_version=version)
     ]
@@ -87,32 +92,44 @@ def check(
     return report(reading, device)
 
 
+def read_project(
+    found: Sequence[Path], version: str, project: Path | None, reading: Reading, progress: Progress | None
+) -> None:
+    names: dict[str, list[str]] = {}
+    for path, read in read_found(found, version, progress):
+        reading.found += reading.take(path, read)
+        names |= read.names
+    if project is not None:
+        reading.links = resolved_links(names, links.normal(project), [links.normal(path) for path in found])
+
+
 def named_files(paths: Sequence[Path]) -> list[Path]:
     return [path for path in dict.fromkeys(paths) if not files.is_folder(path)]
 
 
-def readable(path: Path, reading: Reading, *, named: bool = True) -> str | None:
-    """The text of a file; what the user named and cannot be read goes into the report, what we found is passed over."""
+def readable(path: Path, reading: Reading) -> str | None:
+    """The text of a file that the user named; one that cannot be read goes into the report."""
     try:
         return files.read_text(path)
     except ConfigError as error:
-        reading.unreadable += [error] if named else []
+        reading.unreadable.append(error)
         return None
 
 
-def pinned_lightning(texts: Mapping[Path, str]) -> str:
-    pins = [lightning_version(text) for path, text in texts.items() if path.name in files.PIN_FILES]
-    return next(filter(None, pins), "")
+def pinned_lightning(texts: Mapping[Path, str], found: Sequence[Path]) -> str:
+    named = [text for path, text in texts.items() if path.name in files.PIN_FILES]
+    pins = [*named, *(text for path in found if path.name in files.PIN_FILES and (text := files.text_or_none(path)))]
+    return next(filter(None, map(lightning_version, pins)), "")
 
 
 def read_named(path: Path, text: str, version: str, reading: Reading) -> None:
-    before = len(reading.named)
     try:
-        reading.named += read_sources(path, text, version, reading)
+        sources = reading.take(path, read_file(path, text, version))
     except HalfstepError as error:
         reading.unreadable.append(error)
         return
-    is_quiet = len(reading.named) == before and path.suffix != ".py" and path.name not in files.PIN_FILES
+    reading.named += sources
+    is_quiet = not sources and path.suffix != ".py" and path.name not in files.PIN_FILES
     reading.silent += [str(path)] if is_quiet else []
 
 
@@ -141,56 +158,8 @@ def follow_one(path: Path, reference: Reference, version: str, reading: Reading)
     return [inner for source in opened for inner in source.references]
 
 
-def read_found(path: Path, text: str, version: str, reading: Reading) -> None:
-    try:
-        reading.found += read_sources(path, text, version, reading)
-    except HalfstepError:
-        return  # not named by the user: a template or a test file that is no config at all
-
-
-def read_sources(path: Path, text: str, version: str, reading: Reading) -> list[Source]:
-    name = str(path)
-    reading.ignores[name] = Ignores(text)
-    if path.suffix == ".py":
-        return read_script(text, name, version, reading)
-    if path.suffix in files.SHELL_SUFFIXES:
-        return command_line.sources_of(text, name, lightning_version=version)
-    if path.suffix in (".txt", ".lock"):
-        return []
-    if path.suffix not in ("", *files.CONFIG_SUFFIXES):
-        kinds = "YAML, JSON, TOML, Python and shell files"
-        raise ConfigError(
-            f"{name}: not a kind of file that check reads", why=f"it reads {kinds}", fix="name one of those"
-        )
-    source = source_of(read_document(text, name), lightning_version=version)
-    return [source] if source is not None else []
-
-
-def read_script(text: str, name: str, version: str, reading: Reading) -> list[Source]:
-    # Imported here: comparing two configs should not wait for the lint.
-    from halfstep.align.dialects import python_calls
-    from halfstep.align.lint import lint_tree
-
-    tree = parse_script(text, name)
-    reading.num_scripts += 1
-    reading.lint += lint_tree(tree, text, name)
-    return python_calls.sources_of(tree, text, name, lightning_version=version)
-
-
-def parse_script(text: str, name: str) -> ast.Module:
-    try:
-        with warnings.catch_warnings():
-            # Invalid escapes in a script are the script's business.
-            warnings.simplefilter("ignore")
-            return ast.parse(text)
-    except SyntaxError as error:
-        raise ConfigError(f"{name}:{error.lineno or 1}: not Python: {error.msg}", fix="correct the file") from error
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{name}: not Python: {error}", fix="correct the file") from error
-
-
 def report(reading: Reading, device: Device | None) -> Report:
-    runs = list(runs_of(reading.named, reading.found))
+    runs = runs_of(reading.named, reading.found, reading.links)
     findings = [*reading.lint, *(finding for source in reading.named + reading.found for finding in source.findings)]
     for run in runs:
         findings += [*conflicts(run), *traps(run), *(hardware_gaps(run, device) if device else [])]

@@ -10,6 +10,11 @@ from halfstep.errors import ConfigError
 
 MAX_BYTES = 600_000
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist", "build", "venv", "env", "wandb", "outputs"}
+FOREIGN_FOLDERS = {
+    *("vendor", "vendors", "vendored", "third_party", "thirdparty", "3rdparty", "external", "externals", "extern"),
+    *("submodules", "tests", "test"),
+}
+"""Other people's code, and code that is wrong on purpose."""
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 PIN_FILES = ("requirements.txt", "requirement.txt", "pyproject.toml", "setup.py", "environment.yml", "poetry.lock")
@@ -45,6 +50,13 @@ def read_text(path: Path) -> str:
         ) from error
 
 
+def text_or_none(path: Path) -> str | None:
+    try:
+        return read_text(path)
+    except ConfigError:
+        return None
+
+
 def scripts_below(folder: Path) -> Iterator[Path]:
     """Python files of a folder, in order; caches, environments and hidden folders are passed over."""
     yield from (path for path in files_below(folder) if path.suffix == ".py")
@@ -60,7 +72,8 @@ def project_files(folder: Path) -> Iterator[Path]:
 
 def files_below(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
-        visible = (name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("."))
+        passed_over = SKIPPED_FOLDERS | FOREIGN_FOLDERS
+        visible = (name for name in folders if name not in passed_over and not name.startswith("."))
         folders[:] = sorted(name for name in visible if not _is_past_run(Path(root) / name))
         yield from (Path(root) / name for name in sorted(names))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import codecs
 import difflib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.align.findings import Edit, Finding
@@ -15,17 +17,34 @@ from halfstep.errors import ConfigError
 BACKUP_SUFFIX = ".before-halfstep"
 
 
-def edits_by_file(findings: Iterable[Finding]) -> dict[str, list[Edit]]:
-    """All edits, each once; where two overlap the first stands."""
-    by_file: dict[str, list[Edit]] = {}
+@dataclass(kw_only=True)
+class Changes:
+    """What the edits of all findings make of each file, and which findings no edit was made for, with the reason."""
+
+    edits: dict[str, list[Edit]] = field(default_factory=dict)
+    left: list[tuple[Finding, str]] = field(default_factory=list)
+
+
+def changes(findings: Iterable[Finding], allowed: Collection[str] | None = None) -> Changes:
+    """All edits of a finding or none; of two that touch the same text the first stands."""
+    found = Changes()
     for finding in findings:
-        for edit in finding.edits:
-            kept = by_file.setdefault(edit.path, [])
-            if not any(
-                edit.start < other.end and other.start < edit.end or edit.start == other.start for other in kept
-            ):
-                kept.append(edit)
-    return by_file
+        if not finding.edits:
+            found.left.append((finding, "no edit is certain to be right"))
+        elif allowed is not None and any(edit.path not in allowed for edit in finding.edits):
+            found.left.append((finding, "its file was not named"))
+        elif any(clash(edit, other) for edit in finding.edits for other in found.edits.get(edit.path, [])):
+            found.left.append((finding, "another finding changes the same text"))
+        else:
+            for edit in dict.fromkeys(finding.edits):
+                found.edits.setdefault(edit.path, []).append(edit)
+    return found
+
+
+def clash(one: Edit, other: Edit) -> bool:
+    if one == other:
+        return False
+    return one.start < other.end and other.start < one.end or one.start == other.start
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
@@ -44,25 +63,37 @@ def patch(path: str, before: str, after: str) -> str:
     return "".join(line if line.endswith("\n") else line + "\n" for line in diff)
 
 
-def patches(findings: Iterable[Finding], texts: Mapping[str, str]) -> str:
+def changed_text(name: str, text: str, edits: Iterable[Edit]) -> str:
+    """The file with its edits; a script that would not parse afterwards is refused, whatever went wrong."""
+    after = apply_edits(text, dict.fromkeys(edits))
+    if name.endswith(".py"):
+        try:
+            ast.parse(after)
+        except SyntaxError as error:
+            raise ConfigError(
+                f"{name}:{error.lineno}: the edits would leave a file that is not Python",
+                why=str(error.msg),
+                fix="make the changes by hand; the file was not touched",
+            ) from error
+    return after
+
+
+def patches(edits: Mapping[str, list[Edit]], texts: Mapping[str, str]) -> str:
     """The patch over all files that edits touch."""
-    changed = edits_by_file(findings)
-    return "".join(patch(path, texts[path], apply_edits(texts[path], changed[path])) for path in sorted(changed))
+    return "".join(patch(path, texts[path], changed_text(path, texts[path], edits[path])) for path in sorted(edits))
 
 
-def write(findings: Iterable[Finding], allowed: Iterable[str]) -> list[str]:
-    """Apply the edits to the files the user named, each after a backup; returns what was written."""
-    named = set(allowed)
+def write(edits: Mapping[str, list[Edit]]) -> list[str]:
+    """Apply the edits, each file after a backup; returns what was written."""
     written = []
-    for name, edits in sorted(edits_by_file(findings).items()):
-        if name not in named:
-            continue
+    for name, own in sorted(edits.items()):
         path = Path(name)
         try:
             data = path.read_bytes()
             mark = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
+            after = changed_text(name, data.removeprefix(mark).decode(), own)
             shutil.copy2(path, path.with_name(path.name + BACKUP_SUFFIX))
-            path.write_bytes(mark + apply_edits(data.removeprefix(mark).decode(), edits).encode())
+            path.write_bytes(mark + after.encode())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot write {name}: {error}", fix="check that the file can be written") from error
         written.append(name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfstep.align.findings import Finding
+from halfstep.align.findings import Finding, Severity
+from halfstep.align.rules import severity_of
 from halfstep.align.statements import AUTO, TABLE_TOPICS, Source, Statement, Topic
 
 PRECEDENCE: dict[str, str] = {
@@ -48,6 +49,10 @@ CONFLICT_RULES: dict[Topic, str] = {
     "batch": "batch-conflict",
     "global batch": "batch-conflict",
 }
+NOT_ALIGNED = (
+    "\nA guide calls such a pair aligned; it is not: this trainer hands mixed_precision to the Accelerator itself."
+    '\nMeasured on an H200, public RadioDiff under bf16 stops with "Unsupported dtype BFloat16" in its FFT block.'
+)
 NAMES: dict[Topic, str] = {"clip": "gradient clipping", "accumulate": "accumulation", "batch": "batch size"}
 
 
@@ -100,13 +105,19 @@ def effective_topic(sources: Sequence[Source], topic: Topic) -> Effective | None
 
 
 def cast_by_deepspeed(sources: Sequence[Source], precision: str) -> bool:
-    fills = any(s.dialect == "deepspeed" and s.value("precision") == AUTO for s in sources)
-    return fills and precision in ("bf16", "fp16")
+    """Whether an engine casts the weights: its JSON leaves the precision open, or nothing but its use is known."""
+    engines = [source for source in sources if source.dialect == "deepspeed"]
+    fills = any(engine.value("precision") == AUTO for engine in engines)
+    used = not engines and any(source.facts.get("strategy") == "deepspeed" for source in sources)
+    return (fills or used) and precision in ("bf16", "fp16")
 
 
 def cast_weights_row(sources: Sequence[Source], precision: str) -> Effective:
-    name = next(s.name for s in sources if s.dialect == "deepspeed")
+    name = next((s.name for s in sources if s.dialect == "deepspeed"), "")
     reason = "DeepSpeed fills its auto with this precision and casts the weights"
+    if not name:
+        name = next(s.name for s in sources if s.facts.get("strategy") == "deepspeed")
+        reason = "DeepSpeed's engine casts the weights and keeps an fp32 master"
     return Effective(topic="weights", value=f"{precision} + fp32 master", source=name, spelled="auto", reason=reason)
 
 
@@ -124,7 +135,12 @@ def conflicts(sources: Sequence[Source]) -> list[Finding]:
 def disagree(winner: Claim, loser: Claim) -> bool:
     """Two calls of one kind in one script are two uses, training and tuning say, not two statements of one run."""
     same_kind = (winner[0].name, winner[0].dialect) == (loser[0].name, loser[0].dialect)
-    return winner[1].value != loser[1].value and not same_kind
+    # fp8 is for matmuls; the engine around it casts parameters to bf16.
+    around_fp8 = {winner[1].value, loser[1].value} == {"fp8", "bf16"} and winner[0].dialect in (
+        "FSDP policy",
+        "deepspeed",
+    )
+    return winner[1].value != loser[1].value and not same_kind and not around_fp8
 
 
 def conflict(winner: Claim, loser: Claim) -> Finding:
@@ -135,8 +151,11 @@ def conflict(winner: Claim, loser: Claim) -> Finding:
         f"{NAMES.get(wins.topic, wins.topic)}: {loses.value} here ({loses.spelled}), "
         f"{wins.value} in {wins.place} ({wins.spelled}). {outcome}"
     )
+    if winning.dialect == "amp/fp16 trainer" and loses.value == "bf16":
+        message += NOT_ALIGNED
+    rule = CONFLICT_RULES[wins.topic]
     return Finding(
-        rule=CONFLICT_RULES[wins.topic],
+        rule="launch-refused" if refused and severity_of(rule) is Severity.WARNING else rule,
         message=message,
         place=loses.place,
         related=(wins.place,),

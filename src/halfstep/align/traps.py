@@ -16,6 +16,7 @@ FILLERS = (
     "Accelerator call",
     "accelerate launch",
 )
+FILLING_MODULES = {"transformers", "accelerate", "lightning", "pytorch_lightning", "trl"}
 CLIPPING = ("deepspeed", "lightning", "lightning call", "lightning flags", "transformers", "transformers call")
 """Dialects whose framework clips by itself when a value is set."""
 
@@ -56,7 +57,10 @@ def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
 
 def unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
     """`auto` is Hugging Face's word: DeepSpeed itself reads it as text and fails."""
-    if len(sources) < 2 or any(source.dialect in FILLERS for source in sources):
+    # Who could fill it may be in a file that is not here: only a script that starts DeepSpeed itself settles it.
+    scripts = [source.facts["imports"].split() for source in sources if "imports" in source.facts]
+    bare = any("deepspeed" in names and not set(names) & FILLING_MODULES for names in scripts)
+    if not bare or any(source.dialect in FILLERS for source in sources):
         return []
     return [
         Finding(
@@ -121,7 +125,7 @@ def autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
             fix='drop the block, or say "torch_autocast": {"enabled": true} in the JSON instead of fp16/bf16',
         )
         for source in sources
-        if "autocast_line" in source.facts
+        if "autocast_line" in source.facts and "deepspeed" in source.facts["imports"].split()
     ]
 
 

@@ -10,7 +10,7 @@ import typer
 from halfstep.cli.bench_request import Asked, Files, prepared, refuse_mistakes, with_workload
 
 PIPE_WIDTH = 200
-WHAT, OUTPUT = "What is measured", "What becomes of it"
+WHAT, OUTPUT = "What is measured", "Output"
 
 
 def command(
@@ -37,7 +37,8 @@ def command(
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Timed steps a row; default 100, on a CPU 20.", rich_help_panel=WHAT)
+        int | None,
+        typer.Option(help="Timed steps per row: 100, on a CPU 20; with --explain 10 and 5.", rich_help_panel=WHAT),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", rich_help_panel=WHAT)] = None,
     cold_start: Annotated[
@@ -58,7 +59,7 @@ def command(
 ) -> None:
     """How fast is a training step here, in which precision and way, and against whom? No data are needed.
 
-    A row a precision and way: time, speedup, memory, energy, share of the floor, loss, start.
+    One row per precision and way: time, speedup, memory, energy, share of the floor, loss, start.
 
     Example:
 

@@ -21,8 +21,7 @@ from halfstep.bench.explain_rows import NotExplained, explain_rows, refuse_unexp
 from halfstep.bench.floor import step_flops
 from halfstep.bench.record import circumstances, command_line
 from halfstep.bench.record import save as save_record
-from halfstep.bench.row import Row
-from halfstep.cli.bench_measure import progress
+from halfstep.cli.bench_measure import kinds_of, progress
 from halfstep.cli.bench_request import Files
 from halfstep.hardware.cache import cache_directory, measured_once
 from halfstep.hardware.measure import measure
@@ -73,7 +72,7 @@ def explain_request(
         flops = step_flops(problem)
         about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))
         asked = list(runners(problem, request, rated))
-        left = RowsLeft(sum(not isinstance(row, Row) for row in asked), console)
+        left = RowsLeft(kinds_of(asked), console)
         status.update(left)
         rows = list(explain_rows(asked, problem, rated, steps=steps, flops=flops, tell=left.begin))
     return Found({name: about[name] for name in ABOUT} | {"steps": steps}, rows)

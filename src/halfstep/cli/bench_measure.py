@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from halfstep.hardware.measure import measure
 from halfstep.report.bench_progress import RowsLeft
 
 if TYPE_CHECKING:
-    from halfstep.bench.runner import Problem
+    from halfstep.bench.runner import Problem, Runner
     from halfstep.hardware.facts import Hardware
 
 
@@ -36,11 +36,15 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
             refuse_without_common_rows(before.rows, asked)
         status.update("measuring matmuls")
         rated = measured_once(hardware, cache_directory(os.environ), measure)
-        num_rows = sum(not isinstance(row, Row) for row in asked) + request.repeat_first
-        left = RowsLeft(num_rows, console, repeats_first=request.repeat_first)
+        left = RowsLeft(kinds_of(asked), console, repeats_first=request.repeat_first)
         status.update(left)
         benched = bench(problem, request, rated, flops, left.begin)
     return about | results(benched) | compared(before, benched)
+
+
+def kinds_of(asked: Sequence[Runner | Row]) -> list[str]:
+    """Of each row that will be run; rows of a kind take alike, whatever their precision."""
+    return [f"{row.name} {row.variant}" for row in asked if not isinstance(row, Row)]
 
 
 @contextlib.contextmanager

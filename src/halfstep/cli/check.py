@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from halfstep.errors import ConfigError, suggested
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
 
@@ -69,7 +70,15 @@ def command(
         from halfstep.align.check import check
 
         variables = dict(os.environ) if env else None
-        return check(named, project=project, variables=variables, commands=command_text or (), device=device)
+        with counting() as progress:
+            return check(
+                named,
+                project=project,
+                variables=variables,
+                commands=command_text or (),
+                device=device,
+                progress=progress,
+            )
 
     report = run()
     if named and not (report.sources or report.num_scripts or report.silent or report.unreadable):
@@ -89,6 +98,26 @@ def command(
     else:
         print_report(report)
     raise typer.Exit(report.exit_code)
+
+
+MIN_COUNTED = 100
+"""Fewer files are read before anybody wonders."""
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Callable[[int, int], None]]:
+    """A line on the terminal that says how far reading a large tree is; nothing where nobody looks."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+
+    def show(done: int, total: int) -> None:
+        if console.is_terminal and total >= MIN_COUNTED and (done % 20 == 0 or done == total):
+            end = "\r" if done < total else "\r" + " " * 40 + "\r"
+            console.file.write(f"read {done:,} of {total:,} files{end}")
+            console.file.flush()
+
+    yield show
 
 
 def device_asked(gpu: str, here: bool) -> Device | None:
@@ -151,7 +180,7 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
 
     for source in sources[:MAX_SOURCES]:
         origin = f", named by {source.named_by}" if source.named_by else ""
-        console.print(Text.assemble((source.name, "bold"), f": {source.dialect}{origin}"), soft_wrap=True)
+        console.print(Text.assemble((source.name, "bold"), f": {source.dialect}{origin}"), overflow="fold")
     if len(sources) > MAX_SOURCES:
         console.print(Text(f"… and {len(sources) - MAX_SOURCES} more, checked but not shown; --json lists them"))
     said = [
@@ -165,20 +194,23 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
 
 
 def print_report(report: Report) -> None:
+    """Findings first: who has many files would otherwise scroll past the tables to what is wrong."""
     from rich.console import Console, NewLine
 
     from halfstep.report.check_view import print_findings, runs_table, summary
 
     console = Console()
-    if report.sources:
-        print_sources(console, report.sources)
-    if report.effective:
-        console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
-    for name in report.silent:
-        console.print(f"{name}: says nothing about precision that halfstep knows", style="dim", highlight=False)
     lines = [lines_of(finding) for finding in report.findings]
     print_findings(console, lines)
     print_unreadable(report)
+    if lines and report.sources:
+        console.print()
+    if report.sources:
+        print_sources(console, report.sources)
+    if report.sources and report.effective:
+        console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
+    for name in report.silent:
+        console.print(f"{name}: says nothing about precision that halfstep knows", style="dim", highlight=False)
     counts = {"num_scripts": report.num_scripts, "num_sources": len(report.sources), "num_ignored": report.num_ignored}
     if not report.unreadable or lines:
         console.print(summary(lines, **counts))
@@ -191,20 +223,34 @@ def print_unreadable(report: Report) -> None:
 
 def print_patch(report: Report) -> None:
     from halfstep.align.files import read_text
-    from halfstep.align.fix import edits_by_file, patches
+    from halfstep.align.fix import changes, patches
 
-    changed = edits_by_file(report.findings)
-    typer.echo(patches(report.findings, {path: read_text(Path(path)) for path in changed}), nl=False)
+    found = changes(report.findings)
+    typer.echo(patches(found.edits, {path: read_text(Path(path)) for path in found.edits}), nl=False)
     print_unreadable(report)
-    if not changed:
+    if not found.edits:
         typer.secho("nothing here can be fixed by an edit", err=True)
+    print_left(found.left)
 
 
 def show_written(report: Report, named: list[Path]) -> None:
-    from halfstep.align.fix import BACKUP_SUFFIX, write
+    from halfstep.align.fix import BACKUP_SUFFIX, changes, write
 
-    for name in write(report.findings, [str(path) for path in named]):
+    found = changes(report.findings, {str(path) for path in named})
+    for name in write(found.edits):
         typer.secho(f"wrote {name}; the old file is {name}{BACKUP_SUFFIX}", err=True)
+    print_left(found.left)
+
+
+MAX_LEFT = 20
+
+
+def print_left(left: list[tuple[Finding, str]]) -> None:
+    """Which findings no edit was made for, and why."""
+    for finding, reason in left[:MAX_LEFT]:
+        typer.secho(f"not applied: {finding.place} [{finding.rule}]: {reason}", err=True)
+    if len(left) > MAX_LEFT:
+        typer.secho(f"not applied: {len(left) - MAX_LEFT} more", err=True)
 
 
 def print_machine_readable(report: Report, as_sarif: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -34,8 +35,15 @@ def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
     app.callback()(root)
     for name in names:
         module = importlib.import_module(f"halfstep.cli.{name}")
-        app.command(name, cls=OnceCommand, context_settings=SETTINGS.get(name))(module.command)
+        text = unwrapped(module.command.__doc__)
+        app.command(name, help=text, cls=OnceCommand, context_settings=SETTINGS.get(name))(module.command)
     return app
+
+
+def unwrapped(docstring: str) -> str:
+    """Each paragraph as one line: typer keeps a docstring's own line breaks, whatever the terminal's width."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
 
 
 def names_for(argv: Sequence[str]) -> Sequence[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.errors import counted, suggested
+from halfstep.errors import ConfigError, DataError, counted, suggested
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def command(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="train/<class>/* and val/<class>/*, or <class>/*.")],
-    size: Annotated[int, typer.Option(min=1, help="Pixels a side of a stored image.")] = 256,
+    size: Annotated[int, typer.Option(min=1, help="Pixels per side of a stored image.")] = 256,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; default: inside DIR.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Threads that decode; 0: one a core.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Threads that decode; 0: one per core.")] = 0,
     limit_gb: Annotated[float, typer.Option(min=0, help="Largest size of the file.")] = 64.0,
     on_bad_file: Annotated[
         str, typer.Option(metavar="error|skip", help="Stop at a bad file, or leave it out.")
@@ -51,7 +52,6 @@ def command(
     """
     from halfstep.data.image_folder import FolderLayout
     from halfstep.data.pack_folder import PackSettings, default_pack_path
-    from halfstep.errors import ConfigError, DataError
 
     if on_bad_file not in ("error", "skip"):
         raise ConfigError(f"--on-bad-file {on_bad_file}", fix="error or skip")
@@ -66,15 +66,21 @@ def command(
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
     path = out or default_pack_path(folder, size)
     if verify:
-        summary = verified(folder, layout, path, settings)
+        summary = verified(folder, layout, path, settings, again_words(context, folder))
     else:
         summary = packed(folder, layout, path, settings, force=force)
-    show(summary | {"folder": str(folder), "use": words_of(layout, settings, out)}, as_json=as_json)
+    show(
+        summary
+        | {"folder": str(folder), "use": words_of(layout, settings, out), "again": again_words(context, folder)},
+        as_json=as_json,
+    )
     if summary.get("stale"):
         raise typer.Exit(1)
 
 
 Summary = dict[str, object]
+NOT_AGAIN = {"verify", "as_json", "force", "workers"}
+"""Flags that change nothing of what is packed."""
 
 
 def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
@@ -92,12 +98,28 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
     return summary_of(result) | {"made": bar.was_shown, "seconds": round(time.perf_counter() - start, 2)}
 
 
-def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings) -> Summary:
+def again_words(context: typer.Context, folder: Path) -> str:
+    """The command that packs this very file: with every flag that was given."""
+    words: list[object] = ["pack", folder]
+    for flag in context.command.params:
+        value = context.params.get(flag.name or "")
+        if flag.param_type_name == "option" and flag.name not in NOT_AGAIN and value not in (None, flag.default):
+            words += [flag.opts[0], value]
+    return suggested(*words)
+
+
+def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
     from halfstep.data.image_folder import find_images
     from halfstep.data.pack_folder import why_stale
     from halfstep.data.packed import open_pack
 
-    pack = open_pack(path, verify_bytes=path.stat().st_size if path.exists() else 1)
+    if not path.exists():
+        raise DataError(f"there is no packed file {path}", fix=again)
+    try:
+        pack = open_pack(path, verify_bytes=path.stat().st_size)
+    except DataError as error:
+        error.fix = again
+        raise
     stale = why_stale(pack.index, find_images(folder, layout), settings)
     return summary_of(pack) | {"verified": not stale, "stale": stale}
 
@@ -138,17 +160,19 @@ def show(summary: Summary, *, as_json: bool) -> None:
 
         typer.echo(json_text(summary))
         return
+    from halfstep.measure.memory import format_bytes
+
     left_out = summary["left_out"]
     assert isinstance(left_out, list)
     classes = counted(int(str(summary["classes"])), "class", "classes")
     typer.echo(
         f"{summary['file']}: {summary['train']:,} training and {summary['val']:,} validation images of "
-        f"{classes} at {summary['size']} pixels, {int(str(summary['bytes'])) / 1e9:.2f} GB"
+        f"{classes} at {summary['size']} pixels, {format_bytes(int(str(summary['bytes'])))}"
     )
     for why in left_out:
         typer.echo(f"left out: {why}")
     if summary.get("stale"):
-        typer.echo(f"STALE: {summary['stale']}. Pack it again: {suggested('pack', summary['folder'])}")
+        typer.echo(f"STALE: {summary['stale']}. Pack it again: {summary['again']}")
         return
     if summary.get("verified"):
         typer.echo("Every image in it was checked, and it fits the folder.")

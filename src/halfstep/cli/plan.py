@@ -20,7 +20,7 @@ def command(
     simulate: Annotated[bool | None, typer.Option("--simulate", help="Numerics this hardware lacks.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as a run would store it.")] = False,
 ) -> None:
-    """Which precision goes where, and why: the plan that `halfstep train` would run, one row a module.
+    """Which precision goes where, and why: the plan that `halfstep train` would run, one row per module.
 
     Example:
 

@@ -22,7 +22,7 @@ def command(
         int | None, typer.Option(min=1, help="U-Net: largest side computed at once, in pixels.", show_default="1024")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Classifiers: how many classes a file.", show_default="5")
+        int | None, typer.Option(min=1, help="Classifiers: how many classes per file.", show_default="5")
     ] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a new file as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,

@@ -15,7 +15,7 @@ from halfstep.errors import ConfigError
 if TYPE_CHECKING:
     from halfstep.config.load import Loaded
 
-PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look, do not train"
+PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look without training"
 PIPE_WIDTH = 160
 NOT_SETTINGS = {"words", "out", "resume", "allow_changes", "show_config", "schema", "as_json"}
 """Parameters that say what to do with a config; every other one is a setting, by the name the config room knows."""
@@ -98,6 +98,9 @@ def command(
     ] = None,
 ) -> None:
     """Train a workload, or what a config file describes.
+
+    Workloads: unet, resnet18, resnet34, resnet50, resnet101, resnet152, vit_s_16, vit_b_16, vit_l_16, or one of your
+    own by import path (my_pkg.my_mod:build). Without --data-dir they train on generated demo data.
 
     Flags win over KEY=VALUE words, those over the file, the file over the preset. Flags take - and _ alike.
 

@@ -39,7 +39,7 @@ class GuardConfig(Section):
 class ScalerConfig(Section):
     """Loss scaling under fp16; torch's GradScaler has the same defaults."""
 
-    init_scale: Positive = Field(default=65536.0, description="Scale of the first step")
+    init_scale: Positive = Field(default=65536.0, description="Scale of the first step; divided by train.accumulate")
     growth_factor: float = Field(
         default=2.0, gt=1, description="The scale grows by this after growth_interval clean steps"
     )

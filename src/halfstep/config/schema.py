@@ -78,7 +78,7 @@ class DataConfig(Section):
     image_size: PositiveCount = Field(default=224, description="Side of the square images the model sees, in pixels")
     num_workers: Workers = Field(
         default="auto",  # type: ignore[assignment]  # validated as any other value, into a number
-        description="Processes that read and decode; 0 reads in the main process; auto: one a core, at most 8",
+        description="Processes that read and decode; 0 reads in the main process; auto: one per core, at most 8",
     )
     val_fraction: float = Field(default=0.1, ge=0, lt=1, description="Share of the samples kept for validation")
     on_bad_file: Literal["error", "skip"] = Field(

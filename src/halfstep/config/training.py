@@ -59,7 +59,7 @@ class OptimizerConfig(Section):
     name: OptimizerName = Field(default="adamw", description="Which optimizer")
     lr: Positive = Field(default=1e-3, description="Learning rate at the top of the schedule")
     lr_per: OffCount = Field(
-        default=0, description="lr is meant for this many samples a step and grows with them; 0: lr is used as it is"
+        default=0, description="lr is meant for this many samples per step and grows with them; 0: lr is used as it is"
     )
     weight_decay: float = Field(
         default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
@@ -160,7 +160,7 @@ class TrainConfig(Section):
         default="auto", description="NHWC memory layout of images and convolutions; auto: where it is faster"
     )
     activation_checkpointing: bool = Field(
-        default=False, description="Recompute activations in backward: less memory, one more forward pass a step"
+        default=False, description="Recompute activations in backward: less memory, one more forward pass per step"
     )
     auto_batch: bool = Field(
         default=False, description="Out of memory: halve the micro-batch, double accumulate, and go on"

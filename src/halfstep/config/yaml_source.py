@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from halfstep.config.scalars import Plain
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, suggested
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -49,7 +49,8 @@ def read_text(path: Path) -> str:
         )
     if path.is_dir():
         raise ConfigError(
-            f"{path} is a folder, not a config file", fix="to continue a run: halfstep train --resume DIR"
+            f"{path} is a folder, not a config file",
+            fix=f"to continue a run: {suggested('train', '--resume', path)}; data are given with --data-dir",
         )
     try:
         content = path.read_bytes()
@@ -168,7 +169,7 @@ class Walk:
             if key in first_lines:
                 both = f"lines {first_lines[key]} and {line}"
                 raise ConfigError(
-                    f"{self.name}: {'.'.join((*path, key))} stands twice, on {both}", fix="keep one of them"
+                    f"{self.name}: {'.'.join((*path, key))} is set twice, on {both}", fix="keep one of them"
                 )
             first_lines[key] = self.lines[(*path, key)] = line
             own[key] = self.value(value_node, (*path, key))

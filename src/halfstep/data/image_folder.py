@@ -84,7 +84,9 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     """
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
-        raise DataError(f"data folder {root} {kind}", fix="check data.dir; without it the demo data are used")
+        raise DataError(
+            f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
+        )
     train_folders, val_folders = _split_folders(root, layout)
     labelled = labels_in(train_folders[0], root, layout.label_column)
     if labelled is None and not layout.train:

@@ -6,6 +6,7 @@ are named and nothing is guessed.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,15 +142,15 @@ class PairLayout:
 
 
 def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
-    """The layout of a folder and where it starts: there, or in the one folder below that an archive made."""
+    """The layout of a folder and where it starts: there, or in the only folder that an archive made in it."""
     for folders in _levels(root):
         fitting = [(folder, layout) for folder in folders if (layout := _layout_at(folder, asked)) is not None]
-        if len(fitting) > 1:
+        if len(folders) > 1 and fitting:
             places = [folder for folder, _ in fitting]
             raise DataError(
-                f"{root} holds several data sets: {some_of(places)}",
-                why="one run trains on one of them",
-                fix=f"name it: data.dir={places[0]}",
+                f"{root} holds {len(folders)} folders, among them the data of {some_of(places)}",
+                why="which of them is meant is not for halfstep to guess",
+                fix=f"name it: data.dir={shlex.quote(str(places[0]))}",
             )
         if fitting:
             return fitting[0]
@@ -199,14 +200,14 @@ def _usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
     yield divided
     yield [Layout(name="", train=asked.names(images, masks), val=own) for images, masks in pairs]
     for part in TRAIN_NAMES:
-        for inside in (True, False):
+        for inside in _places(*pairs[0]):
             both = [_in_part(images, masks, part, inside=inside) for images, masks in pairs]
             yield [Layout(name="", train=asked.names(*names), val=own) for names in both]
 
 
 def _divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     """`train/images` beside `val/images`, and `images/train` beside `images/val`: the first validation part counts."""
-    for inside in (True, False):
+    for inside in _places(images, masks):
         for other in VALIDATION_NAMES:
             val = _in_part(images, masks, other, inside=inside)
             if all((root / NamePattern(f"{name}/").base).is_dir() for name in val):
@@ -217,7 +218,12 @@ def _divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[t
 def _in_part(images: str, masks: str, part: str, *, inside: bool) -> tuple[str, str]:
     if inside:
         return f"{part}/{images}", f"{part}/{masks}"
-    return (images, masks) if ID in images + masks else (f"{images}/{part}", f"{masks}/{part}")
+    return f"{images}/{part}", f"{masks}/{part}"
+
+
+def _places(images: str, masks: str) -> tuple[bool, ...]:
+    """Whether folders may lie inside a part (`train/images`), and a part in them (`images/train`): no pattern's can."""
+    return (True,) if ID in images + masks else (True, False)
 
 
 def _with_its_validation(root: Path, layout: Layout) -> Layout:
@@ -266,9 +272,9 @@ def _is_visible_folder(path: Path) -> bool:
 
 
 def _nothing_found(root: Path, asked: PairLayout) -> DataError:
-    wanted = f"{asked.images or 'imgs'}/ and {asked.masks or 'masks'}/"
+    images, masks = (name if ID in name else f"{name}/" for name in (asked.images or "imgs", asked.masks or "masks"))
     return DataError(
-        f"no {wanted} in {root}",
+        f"no {images} and {masks} in {root}",
         why=f"it holds {some_of(sorted(p.name for p in root.iterdir())) or 'nothing'}",
         fix="imgs/<id>.png with masks/<id>_mask.png, or name the folders: data.images and data.masks",
     )

@@ -126,7 +126,7 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
         raise DataError(
             what,
             why=f"the limit is {settings.limit_gb:g} GB",
-            fix=f"raise data.cache_limit_gb (--limit-gb), or store {fits} pixels a side: data.cache_size (--size)",
+            fix=f"raise data.cache_limit_gb (--limit-gb), or store {fits} pixels per side: data.cache_size (--size)",
         )
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise DataError(

@@ -162,7 +162,9 @@ def check_folder(root: Path) -> None:
     """Refuse what is no folder."""
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
-        raise DataError(f"data folder {root} {kind}", fix="check data.dir; without it the demo data are used")
+        raise DataError(
+            f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
+        )
 
 
 def _one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:

@@ -126,7 +126,7 @@ def workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict
     if situation.is_demo:
         return {}, ("workers", f"{start.data.num_workers}: the demo is small; {reading}")
     if trained.per_s is None:
-        return {"data.num_workers": cores}, ("workers", f"{cores}: one a core; {reading}")
+        return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
     workers = max(1, min(cores, math.ceil(trained.per_s / look.decoded_per_s)))
     fact = f"{workers} of {cores} cores: {reading}, the device {trained.words}"
     # Of an upper limit, a training step reaches a quarter to a half.

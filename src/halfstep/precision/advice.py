@@ -164,7 +164,7 @@ def _batch_size(precision: str, hardware: Hardware) -> tuple[Setting, ...]:
         return ()
     sample_bytes = UNET_SAMPLE_BYTES * (1 if precision in ("fp32", "tf32") else 0.5)
     fits = int((memory * USABLE_MEMORY - UNET_FIXED_BYTES) / sample_bytes)
-    reason = f"for a 64-channel U-Net at 512x512: {sample_bytes / 2**30:.2f} GiB a sample in {memory / 2**30:.0f} GiB"
+    reason = f"for a 64-channel U-Net at 512x512: {sample_bytes / 2**30:.2f} GiB per sample in {memory / 2**30:.0f} GiB"
     if fits < 1:
         return (Setting(name="batch_size", value=1, reason="even one 512x512 image for a 64-channel U-Net is tight"),)
     return (Setting(name="batch_size", value=2 ** (fits.bit_length() - 1), reason=reason),)

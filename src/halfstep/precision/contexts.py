@@ -8,9 +8,7 @@ so there the flags in force are checked against the plan, and only autocast is e
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Iterator
 
 import torch
 
@@ -18,32 +16,11 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.backend import Fp32Mode, effective_leaves, fp32_mode
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.plan import Plan
+from halfstep.precision.reusable import Reusable
 from halfstep.precision.simulate import simulated_kernels
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """What autocast is set to; under fp8 everything but the swapped Linear layers runs in bf16."""
-
-
-class Reusable(contextlib.ContextDecorator):
-    """A context that may be entered again and again, also inside itself and from several threads: each entry makes it
-    anew. People keep one in a variable, as they keep an autocast."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make, self._entered = make, threading.local()
-
-    def __enter__(self) -> None:
-        context = self._make()
-        context.__enter__()
-        self._stack().append(context)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._stack().pop().__exit__(kind, error, traceback)
-
-    def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
-        stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
-        return stack
 
 
 def forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:

@@ -135,10 +135,10 @@ def without_fp8(plan: Plan, why: str, *, strict: bool = False, forcible: bool = 
             f"fp8 asked for, but {why}",
             why="strict is on, so halfstep does not go down to bf16",
             fix="ask for bf16, or leave strict off"
-            + (", or precision.force=true to run fp8 all the same" if forcible else ""),
+            + (", or precision.force=true (hs.Step: force=True) to run fp8 all the same" if forcible else ""),
         )
     warning = f"fp8 asked for, running bf16: {why}"
-    warning += " (precision.force=true runs fp8 all the same)" if forcible else ""
+    warning += " (precision.force=true, in hs.Step force=True, runs fp8 all the same)" if forcible else ""
     granted, reason = ("bf16", why) if plan.granted == "fp8" else (plan.granted, plan.reason)
     rows = tuple(_in_bf16(row, why) for row in plan.rows)
     warnings = tuple(dict.fromkeys((*plan.warnings, warning)))

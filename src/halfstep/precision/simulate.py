@@ -24,6 +24,7 @@ from halfstep.errors import PrecisionError
 from halfstep.islands import LOW_PRECISION
 from halfstep.precision.half_casts import to_full, to_half
 from halfstep.precision.op_lists import cuda_op_lists
+from halfstep.precision.reusable import Reusable
 from halfstep.precision.rounding import round_to
 from halfstep.precision.simulated_rnn import is_recurrent, without_onednn
 
@@ -49,8 +50,7 @@ FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.defau
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
 
-@contextlib.contextmanager
-def simulate(format: str, device_type: str = "cpu") -> Iterator[None]:
+def simulate(format: str, device_type: str = "cpu") -> Reusable:
     """Run what is inside, forward and backward, with the numerics of bf16, fp16 or tf32.
 
     with hs.simulate("fp16"):
@@ -61,7 +61,11 @@ def simulate(format: str, device_type: str = "cpu") -> Iterator[None]:
     """
     if format not in FORMATS:
         raise PrecisionError(f"simulate({format!r}) is not offered", fix=f"one of {', '.join(FORMATS)}; fp8 by a plan")
-    dtype = FORMATS[format]
+    return Reusable(lambda: _simulated(FORMATS[format], device_type))
+
+
+@contextlib.contextmanager
+def _simulated(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
     autocast = torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
     with simulated_kernels(tf32=dtype is None), cuda_op_lists(device_type), autocast:
         yield

@@ -48,7 +48,7 @@ def _notes(record: Mapping[str, Any], num_drawn: int, *, has_memory: bool) -> It
 
 
 def _draw_times(axes: Axes, rows: Sequence[Row]) -> None:
-    _bars(axes, rows, [row["ms"] for row in rows], "time a step, ms (line: fastest to slowest window)")
+    _bars(axes, rows, [row["ms"] for row in rows], "time per step, ms (line: fastest to slowest window)")
     _spreads(axes, rows)
     _labels(axes, [row["ms_max"] for row in rows], [_time_label(row) for row in rows])
 

@@ -65,25 +65,25 @@ def says_table(said: Iterable[Said]) -> Table:
 def runs_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
     """What will run: topic, value, who says so, why that one wins."""
     table = plain_table("in effect", "value", "because of", "why it wins")
+    table.columns[2].overflow = "fold"
     for topic, value, source, reason in rows:
         table.add_row(Text(topic), Text(value, style="bold green"), Text(source), Text(reason))
     return table
 
 
 def finding_view(finding: FindingLines) -> RenderableType:
-    head = Text.assemble(
-        (f"{finding.severity:<8}", SEVERITY_STYLES[finding.severity]),
-        (finding.place, "bold"),
-        "  ",
-        (f"[{finding.rule}]", "dim"),
-    )
-    lines: list[RenderableType] = [head, Padding(Text(finding.message), (0, 0, 0, 8))]
+    """Severity on the left, the rest beside it; long paths are folded, so nothing leaves the terminal's width."""
+    lines = [Text.assemble((finding.place, "bold"), "  ", (f"[{finding.rule}]", "dim")), Text(finding.message)]
     if finding.fix:
         mark = " (--fix can do this)" if finding.has_edit else ""
-        lines.append(Padding(Text.assemble(("fix: ", "bold"), finding.fix, (mark, "dim")), (0, 0, 0, 8)))
+        lines.append(Text.assemble(("fix: ", "bold"), finding.fix, (mark, "dim")))
     if finding.related:
-        lines.append(Padding(Text("see " + ", ".join(finding.related), style="dim"), (0, 0, 0, 8)))
-    return Group(*lines)
+        lines.append(Text("see " + ", ".join(finding.related), style="dim"))
+    grid = Table.grid(padding=0)
+    grid.add_column(width=8)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(finding.severity, style=SEVERITY_STYLES[finding.severity]), Text("\n").join(lines))
+    return grid
 
 
 def summary(findings: Sequence[FindingLines], *, num_scripts: int, num_sources: int, num_ignored: int) -> Text:

@@ -132,6 +132,8 @@ class Step:
         modules: parts with a precision of their own by name or pattern, {"decoder.head": "fp32"}.
         strict: refuse instead of taking the next best precision.
         simulate: numerics of a precision that this device lacks; for tests on a laptop, never for speed.
+        force: run fp8 in every layer that takes it; without it fp8 runs only where it was measured to pay, by
+            `halfstep train`.
         clip_norm: limit of the gradient norm; 0 or None is none.
         clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
         accumulate: batches in one optimizer step. Each counts by its number of samples, or by the weight that
@@ -160,6 +162,7 @@ class Step:
         modules: Mapping[str, str] | None = None,
         strict: bool = False,
         simulate: bool = False,
+        force: bool = False,
         clip_norm: float | None = 0.0,
         clip_type: Literal["l2", "inf", "value"] = "l2",
         accumulate: int = 1,
@@ -175,7 +178,9 @@ class Step:
         device, precision = device_of(model), precision_of(precision)
         decay, limit = number("ema_decay", ema_decay, below=1.0), number("clip_norm", clip_norm)
         options, accumulate = guard_options(guard), count("accumulate", accumulate)
-        plan = decide(precision, probe(str(device)), model, modules=modules, strict=strict, simulate=simulate)
+        clip = Clip(limit=limit, kind=clip_type)
+        hardware = probe(str(device))
+        plan = decide(precision, hardware, model, modules=modules, strict=strict, simulate=simulate, force=force)
         refuse_recast(model, plan)
         refuse_strangers(model, optimizers)
         self._schedules = OwnSchedules(schedule, optimizers, device)
@@ -186,7 +191,7 @@ class Step:
             optimizers,
             plan,
             accumulate=accumulate,
-            clip=Clip(limit=limit, kind=clip_type),
+            clip=clip,
             schedules=self._schedules.rates or (),
             ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes),

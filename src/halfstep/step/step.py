@@ -157,9 +157,11 @@ class Step:
 
     def commit(self, facts: Facts) -> None:
         """Let the device commit or drop the step, in every place alike."""
-        if not self._rng:
+        if not self._rng or facts.rng is not self._rng:
             raise ConfigError(
-                "commit() without a compute() before it", fix="step.commit(step.compute(loss_fn, window))"
+                "commit() takes the facts of the last compute(), once",
+                why="the gradients of these are gone, or were committed before",
+                fix="step.commit(step.compute(loss_fn, window))",
             )
         try:
             self._refuse_edited_gradients()
@@ -334,7 +336,7 @@ class Step:
         """Plateau and rollback: one factor on every learning rate, written by the host."""
         if self.rates is None:
             raise ConfigError("this step has no schedule, so its learning rate is the optimizer's own",
-                              fix="give it schedules=[...], a constant one will do")  # fmt: skip
+                              fix="give it a schedule; a constant one will do: lambda step: 1.0")  # fmt: skip
         self.rates.set_cut(factor)
 
     def describe(self) -> list[tuple[str, str, int]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import ConfigError, DataError, MemoryLimitError
+from halfstep.errors import ConfigError, DataError, HalfstepError, MemoryLimitError
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import memory_picture
 from halfstep.precision.plan import Plan
@@ -25,6 +25,7 @@ from halfstep.step.randomness import algorithms
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.use.open_run import OpenedRun, fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
 from halfstep.workloads import KINDS
+from halfstep.workloads.other_data import any_folder
 from halfstep.workloads.using import Evaluation as Evaluating
 from halfstep.workloads.using import Look, PlainEvaluation
 from halfstep.workloads.workload import Batch, Workload
@@ -101,6 +102,10 @@ def _with_data(
     if data is not None and not data.is_dir():
         raise DataError(f"--data {data} {'is a file' if data.exists() else 'does not exist'}", fix="name a data folder")
     if data is not None and not (stored and stored.is_dir() and data.samefile(stored)):
+        if stored and not stored.is_dir() and (moved := _moved(run, data)):
+            report.notice(f"{data} has as many samples as the run's own data had, which are not in {stored} any more: "
+                          "only its validation part is evaluated, as in training", "warning")  # fmt: skip
+            return moved
         workload = kind.on_all(build_workload(kind.config_for(config, data), run.store))
         return kind.config_for(config, data), workload
     config, notes = with_data_found(run.config, run.folder)
@@ -114,6 +119,17 @@ def _with_data(
             fix="--data DIR with data that it has not seen",
         )
     return config, workload
+
+
+def _moved(run: OpenedRun, data: Path) -> tuple[RunConfig, Workload] | None:
+    """The run's own data where they are now; None for others, of which everything can be evaluated."""
+    config = any_folder(run.config, data)
+    try:
+        workload = build_workload(config, run.store)
+    except HalfstepError:  # another layout
+        return None
+    found = [len(workload.train_samples), len(workload.val_samples)]
+    return (config, workload) if found == list(run.checkpoint.state["num_samples"]) and found[1] else None
 
 
 def _refuse_full_size(workload: str, options: frozenset[str], batch_size: int | None) -> None:
@@ -151,10 +167,17 @@ def _validated(
         raise MemoryLimitError(
             f"out of memory on {plan.device} with batch size {batch_size}",
             why=memory_picture(torch.device(plan.device)),
-            fix=f"--batch-size {max(1, batch_size // (2 * pieces))}, or --precision bf16",
+            fix=_less_memory(batch_size // (2 * pieces), plan),
         ) from error
     finally:
         loader.close()
+
+
+def _less_memory(batch_size: int, plan: Plan) -> str:
+    """What is left to try."""
+    ways = [f"--batch-size {batch_size}"] if batch_size else []
+    ways += ["--precision bf16"] if plan.granted in ("fp32", "tf32") and not plan.simulated else []
+    return ", or ".join([*ways, *(["--device cpu"] if plan.device != "cpu" else [])]) or "a machine with more memory"
 
 
 def _look(workload: Workload, model: nn.Module, plan: Plan, seed: int) -> Look:

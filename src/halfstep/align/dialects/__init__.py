@@ -23,8 +23,8 @@ DIALECTS: tuple[tuple[Callable[[Node], bool], Callable[[Node], Source]], ...] = 
     (torchtitan.recognises, torchtitan.read),
     (composer.recognises, composer.read),
     (diffusion_trainer.recognises, diffusion_trainer.read),
-    (own.recognises_flat, own.read_flat),
     (accelerate.recognises, accelerate.read),
+    (own.recognises_flat, own.read_flat),
     (transformers.recognises, transformers.read),
 )
 """In this order: the first that recognises a file reads it. Lightning comes last: it needs the pinned version."""
@@ -34,6 +34,8 @@ def source_of(root: Node, *, lightning_version: str = "") -> Source | None:
     """What this config says, or None when it speaks no dialect we know."""
     if not isinstance(root.value, dict):
         return None
+    if lightning.is_trainer_group(root):
+        return lightning.read(root, version=lightning_version, section="")
     if root.has("trainer.precision") and not root.has("workload"):
         return lightning.read(root, version=lightning_version)
     for recognises, read in DIALECTS:

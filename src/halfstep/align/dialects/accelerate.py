@@ -11,6 +11,13 @@ from halfstep.align.spellings import ACCELERATE_WORDS
 from halfstep.align.statements import Draft, Source, is_on
 
 MARKS = ("compute_environment", "distributed_type", "mixed_precision", "main_training_function", "num_machines")
+LAUNCHER_KEYS = {
+    *MARKS,
+    *("num_processes", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
+    *("use_cpu", "gpu_ids", "debug", "downcast_bf16", "dynamo_config", "dynamo_backend", "fsdp_config", "fp8_config"),
+    *("deepspeed_config", "gradient_accumulation_steps", "fp16", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"),
+    *("enable_cpu_affinity", "mpirun_config", "megatron_lm_config", "ipex_config", "command_file", "commands"),
+}
 DEEPSPEED_FILE_OWNS = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model")
 
 
@@ -19,8 +26,8 @@ def recognises(root: Node) -> bool:
 
 
 def is_minimal(root: Node) -> bool:
-    """A file of `mixed_precision` with a launcher's keys and nothing of a trainer's."""
-    return root.has("mixed_precision") and not any(root.has(key) for key in ("training", "trainer", "model"))
+    """A file of `mixed_precision` with a launcher's keys and nothing else: many trainers have a key of that name."""
+    return root.has("mixed_precision") and isinstance(root.value, dict) and root.value.keys() <= LAUNCHER_KEYS
 
 
 def read(root: Node) -> Source:
@@ -84,7 +91,7 @@ def read_deepspeed(draft: Draft) -> None:
     draft.refer(prefix + "deepspeed_config_file", (".json",))
     for key in filter(draft.root.has, (*(prefix + key for key in DEEPSPEED_FILE_OWNS), "mixed_precision")):
         draft.find(
-            "ignored-key",
+            "launch-refused",
             f"{key} beside deepspeed_config_file: accelerate launch refuses to start",
             key,
             fix=f"delete {key} here and say it in {file}",

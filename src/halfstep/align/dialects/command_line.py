@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from halfstep.align.dialects import lightning, torchtitan, transformers
 from halfstep.align.document import Node, plain_scalar
+from halfstep.align.links import names_in_command
 from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
 from halfstep.align.statements import Draft, Source, is_on
 
@@ -32,6 +33,11 @@ def sources_of(text: str, path: str, *, lightning_version: str = "") -> list[Sou
     ]
 
 
+def files_named(text: str) -> dict[int, list[str]]:
+    """Scripts and configs that each command names, by its line."""
+    return {line: names_in_command(words) for line, words in commands(text)}
+
+
 def parts(words: list[str]) -> list[list[str]]:
     """`accelerate launch` has flags of its own before the script, and the script's after it; others are one part."""
     if "accelerate" not in words or "launch" not in words:
@@ -43,7 +49,9 @@ def parts(words: list[str]) -> list[list[str]]:
 def commands(text: str) -> Iterator[tuple[int, list[str]]]:
     """(line, words) of every command that starts a Python program; continued lines are joined."""
     line = 1
-    for logical in re.sub(r"\\\r?\n", "\\\n", text).replace("\\\n", "\x00").split("\n"):
+    # A backslash at the very end continues nothing.
+    whole = text.rstrip().rstrip("\\")
+    for logical in re.sub(r"\\\r?\n", "\\\n", whole).replace("\\\n", "\x00").split("\n"):
         if COMMAND.search(logical) and not logical.lstrip().startswith("#"):
             try:
                 words = shlex.split(logical.replace("\x00", " "), comments=True)

@@ -82,10 +82,11 @@ def say_cast_weights(draft: Draft, precision: str, switches: dict[str, str]) -> 
         return
     message = "DeepSpeed bf16 stores the weights in bf16 (with an fp32 master): it is not autocast over fp32 weights"
     draft.find("deepspeed-bf16-weights", message, key, fix="for fp32 weights use torch_autocast instead")
-    for name in SCALER_KEYS:
-        if draft.root.has(f"{block}.{name}"):
-            message = f"{block}.{name}: bf16 needs no loss scaling; DeepSpeed 0.17 refuses the key, older ones drop it"
-            draft.find("scaling-with-bf16", message, f"{block}.{name}", fix=f"delete {block}.{name}")
+    idle = [f"{block}.{name}" for name in SCALER_KEYS if draft.root.has(f"{block}.{name}")]
+    if idle:
+        keys = "the key" if len(idle) == 1 else "such keys"
+        message = f"{', '.join(idle)}: bf16 needs no loss scaling; DeepSpeed 0.17 refuses {keys}, older ones drop them"
+        draft.find("scaling-with-bf16", message, idle[0], fix=f"delete {', '.join(idle)}")
 
 
 def find_batch_arithmetic(draft: Draft) -> None:

@@ -15,9 +15,15 @@ def recognises(root: Node) -> bool:
     return root.has("trainer.precision") or sum(root.has(f"trainer.{mark}") for mark in MARKS) >= 2
 
 
-def read(root: Node, *, version: str = "") -> Source:
+def is_trainer_group(root: Node) -> bool:
+    """A Hydra group, `configs/trainer/gpu.yaml`: the Trainer's arguments stand at the top."""
+    target = str(root.scalar_at("_target_") or "")
+    return "lightning" in target and target.endswith("Trainer")
+
+
+def read(root: Node, *, version: str = "", section: str = "trainer.") -> Source:
     draft = Draft(root, "lightning")
-    read_trainer(draft, "trainer.", version)
+    read_trainer(draft, section, version)
     return draft.source()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.align.document import Node
 from halfstep.align.spellings import dtype_of
-from halfstep.align.statements import Draft, Source, is_on
+from halfstep.align.statements import Draft, Source, Topic, is_on
 from halfstep.config.aliases import PRECISIONS, precision_name
 from halfstep.errors import ConfigError
 
@@ -37,35 +37,67 @@ def say_precision(draft: Draft, key: str) -> None:
         draft.say("scaling", "dynamic", key)
 
 
+SECTIONS = ("", "training.", "train.", "trainer.", "amp.")
+DTYPE_KEYS = ("amp_dtype", "dtype", "amp_type", "precision")
+
+
 def recognises_flat(root: Node) -> bool:
-    return root.has("use_amp")
+    return flat_section(root) is not None
+
+
+def flat_section(root: Node) -> str | None:
+    """Where `use_amp` or `mixed_precision` stands: at the top, or in the section for training."""
+    return next((s for s in SECTIONS if root.has(s + "use_amp") or root.has(s + "mixed_precision")), None)
 
 
 def read_flat(root: Node) -> Source:
-    """`use_amp` and `amp_dtype` are one statement; without use_amp the dtype is idle."""
+    """`use_amp` and its dtype are one statement, `mixed_precision: bf16` is one by itself."""
     draft = Draft(root, "use_amp/amp_dtype")
-    say_flat(draft)
-    draft.number("clip", "grad_clip")
-    draft.number("accumulate", "accumulation_steps")
-    draft.number("batch", "batch_size")
+    section = flat_section(root) or ""
+    if root.has(section + "use_amp"):
+        say_flat(draft, section)
+    else:
+        say_word(draft, section + "mixed_precision")
+    for topic, keys in FLAT_NUMBERS.items():
+        draft.number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
     return draft.source()
 
 
-def say_flat(draft: Draft) -> None:
-    word = draft.root.scalar_at("amp_dtype")
+FLAT_NUMBERS: dict[Topic, tuple[str, ...]] = {
+    "clip": ("grad_clip", "clip_grad", "max_grad_norm"),
+    "accumulate": ("accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps"),
+    "batch": ("batch_size",),
+}
+
+
+def say_word(draft: Draft, key: str) -> None:
+    """A bare `true` names no format: which one, the script decides."""
+    word = draft.root.scalar_at(key)
+    precision = "fp32" if word is False or str(word).lower() in ("no", "none") else dtype_of(word)
+    if precision is None:
+        return
+    draft.say("precision", precision, key, {name: draft.edit(key, name) for name in ("fp16", "bf16")})
+    draft.say("weights", "fp32", key)
+
+
+def say_flat(draft: Draft, section: str) -> None:
+    switch = section + "use_amp"
+    key = next((section + k for k in DTYPE_KEYS if draft.root.has(section + k)), section + "amp_dtype")
+    word = draft.root.scalar_at(key)
     dtype = dtype_of(word if word is not None else "float16")
     if dtype not in ("fp16", "bf16"):
-        message = f"amp_dtype {word!r} is not a format autocast computes in"
-        draft.find("unknown-value", message, "amp_dtype", fix="bfloat16 or float16")
-        return
-    on = is_on(draft.root.scalar_at("use_amp"))
+        if key.endswith("amp_dtype"):
+            message = f"amp_dtype {word!r} is not a format autocast computes in"
+            draft.find("unknown-value", message, key, fix="bfloat16 or float16")
+        return  # `dtype: float32` may be that of the weights
+    on = is_on(draft.root.scalar_at(switch))
     python = draft.root.path.endswith(".py")
     true, false = ("True", "False") if python else ("true", "false")
-    rewrites = {"fp32": draft.edit("use_amp", false)}
-    if draft.root.has("amp_dtype"):
+    rewrites = {"fp32": draft.edit(switch, false)}
+    if draft.root.has(key):
         for name, precision in (("bfloat16", "bf16"), ("float16", "fp16")):
-            rewrites[precision] = draft.edit("use_amp", true) + draft.edit("amp_dtype", name)
-    draft.say("precision", dtype if on else "fp32", "use_amp", rewrites)
-    draft.say("weights", "fp32", "use_amp")
+            rewrites[precision] = draft.edit(switch, true) + draft.edit(key, name)
+    draft.say("precision", dtype if on else "fp32", switch, rewrites)
+    draft.say("weights", "fp32", switch)
     if on and dtype == "fp16":
-        draft.say("scaling", "dynamic", "use_amp")
+        draft.say("scaling", "dynamic", switch)

@@ -17,9 +17,11 @@ from halfstep.align.statements import Draft, Source, Statement, as_number
 from halfstep.align.textlines import lines_of
 
 RELEVANT = re.compile(
-    r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp|autocast"
+    r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp"
+    r"|import deepspeed|from deepspeed"
 )
 AUTOCAST_LINE = "autocast_line"
+IMPORTS = "imports"
 HF_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig")
 
 
@@ -87,18 +89,30 @@ def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str
             found.append(from_call(node, literals, lightning_version))
         elif isinstance(node, ast.Dict) and "use_amp" in keys_of(node):
             found.append(from_dict(literals.dictionary(node)))
-    found += [script_clipping(tree, literals), overwritten_amp(tree, literals), script_autocast(tree, literals)]
+    found += [script_clipping(tree, literals), overwritten_amp(tree, literals), script_engine(tree, literals)]
     said = (source for source in found if source is not None)
-    return [source for source in said if source.statements or source.findings or AUTOCAST_LINE in source.facts]
+    return [source for source in said if source.statements or source.findings or IMPORTS in source.facts]
 
 
-def script_autocast(tree: ast.Module, literals: Literals) -> Source | None:
-    """Where the script opens autocast itself: DeepSpeed's engine minds."""
+def script_engine(tree: ast.Module, literals: Literals) -> Source | None:
+    """Which frameworks a script that starts DeepSpeed imports, and where it opens autocast itself: the engine minds."""
+    names = imported_modules(tree)
+    if "deepspeed" not in names:
+        return None
+    facts = {IMPORTS: " ".join(sorted(names))}
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.With)):
         contexts = [item.context_expr for item in node.items]
         if any(isinstance(c, ast.Call) and ast.unparse(c.func).endswith("autocast") for c in contexts):
-            return Source(name=literals.path, dialect="script", facts={AUTOCAST_LINE: str(node.lineno)})
-    return None
+            facts.setdefault(AUTOCAST_LINE, str(node.lineno))
+    return Source(name=literals.path, dialect="script", facts=facts)
+
+
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Top-level names of all modules that are imported anywhere in the script."""
+    nodes = list(ast.walk(tree))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    parts = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    return {name.split(".")[0] for name in plain | parts}
 
 
 def script_clipping(tree: ast.Module, literals: Literals) -> Source | None:
@@ -117,7 +131,10 @@ def overwritten_amp(tree: ast.Module, literals: Literals) -> Source | None:
     """`accelerator.native_amp = amp`: guide 4's trainers switch autocast on behind Accelerate's back."""
     for node in ast.walk(tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(target, ast.Attribute) and target.attr == "native_amp" and not is_false(node):
+        # timm's `args.native_amp` is a flag; Accelerate's attribute is a switch.
+        owner = ast.unparse(target.value).lower() if isinstance(target, ast.Attribute) else ""
+        mine = isinstance(target, ast.Attribute) and target.attr == "native_amp" and "accelerator" in owner
+        if isinstance(target, ast.Attribute) and mine and not is_false(node):
             message = (
                 "native_amp is overwritten: with mixed_precision 'no' autocast then runs without a dtype, "
                 "which is float16 on CUDA, and no GradScaler is made"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from halfstep.align.document import Node
-from halfstep.align.spellings import HF_OPTIMIZERS
+from halfstep.align.spellings import HF_OPTIMIZERS, dtype_of
 from halfstep.align.statements import Draft, Source, is_on
 
 MARKS = (
@@ -20,7 +20,9 @@ MARKS = (
 
 def recognises(root: Node) -> bool:
     flags = any(isinstance(root.scalar_at(key), bool) for key in ("fp16", "bf16", "tf32"))
-    return flags or sum(root.has(mark) for mark in MARKS) >= 2
+    marks = sum(root.has(mark) for mark in MARKS)
+    # A model's own config.json has a torch_dtype too, and says nothing about training.
+    return flags or marks >= 2 or (marks == 1 and root.has("torch_dtype") and not root.has("architectures"))
 
 
 def read(root: Node) -> Source:
@@ -31,6 +33,7 @@ def read(root: Node) -> Source:
 
 def read_arguments(draft: Draft, prefix: str) -> None:
     root = draft.root
+    draft.facts["strategy"] = "deepspeed" if root.scalar_at(prefix + "deepspeed") else ""
     fp16, bf16 = (is_on(root.scalar_at(prefix + key)) for key in ("fp16", "bf16"))
     if fp16 and bf16:
         draft.find("two-precisions", "fp16 and bf16 are both on: transformers refuses", prefix + "bf16", fix="keep one")
@@ -40,7 +43,6 @@ def read_arguments(draft: Draft, prefix: str) -> None:
     draft.number("accumulate", prefix + "gradient_accumulation_steps")
     draft.number("batch", prefix + "per_device_train_batch_size")
     draft.refer(prefix + "deepspeed", (".json",))
-    draft.facts["strategy"] = "deepspeed" if root.scalar_at(prefix + "deepspeed") else ""
     if not draft.facts["strategy"] and (root.scalar_at(prefix + "fsdp") or is_block(root.get(prefix + "fsdp_config"))):
         draft.facts["strategy"] = "fsdp"
     read_optimizer(draft, prefix + "optim")
@@ -71,9 +73,20 @@ def say_precision(draft: Draft, prefix: str, precision: str) -> None:
     on = tuple(edit for edit in draft.edit(prefix + other, "True" if draft.root.path.endswith(".py") else "true"))
     rewrites = {"fp32": off} | ({other: off + on} if on else {})
     draft.say("precision", precision, prefix + precision, rewrites)
-    draft.say("weights", "fp32", prefix + precision)
+    say_weights(draft, prefix, precision)
     if precision == "fp16":
         draft.say("scaling", "dynamic", prefix + precision)
+
+
+def say_weights(draft: Draft, prefix: str, precision: str) -> None:
+    """fp32, unless DeepSpeed casts them or the model is loaded in another dtype."""
+    loaded = dtype_of(draft.root.scalar_at(prefix + "torch_dtype"))
+    if draft.facts["strategy"] == "deepspeed":
+        draft.say("weights", f"{precision} + fp32 master", prefix + "deepspeed")
+    elif loaded is not None:
+        draft.say("weights", loaded, prefix + "torch_dtype")
+    else:
+        draft.say("weights", "fp32", prefix + precision)
 
 
 def is_block(node: Node | None) -> bool:

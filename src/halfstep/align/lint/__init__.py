@@ -14,6 +14,7 @@ from halfstep.align.lint import (
     evaluation,
     hiding,
     hints,
+    lifetimes,
     numerics,
     regimes,
     scaler_order,
@@ -26,7 +27,7 @@ from halfstep.errors import ConfigError
 
 FAMILIES = (
     *(scaler_order, regimes, skips, accumulation, numerics, weights),
-    *(checkpoints, api, hiding, evaluation, hints, custom_functions),
+    *(checkpoints, lifetimes, api, hiding, evaluation, hints, custom_functions),
 )
 RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp")
 """What every rule needs one of; other files are not analysed."""

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_optimizer_name, last
+from halfstep.align.lint.amp import Amp, is_optimizer_name, last, rescales_gradients
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import calls_in, dotted_name, names_in
+from halfstep.align.lint.script import dotted_name, names_in
 
 MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
 ACCUMULATION_WORDS = ("accum", "micro")
+MICRO_WORDS = ("micro_batch", "microbatch", "micro_batches", "chunks", "minibatches", "mini_batches")
+WRAPPERS = ("enumerate", "tqdm", "trange", "zip", "list")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +33,8 @@ def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         for window in (*windows(trace), *inner_windows(amp, trace)):
             chain = loss_chain(trace, window.backward)
-            divided = any(divides(event.node) for event in chain) or divides(window.backward.node) or rescales(trace)
+            divided = any(divides(event.node) for event in chain) or divides(window.backward.node)
+            divided = divided or any(map(rescales_gradients, trace.events))
             if chain and not divided and not uses_length(trace, window) and last(window.length) not in amp.divisors:
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
@@ -48,22 +51,25 @@ def windows(trace: Trace) -> Iterator[Window]:
         optimizer = step.arguments[0] if step.arguments else step.receiver
         if not tests or not step.loops or not is_optimizer_name(optimizer):
             continue
-        backwards = [e for e in trace.calls("backward") if e.loops == step.loops and e.index < step.index]
-        free = [e for e in backwards if not any(text == tests[0] for text, _ in e.conditions) and not e.excludes(step)]
+        backwards = [
+            e for e in trace.calls("backward") if e.loops[: len(step.loops)] == step.loops and e.index < step.index
+        ]
+        latest = next((e for e in reversed(backwards) if not e.excludes(step)), None)
         length = modulus(tests[0])
-        if free and length and length != "1" and step.loops not in seen:
+        free = latest is not None and not any(text == tests[0] for text, _ in latest.conditions)
+        if latest is not None and free and length and length != "1" and step.loops not in seen:
             seen.add(step.loops)
-            yield Window(backward=free[-1], step=step, test=tests[0], length=length)
+            yield Window(backward=latest, step=step, test=tests[0], length=length)
 
 
 def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
-    """`for _ in range(accumulation_steps):` around backward, and the step after that loop."""
+    """`for _ in range(accumulation_steps):` or `for micro in batch.chunk(n):` around backward, and a step after it."""
     loops = {id(node): node for node in amp.script.nodes if isinstance(node, ast.For)}
     seen: set[int] = set()
     for backward in trace.calls("backward"):
         loop = loops.get(backward.loops[-1]) if backward.loops else None
         length = counted(loop)
-        if not length or not any(word in length.lower() for word in ACCUMULATION_WORDS) or id(loop) in seen:
+        if loop is None or not length or id(loop) in seen or recomputes(amp, loop):
             continue
         inside = [e for e in trace.events if e.loops[: len(backward.loops)] == backward.loops]
         after = [e for e in trace.calls("step") if e.loops == backward.loops[:-1] and e.index > inside[-1].index]
@@ -74,17 +80,24 @@ def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
 
 
 def counted(loop: ast.For | None) -> str:
-    """N of `for … in range(N)`."""
+    """N of `for … in range(N)` that counts micro-batches, or what is cut into them; wrapped or not."""
     over = loop.iter if loop is not None else None
-    if isinstance(over, ast.Call) and getattr(over.func, "id", "") == "range" and len(over.args) == 1:
-        return ast.unparse(over.args[0])
-    return ""
+    while isinstance(over, ast.Call) and dotted_name(over.func).rsplit(".", 1)[-1] in WRAPPERS and over.args:
+        over = over.args[0]
+    if over is None or loop is None:
+        return ""
+    if isinstance(over, ast.Call) and getattr(over.func, "id", "") == "range":
+        length = ast.unparse(over.args[0]) if len(over.args) == 1 else ""
+        return length if any(word in length.lower() for word in ACCUMULATION_WORDS) else ""
+    cut = isinstance(over, ast.Call) and getattr(over.func, "attr", "") in ("chunk", "split")
+    text = ast.unparse(over)
+    return f"len({text})" if cut or any(word in text.lower() for word in MICRO_WORDS) else ""
 
 
-def rescales(trace: Trace) -> bool:
-    """Whether gradients themselves are divided or multiplied, `p.grad.div_(n)`: nothing is certain then."""
-    changes = (e for e in trace.events if e.method in ("div_", "mul_") or isinstance(e.node, ast.AugAssign))
-    return any(".grad" in ast.unparse(event.node) for event in changes)
+def recomputes(amp: Amp, loop: ast.For) -> bool:
+    """Whether a pass sees the whole window, `torch.cat` of features kept before (contrastive losses): no mean of N."""
+    names = {dotted_name(call.func).rsplit(".", 1)[-1] for call in amp.script.calls_below(loop)}
+    return bool(names & {"cat", "concat", "concatenate"})
 
 
 def modulus(test: str) -> str:
@@ -131,8 +144,14 @@ def uses_length(trace: Trace, window: Window) -> bool:
 def masked_means(amp: Amp, chain: list[Event], divided: bool) -> Iterator[Finding]:
     for event in chain:
         value = event.node.value if isinstance(event.node, ast.Assign) else None
-        helpers = [h for c in calls_in(event.node) if (h := amp.script.functions.get(dotted_name(c.func))) is not None]
-        returns = [n.value for h in helpers for n in ast.walk(h) if isinstance(n, ast.Return) and n.value is not None]
+        helpers = [
+            h
+            for c in amp.script.calls_below(event.node)
+            if (h := amp.script.functions.get(dotted_name(c.func))) is not None
+        ]
+        returns = [
+            n.value for h in helpers for n in amp.script.below(h) if isinstance(n, ast.Return) and n.value is not None
+        ]
         if value is not None and divided and any(map(is_masked_mean, (value, *returns))):
             message = "each micro-batch is averaged over its own unmasked elements, then the averages are averaged"
             fix = "sum the losses, and divide by the count of the whole window"
@@ -159,8 +178,9 @@ def dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Finding]:
     """Gradients of a last, partial window are thrown away by a zero_grad before the next epoch's first batch."""
     tree = ast.parse(window.test, mode="eval").body
     plain = isinstance(tree, ast.Compare) and "len(" not in window.test
-    loop = next((n for n in amp.script.nodes if id(n) == window.step.loops[-1]), None)
-    if not plain or not isinstance(loop, ast.For) or not over_batches(loop.iter):
+    if any(isinstance(node, ast.Continue) for loop in inner_loop(amp, window) for node in amp.script.below(loop)):
+        return  # it may leave the partial window out before anything is computed
+    if not plain or not any(isinstance(loop, ast.For) and over_batches(loop.iter) for loop in inner_loop(amp, window)):
         return
     outer = window.step.loops[:-1]
     inside = [e.index for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
@@ -170,6 +190,11 @@ def dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Finding]:
         message = "batches after the last full window are computed and then dropped"
         fix = "also step when the batch is the last one, or after the loop"
         yield amp.script.finding("accumulation-drops-tail", window.step.node, message, fix=fix)
+
+
+def inner_loop(amp: Amp, window: Window) -> list[ast.AST]:
+    """The loop whose body holds the step."""
+    return [node for node in amp.script.nodes if id(node) == window.step.loops[-1]]
 
 
 def over_batches(iterated: ast.expr) -> bool:

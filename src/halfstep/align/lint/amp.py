@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from halfstep.align.lint.flow import Event, Trace, traces_of
-from halfstep.align.lint.regions import Region
+from halfstep.align.lint.regions import Region, switch
 from halfstep.align.lint.script import SCALERS, Script, dotted_name, keyword
 
 FRAMEWORKS = (
@@ -48,9 +50,15 @@ class Amp:
         found = []
         for name, values in self.script.assigned.items():
             for value in values:
-                if isinstance(value, ast.Call) and self.script.name_of(value.func) in SCALERS:
-                    found.append(ScalerMade(key=name, call=value, enabled=enabled_of(value)))
+                found += [ScalerMade(key=name, call=made, enabled=on) for made, on in self.made_scalers(value)]
         return found
+
+    def made_scalers(self, value: ast.expr) -> Iterator[tuple[ast.Call, bool | None]]:
+        """GradScalers a value may be: the call itself, or one branch of `GradScaler() if amp else None`."""
+        if isinstance(value, ast.IfExp):
+            yield from ((call, None) for part in (value.body, value.orelse) for call, _ in self.made_scalers(part))
+        elif isinstance(value, ast.Call) and self.script.name_of(value.func) in SCALERS:
+            yield value, enabled_of(value, self.script)
 
     @cached_property
     def may_scale(self) -> bool:
@@ -112,11 +120,9 @@ def passed(event: Event) -> set[str]:
     return {*event.arguments, *named}
 
 
-def enabled_of(call: ast.Call) -> bool | None:
-    value = keyword(call, "enabled")
-    if value is None:
-        return None if any(item.arg is None for item in call.keywords) else True
-    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, bool) else None
+def enabled_of(call: ast.Call, script: Script) -> bool | None:
+    spread = any(item.arg is None for item in call.keywords)
+    return None if spread else switch(keyword(call, "enabled"), script)
 
 
 def same_object(one: str, other: str) -> bool:
@@ -151,10 +157,25 @@ def is_scaled_backward(event: Event) -> bool:
     return event.method == "backward" and bool(event.scaled_by)
 
 
+CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_gradient", "clip_gradients")
+
+
 def is_clip(event: Event) -> bool:
-    """torch.nn.utils' clipping functions; a framework's own clipping unscales first."""
+    """torch.nn.utils' clipping functions and those named after them; a framework's own clipping unscales first."""
     path, _, name = event.name.rpartition(".")
-    return name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm") and (not path or "utils" in path)
+    by_model = "model" in last(path).lower() and name == "clip_grad_norm_"  # FSDP's method
+    return name in CLIPS and (not path or "util" in path or by_model)
+
+
+RESCALING = re.compile(r"(multiply|scale|mul|div|divide|average|normalize)_(\w+_)?grad")
+
+
+def rescales_gradients(event: Event) -> bool:
+    """`p.grad.div_(n)`, `p.grad *= f`, `multiply_grads(optimizer, f)`: what the gradients are then, is not known."""
+    if isinstance(event.node, ast.Call) and RESCALING.search(event.method.lower()):
+        return True
+    changes = event.method in ("div_", "mul_") or isinstance(event.node, ast.AugAssign)
+    return changes and ".grad" in ast.unparse(event.node)
 
 
 def is_scaler_step(event: Event, scaler: str) -> bool:

@@ -19,18 +19,47 @@ def find(amp: Amp) -> Iterator[Finding]:
 
 
 def deprecated(script: Script) -> Iterator[Finding]:
+    """One finding a file, at the first old name; code that serves old and new torch alike is right as it is."""
     imports = [n for n in script.nodes if isinstance(n, ast.ImportFrom) and n.module in OLD_MODULES]
-    for node in imports:
-        names = [alias.name for alias in node.names if alias.name in MOVED]
-        if names:
-            message, fix = described(node.module or "", names[0])
-            # Uses can be told apart only when a single import brings the names in.
-            edits = import_edits(script, node) if len(imports) == 1 else ()
-            yield script.finding("deprecated-amp", node, message, fix=fix, edits=edits)
-    for call in script.calls:
-        if found := old_attribute(call.func, script):
-            message, fix = described(*found)
-            yield script.finding("deprecated-amp", call, message, fix=fix, edits=attribute_edits(script, call, *found))
+    imports = [node for node in imports if any(alias.name in MOVED for alias in node.names)]
+    calls = [(call, found) for call in script.calls if (found := old_attribute(call.func, script))]
+    uses: list[ast.ImportFrom | ast.Call] = [*imports, *(call for call, _ in calls)]
+    first = min(uses, key=lambda node: node.lineno, default=None)
+    if first is None or serves_two_versions(script):
+        return
+    # Uses can be told apart only when a single import brings the names in.
+    edits = list(import_edits(script, imports[0])) if len(imports) == 1 else []
+    edits += [edit for call, found in calls for edit in attribute_edits(script, call, *found)]
+    old = imports[0].module or "" if imports else calls[0][1][0]
+    places = len(imports) + len(calls)
+    message = f"{old} is deprecated since torch 2.4" + (f" ({places} places)" if places > 1 else "")
+    device = old.split(".")[1]
+    fix = f'torch.amp, with the device first: torch.amp.autocast("{device}", …)'
+    yield script.finding("deprecated-amp", first, message, fix=fix, edits=tuple(edits))
+
+
+def serves_two_versions(script: Script) -> bool:
+    """`try: from torch.amp … except ImportError: from torch.cuda.amp …`, or a test of torch's version around it."""
+    modules = {node.module for node in script.nodes if isinstance(node, ast.ImportFrom)}
+    if modules & {"torch.amp"} and modules & set(OLD_MODULES):
+        return True
+    guards = [n for n in script.nodes if isinstance(n, ast.Try) or isinstance(n, ast.If) and asks_version(n.test)]
+    return any(uses_old_name(node, script) for guard in guards for node in script.below(guard))
+
+
+def asks_version(test: ast.expr) -> bool:
+    text = ast.unparse(test).lower()
+    return "hasattr" in text or "version" in text
+
+
+def uses_old_name(node: ast.AST, script: Script) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.module in OLD_MODULES
+    return isinstance(node, ast.Attribute) and asks_old(node, script)
+
+
+def asks_old(node: ast.Attribute, script: Script) -> bool:
+    return node.attr in MOVED and script.name_of(node.value) in OLD_MODULES
 
 
 def attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[Edit, ...]:
@@ -43,17 +72,11 @@ def attribute_edits(script: Script, call: ast.Call, module: str, name: str) -> t
     return (Edit(path=script.path, start=start, end=end, replacement="torch.amp"), *arguments) if arguments else ()
 
 
-def described(module: str, name: str) -> tuple[str, str]:
-    device = module.split(".")[1]
-    return f"{module}.{name} is deprecated since torch 2.4", f'torch.amp.{name}("{device}", …)'
-
-
 def old_attribute(node: ast.expr, script: Script) -> tuple[str, str] | None:
     """(module, name) of `torch.cuda.amp.autocast` written out; a name imported from there is reported at its import."""
-    if not isinstance(node, ast.Attribute) or node.attr not in MOVED:
+    if not isinstance(node, ast.Attribute) or not asks_old(node, script):
         return None
-    module = script.name_of(node.value)
-    return (module, node.attr) if module in OLD_MODULES else None
+    return script.name_of(node.value), node.attr
 
 
 def import_edits(script: Script, node: ast.ImportFrom) -> tuple[Edit, ...]:
@@ -82,6 +105,8 @@ def call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[
     device = module.split(".")[1]
     if len(call.args) > 1 and name == "autocast" or any(isinstance(a, ast.Starred) for a in call.args):
         return ()
+    if any(isinstance(a, ast.Constant) and isinstance(a.value, str) for a in call.args) or keyword(call, "device"):
+        return ()  # written for torch.amp already
     line, column = script.position(call.func.end_lineno or 0, call.func.end_col_offset or 0)
     if script.lines[line - 1][column : column + 1] != "(":
         return ()

@@ -6,27 +6,45 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, ScalerMade, is_optimizer_name, is_scaled_backward, last, same_object
-from halfstep.align.lint.script import calls_in, dotted_name
+from halfstep.align.lint.amp import Amp, ScalerMade, is_optimizer_name, is_scaled_backward, last, passed
+from halfstep.align.lint.flow import Event
+from halfstep.align.lint.script import dotted_name
 
 
 def find(amp: Amp) -> Iterator[Finding]:
-    used = [e for t in amp.traces for e in t.events if is_scaled_backward(e)]
-    scalers = {last(e.scaled_by) for e in used if any(same_object(m.key, e.scaled_by) for m in amp.scalers)}
-    live = {name for name in scalers if not amp.is_disabled(name)}
+    live = live_scalers(amp)
     if not live or certainly_bf16(amp):
         return
     saved = receivers_of(amp, "state_dict")
     loaded = receivers_of(amp, "load_state_dict")
-    if not saved & live:
-        made = next(made for made in amp.scalers if last(made.key) in live)
-        yield from unsaved(amp, made)
-    elif not loaded & live and any(is_optimizer_name(name) for name in loaded):
+    if not saved & live.keys():
+        yield from unsaved(amp, live)
+    elif not loaded & live.keys() and any(is_optimizer_name(name) for name in loaded):
         first = next(call for call in amp.script.calls if is_optimizer_load(call))
-        message = f"{sorted(live)[0]}'s state is saved but never loaded: after resume the scale starts at 65536 again"
-        yield amp.script.finding(
-            "scaler-not-loaded", first, message, fix=f"{sorted(live)[0]}.load_state_dict(…) beside it"
-        )
+        scaler = sorted(live)[0]
+        message = f"{scaler}'s state is saved but never loaded: after resume the scale starts at 65536 again"
+        yield amp.script.finding("scaler-not-loaded", first, message, fix=f"{scaler}.load_state_dict(…) beside it")
+
+
+def live_scalers(amp: Amp) -> dict[str, ast.AST]:
+    """Scalers that scale here, or are made here and handed to who scales, by last name, with a node of their scope."""
+    scaling = {last(e.scaled_by): e.node for t in amp.traces for e in t.events if is_scaled_backward(e)}
+    named = {name: node for name, node in scaling.items() if "scaler" in name.lower()}
+    made = {last(m.key): m.call for m in amp.scalers if last(m.key) in scaling or handed_over(amp, m)}
+    hidden = {last(name) for t in amp.traces for e in t.events if keeps_state(e) for name in passed(e)}
+    return {k: v for k, v in {**named, **made}.items() if not amp.is_disabled(k) and k not in hidden}
+
+
+def handed_over(amp: Amp, made: ScalerMade) -> bool:
+    """Whether a call that is not followed gets the scaler together with an optimizer: it trains with them."""
+    calls = (passed(e) for t in amp.traces for e in t.events)
+    given = ({last(name) for name in names} for names in calls)
+    return any(last(made.key) in names and any(map(is_optimizer_name, names)) for names in given)
+
+
+def keeps_state(event: Event) -> bool:
+    """save_checkpoint(…, scaler), Checkpointer(scaler=…), load(…): what happens to the scaler there is not known."""
+    return any(word in event.method.lower() for word in ("save", "check", "ckpt", "load", "resume", "state", "prepare"))
 
 
 def certainly_bf16(amp: Amp) -> bool:
@@ -38,26 +56,34 @@ def receivers_of(amp: Amp, method: str) -> set[str]:
     return {last(name.removesuffix(f".{method}")) for name in names if name.endswith(f".{method}")}
 
 
-def unsaved(amp: Amp, made: ScalerMade) -> Iterator[Finding]:
-    """A dict that holds the optimizer's state is a checkpoint to resume from; the scaler belongs into it."""
+def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
+    """What holds the optimizer's state is a checkpoint to resume from; the scaler belongs into it."""
     for node in amp.script.nodes:
         keys, values = entries(node)
-        if any(is_optimizer_state(value) for value in values) and reaches(amp, made, node):
+        if not any(is_optimizer_state(value) for value in values):
+            continue
+        here = [name for name, owner in live.items() if reaches(amp, name, owner, node)]
+        if here:
             if None in keys:
                 return  # **extra may hold it
-            scaler = last(made.key)
-            message = f"the checkpoint holds the optimizer but not {scaler}: resume starts at scale 65536 again"
-            fix = f'add "scaler": {scaler}.state_dict(), and load it'
+            message = f"the checkpoint holds the optimizer but not {here[0]}: resume starts at scale 65536 again"
+            fix = f'add "scaler": {here[0]}.state_dict(), and load it'
             yield amp.script.finding("scaler-not-saved", node, message, fix=fix)
             return
 
 
-def reaches(amp: Amp, made: ScalerMade, node: ast.AST) -> bool:
+def reaches(amp: Amp, name: str, owner: ast.AST, node: ast.AST) -> bool:
     """Whether the scaler belongs to the run this checkpoint is of: same object, same scope, or called from there."""
-    if "." in made.key or amp.script.share_scope(made.call, node):
+    is_attribute = any("." in made.key for made in amp.scalers if last(made.key) == name)
+    if is_attribute or amp.script.share_scope(owner, node):
         return True
-    writer, trainer = amp.script.owners.get(id(node)), amp.script.owners.get(id(made.call))
-    return writer is not None and trainer is not None and writer.name in {called_name(c) for c in calls_in(trainer)}
+    writer, trainer = amp.script.owners.get(id(node)), amp.script.owners.get(id(owner))
+    if writer is None or trainer is None:
+        return False
+    called = {
+        function.name: {called_name(c) for c in amp.script.calls_below(function)} for function in (writer, trainer)
+    }
+    return writer.name in called[trainer.name] or trainer.name in called[writer.name]
 
 
 def called_name(call: ast.Call) -> str:
@@ -65,12 +91,15 @@ def called_name(call: ast.Call) -> str:
 
 
 def entries(node: ast.AST) -> tuple[list[object], list[ast.expr]]:
-    """Keys and values of `{…}` or `dict(…)`; a key None is an unpacked mapping."""
+    """Keys and values of `{…}`, `dict(…)`, a class, or a file of its own; a key None is an unpacked mapping."""
     if isinstance(node, ast.Dict):
         return list(node.keys), node.values
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict":
+    if not isinstance(node, ast.Call):
+        return [], []
+    name = called_name(node)
+    if name == "dict" or name[:1].isupper():  # `Snapshot(optimizer_state=optimizer.state_dict(), …)`
         return [item.arg for item in node.keywords], [item.value for item in node.keywords]
-    return [], []
+    return ["state"], node.args[:1] if name == "save" else []
 
 
 def is_optimizer_state(value: ast.expr) -> bool:

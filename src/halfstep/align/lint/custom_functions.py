@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp
-from halfstep.align.lint.script import Function, Script, calls_in, dotted_name, methods_of
+from halfstep.align.lint.script import Function, Script, dotted_name, methods_of
 
 MATMULS = {"matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "conv1d", "conv2d", "conv3d", "einsum"}
 
@@ -36,9 +36,9 @@ def is_function_class(node: ast.ClassDef, script: Script) -> bool:
 
 def needs_guard(forward: Function, script: Script) -> bool:
     """Matmuls, which autocast would cast, or a compiled extension, which takes one dtype."""
-    if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult) for n in ast.walk(forward)):
+    if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult) for n in script.below(forward)):
         return True
-    names = [script.name_of(call.func) for call in calls_in(forward)]
+    names = [script.name_of(call.func) for call in script.calls_below(forward)]
     kernels = ("_cuda", "_ext", "_C")
     return any(
         n.rsplit(".", 1)[-1] in MATMULS or any(part.endswith(kernels) for part in n.split(".")[:-1]) for n in names
@@ -47,5 +47,5 @@ def needs_guard(forward: Function, script: Script) -> bool:
 
 def is_guarded(forward: Function, script: Script) -> bool:
     decorators = [d.func if isinstance(d, ast.Call) else d for d in forward.decorator_list]
-    opens = any("autocast" in dotted_name(call.func) for call in calls_in(forward))
+    opens = any("autocast" in dotted_name(call.func) for call in script.calls_below(forward))
     return opens or any("custom_fwd" in script.name_of(d) for d in decorators)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, last
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import Function, calls_in
+from halfstep.align.lint.script import Function
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -39,7 +39,9 @@ def evaluated(trace: Trace) -> list[Event]:
 
 def without_no_grad(amp: Amp, trace: Trace) -> Iterator[Finding]:
     whole = trace.root if isinstance(trace.root, Function) else None
-    if "set_grad_enabled" in amp.script.text or any("no_grad" in ast.unparse(c.func) for c in calls_in(trace.root)):
+    if "set_grad_enabled" in amp.script.text or any(
+        "no_grad" in ast.unparse(c.func) for c in amp.script.calls_below(trace.root)
+    ):
         return
     if whole is not None and whole.name in amp.called_under_no_grad:
         return

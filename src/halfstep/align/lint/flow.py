@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from halfstep.align.lint.regions import Region, is_no_grad, region_of
-from halfstep.align.lint.script import Function, Script, calls_in, methods_of
+from halfstep.align.lint.script import Function, Script, methods_of
 
 MAX_EVENTS = 5_000
 """More calls than any real function has; what follows is not looked at, so that time stays bounded."""
@@ -100,8 +100,8 @@ class Trace:
         self.inlined: set[int] = set()
         self.active: list[ast.AST] = []
         self.methods = methods_of(class_node) if class_node is not None else {}
-        name = root.name if isinstance(root, Function) else "<module>"
-        scope = Scope(function=name, class_node=class_node)
+        self.root_name = root.name if isinstance(root, Function) else "<module>"
+        scope = Scope(function=self.root_name, class_node=class_node)
         self.enter(root, scope)
 
     def calls(self, *methods: str) -> Iterator[Event]:
@@ -191,7 +191,7 @@ class Trace:
         if isinstance(node, ast.Name):
             values = self.script.assigned.get(node.id, [])
             if len(values) == 1 and any(
-                isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod) for i in ast.walk(values[0])
+                isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod) for i in self.script.below(values[0])
             ):
                 return ast.unparse(values[0])
         key = self.key(node, scope)
@@ -312,7 +312,9 @@ class Trace:
             self.scaled.pop(target, None)
             if scaler := self.scaler_of(node.value, scope):
                 self.scaled[target] = scaler
-        uses = frozenset(self.key(n, scope) for n in ast.walk(node.value) if isinstance(n, ast.Name | ast.Attribute))
+        uses = frozenset(
+            self.key(n, scope) for n in self.script.below(node.value) if isinstance(n, ast.Name | ast.Attribute)
+        )
         self.events.append(self.event(node, scope, targets=targets, uses=uses))
 
 
@@ -334,7 +336,7 @@ STEPPED_WORDS = ("scaler", "optim", "sched", "ema", "opt")
 
 def trains(function: ast.AST, script: Script) -> bool:
     """Whether a function does any part of a training or evaluation step itself."""
-    for node in ast.walk(function):
+    for node in script.below(function):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if name in STEP_WORDS or name in script.autocast_names:
             return True
@@ -349,7 +351,10 @@ def training_functions(script: Script) -> frozenset[int]:
     """Functions that take part in a step, and those that call them, by identity."""
     functions = [node for node in script.nodes if isinstance(node, Function)]
     found = {id(node) for node in functions if trains(node, script)}
-    called = {id(f): {getattr(c.func, "attr", "") or getattr(c.func, "id", "") for c in calls_in(f)} for f in functions}
+    called = {
+        id(f): {getattr(c.func, "attr", "") or getattr(c.func, "id", "") for c in script.calls_below(f)}
+        for f in functions
+    }
     for _ in range(MAX_INLINED):
         names = {node.name for node in functions if id(node) in found}
         found |= {id(node) for node in functions if called[id(node)] & names}

@@ -9,7 +9,7 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_clip
 from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import Script, calls_in, dotted_name
+from halfstep.align.lint.script import Script, dotted_name
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")
@@ -42,6 +42,8 @@ def hidden_nans(amp: Amp) -> Iterator[Finding]:
 
 def replaces_result(amp: Amp, call: ast.Call) -> bool:
     """Whether nan_to_num works on a loss, a gradient, or what the model just put out; cleaning input data is fine."""
+    if amp.script.name_of(call.func).startswith("numpy."):
+        return False  # a number to log: nothing goes backward through NumPy
     method = isinstance(call.func, ast.Attribute) and not amp.script.name_of(call.func).startswith("torch.")
     first = call.args[0] if call.args else call.func
     target = call.func.value if method and isinstance(call.func, ast.Attribute) else first
@@ -50,7 +52,7 @@ def replaces_result(amp: Amp, call: ast.Call) -> bool:
         return True
     put_out = text in OUTPUT_NAMES or isinstance(target, ast.Call) and is_model_call(target, amp.script)
     owner = amp.script.owners.get(id(call), amp.script.tree)
-    return put_out and any(getattr(inner.func, "attr", "") == "backward" for inner in calls_in(owner))
+    return put_out and any(getattr(inner.func, "attr", "") == "backward" for inner in amp.script.calls_below(owner))
 
 
 def is_loss_name(text: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import math
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
@@ -25,6 +27,7 @@ def find(amp: Amp) -> Iterator[Finding]:
             found.extend(vanishing_eps(amp.script, node, types))
             found.extend(vanishing_addend(amp.script, node, types))
             found.extend(manual_cast(amp.script, node, types))
+            found.extend(overflowing_fill(amp.script, node, types))
             follow(amp.script, node, types)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             found.extend(tiny_denominator(amp.script, node, types))
@@ -32,6 +35,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     for body in function_bodies(amp.script):
         Inference(script=amp.script, visit=visit).run(body)
     yield from found
+    yield from overflow_in_layers(amp)
     yield from refused_bce(amp)
 
 
@@ -161,6 +165,40 @@ def tiny_addend(script: Script, node: ast.expr, types: Inference) -> Iterator[Fi
             yield script.finding("eps-vanishes", node, message, fix="compute this in fp32: .float() first")
 
 
+def overflow_in_layers(amp: Amp) -> Iterator[Finding]:
+    """Layers of this script run under its autocast; where every region is fp16, so are their matmuls."""
+    kinds = {(region.dtype, region.device == "cpu") for region in amp.regions}
+    if kinds != {("fp16", False)} or "masked_fill" not in amp.script.text:
+        return
+    found: list[Finding] = []
+
+    def visit(node: ast.expr, types: Inference) -> None:
+        if isinstance(node, ast.Call):
+            found.extend(overflowing_fill(amp.script, node, types))
+
+    around = dataclasses.replace(amp.regions[0], enabled=True)
+    for owner in amp.script.classes:
+        layer = methods_of(owner).get("forward")
+        if layer is not None:
+            Inference(script=amp.script, visit=visit, region=around).run(layer.body)
+    yield from found
+
+
+def overflowing_fill(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
+    """masked_fill(mask, -1e9) on fp16 scores: torch refuses a value that fp16 cannot hold."""
+    if getattr(node.func, "attr", "") not in ("masked_fill", "masked_fill_") or not node.args:
+        return
+    value = setting(script, keyword(node, "value") or node.args[-1])
+    if (
+        value is not None
+        and FP16.largest < abs(value) < math.inf
+        and types.dtype(tensor_argument(node, script)) == "fp16"
+    ):
+        message = f"masked_fill with {value:g} on an fp16 tensor: fp16 ends at 65504, and torch raises"
+        fix = "torch.finfo(x.dtype).min, or float('-inf')"
+        yield script.finding("fp16-overflow", node, message, fix=fix)
+
+
 def manual_cast(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
     """model(x.half()) under autocast: autocast casts what should be cast, and keeps fp32 what should stay."""
     if types.active is None or not is_model_call(node, script):
@@ -175,7 +213,8 @@ def manual_cast(script: Script, node: ast.Call, types: Inference) -> Iterator[Fi
 
 
 def refused_bce(amp: Amp) -> Iterator[Finding]:
-    made = {name for name, values in amp.script.assigned.items() for v in values if is_bce_loss(v, amp.script)}
+    given = [(name, value) for name, values in amp.script.assigned.items() for value in values]
+    made = [(name, value) for name, value in given if is_bce_loss(value, amp.script)]
     for trace in amp.traces:
         for event in trace.events:
             region = event.region
@@ -183,7 +222,10 @@ def refused_bce(amp: Amp) -> Iterator[Finding]:
                 continue
             called = f"{event.receiver}.{event.method}" if event.receiver else event.method
             by_function = event.name.endswith("functional.binary_cross_entropy")
-            if by_function or any(last(called) == last(name) for name in made):
+            if by_function or any(
+                last(called) == last(name) and ("." in name or amp.script.share_scope(value, event.node))
+                for name, value in made
+            ):
                 message = "binary_cross_entropy raises under CUDA autocast: its gradient can leave fp16's range"
                 fix = "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits"
                 yield amp.script.finding("bce-under-autocast", event.node, message, fix=fix)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward, last, same_object
+from halfstep.align.lint.amp import (
+    Amp,
+    ScalerMade,
+    is_plain_backward,
+    is_scaled_backward,
+    last,
+    runs_without_amp,
+    same_object,
+)
 from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.script import keyword
+from halfstep.align.spellings import dtype_of
 
 
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces if amp.steps else ():
         yield from backward_in_autocast(amp, trace)
-        if not amp.may_scale:
-            yield from fp16_without_scaler(amp, trace)
+        yield from fp16_without_scaler(amp, trace)
     yield from scaler_with_bf16(amp)
+    yield from inverted_scaler(amp)
 
 
 def backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -27,14 +38,28 @@ def backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
 def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for backward in filter(is_plain_backward, trace.events):
         forward = origin(trace, backward)
-        if forward is None or forward.region is None:
+        region = forward.region if forward is not None else None
+        if forward is None or region is None or forward.grad_off or runs_without_amp(backward):
             continue
-        region = forward.region
-        if region.dtype == "fp16" and region.enabled and region.device != "cpu" and not forward.grad_off:
-            how = "" if region.explicit_dtype else " (autocast without a dtype is fp16 on CUDA)"
-            message = f"the loss comes from fp16 autocast{how}, and nothing scales it: small gradients become zero"
-            fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
-            yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
+        if (
+            region.dtype != "fp16"
+            or not region.may_be_on
+            or region.device == "cpu"
+            or may_be_scaled(amp, trace, backward)
+        ):
+            continue
+        how = "" if region.explicit_dtype else " (autocast without a dtype is fp16 on CUDA)"
+        message = f"the loss comes from fp16 autocast{how}, and nothing scales it: small gradients become zero"
+        fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
+        yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
+
+
+def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
+    """Whether a scaler could be at work: nothing certain, unless this loop scales another loss and forgets this one."""
+    scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
+    beside = [e for e in scaled if e.loops == backward.loops and not e.excludes(backward)]
+    forgotten = bool(beside) and backward.conditions == beside[0].conditions
+    return amp.may_scale and not forgotten
 
 
 def origin(trace: Trace, backward: Event) -> Event | None:
@@ -44,9 +69,43 @@ def origin(trace: Trace, backward: Event) -> Event | None:
         if not wanted.intersection(event.targets) or event.excludes(backward):
             continue
         if event.regions:
-            return event
+            return event if not is_lifted(event) else None
         wanted |= {name for name in event.uses if "." not in name}
     return None
+
+
+def is_lifted(event: Event) -> bool:
+    """Whether an inner `autocast(enabled=False)` switches the outer one off again."""
+    return event.region is not None and not event.region.may_be_on
+
+
+def inverted_scaler(amp: Amp) -> Iterator[Finding]:
+    """A scaler that is on for bf16 and off for fp16, or used where it is None."""
+    for made in amp.scalers:
+        condition = scaler_condition(amp, made)
+        if condition is not None and is_for_bf16(condition):
+            message = f"{last(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
+            fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
+            yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)
+
+
+def scaler_condition(amp: Amp, made: ScalerMade) -> ast.expr | None:
+    """What `enabled=` says, or the test of `GradScaler() if test else None`."""
+    enabled = keyword(made.call, "enabled")
+    if enabled is not None:
+        return amp.script.constant(enabled)
+    choices = [v for values in amp.script.assigned.values() for v in values if isinstance(v, ast.IfExp)]
+    return next((choice.test for choice in choices if choice.body is made.call), None)
+
+
+def is_for_bf16(test: ast.expr) -> bool:
+    """`dtype == torch.bfloat16`, `precision != "fp16"`: true for bf16, false for fp16; nothing else is certain."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return False
+    word = test.comparators[0]
+    name = word.value if isinstance(word, ast.Constant) else getattr(word, "attr", "")
+    wanted = {"bf16": ast.Eq | ast.Is, "fp16": ast.NotEq | ast.IsNot}.get(dtype_of(name) or "")
+    return wanted is not None and isinstance(test.ops[0], wanted)
 
 
 def scaler_with_bf16(amp: Amp) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from halfstep.align.lint.script import AUTOCASTS, Script, argument, is_constant
+from halfstep.align.lint.script import AUTOCASTS, Function, Script, argument, dotted_name, is_constant
 from halfstep.align.spellings import dtype_of
 
 DEFAULT_DTYPE = {"cuda": "fp16", "cpu": "bf16"}
@@ -27,43 +27,66 @@ class Region:
         return self.enabled is not False
 
 
-def region_of(node: ast.expr, script: Script) -> Region | None:
+MAX_ALIASES = 4
+"""Names for names: `ctx = make_ctx`, `make_ctx = partial(autocast, …)`."""
+
+
+def region_of(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
     """The region a `with` item or decorator opens, or None when it is no autocast."""
+    if depth > MAX_ALIASES:
+        return None
     if isinstance(node, ast.Name | ast.Attribute):
-        values = script.assigned.get(dotted(node), [])
-        regions = [region for value in values if (region := region_of_value(value, script)) is not None]
-        # A name that may also be a null context is autocast only sometimes.
-        return regions[0] if len(regions) == len(values) == 1 else (uncertain(regions) if regions else None)
-    return region_of_value(node, script)
-
-
-def dotted(node: ast.expr) -> str:
-    return ast.unparse(node)
-
-
-def uncertain(regions: list[Region]) -> Region:
-    return Region(device=regions[0].device, enabled=None)
-
-
-def region_of_value(node: ast.expr, script: Script) -> Region | None:
+        return one_of([region_of(value, script, depth + 1) for value in script.assigned.get(dotted_name(node), [])])
     if isinstance(node, ast.IfExp):
-        inner = [region for value in (node.body, node.orelse) if (region := region_of_value(value, script)) is not None]
-        return uncertain(inner) if inner else None
+        return one_of([region_of(value, script, depth + 1) for value in (node.body, node.orelse)])
     if not isinstance(node, ast.Call):
         return None
     name = script.name_of(node.func)
     if name in AUTOCASTS:
         return read_call(node, name, script)
-    if name in ("functools.partial", "partial") and node.args and script.name_of(node.args[0]) in AUTOCASTS:
-        bound = ast.Call(func=node.args[0], args=node.args[1:], keywords=node.keywords)
-        return read_call(bound, script.name_of(node.args[0]), script)
-    if isinstance(node.func, ast.Name) and script.assigned.get(node.func.id):
-        return region_of(node.func, script)
-    return None
+    makers = [*script.assigned.get(dotted_name(node.func), []), *returned_by(script.functions.get(name))]
+    return one_of([made_region(maker, node, script, depth + 1) for maker in makers])
+
+
+def returned_by(function: Function | None) -> list[ast.expr]:
+    """What a helper of this module hands out: `def amp_context(): return torch.autocast(…)`."""
+    ends = [s for s in (function.body if function is not None else []) if isinstance(s, ast.Return)]
+    return [end.value for end in ends if end.value is not None]
+
+
+def made_region(maker: ast.expr, call: ast.Call, script: Script, depth: int) -> Region | None:
+    """What `call` opens when the thing called is `maker`: autocast itself, a partial, a lambda, or a choice of them."""
+    if isinstance(maker, ast.IfExp):
+        return one_of([made_region(value, call, script, depth) for value in (maker.body, maker.orelse)])
+    if isinstance(maker, ast.Lambda):
+        return region_of(maker.body, script, depth)
+    if isinstance(maker, ast.Name | ast.Attribute) and script.name_of(maker) in AUTOCASTS:
+        return read_call(call, script.name_of(maker), script)
+    bound = maker.args[0] if isinstance(maker, ast.Call) and maker.args else None
+    if isinstance(maker, ast.Call) and is_partial(maker, script) and bound is not None:
+        whole = ast.Call(func=bound, args=[*maker.args[1:], *call.args], keywords=[*maker.keywords, *call.keywords])
+        return made_region(bound, whole, script, depth)
+    return region_of(maker, script, depth)
+
+
+def is_partial(call: ast.Call, script: Script) -> bool:
+    return script.name_of(call.func) in ("functools.partial", "partial")
+
+
+def one_of(choices: list[Region | None]) -> Region | None:
+    """The region when all choices are one; a choice that may be a null context is autocast only sometimes."""
+    regions = [region for region in choices if region is not None]
+    if not regions or len(choices) == 1:
+        return regions[0] if regions else None
+    dtypes = {region.dtype for region in regions}
+    explicit = all(region.explicit_dtype for region in regions)
+    dtype = dtypes.pop() if len(dtypes) == 1 else ""
+    return Region(device=regions[0].device, dtype=dtype, enabled=None, explicit_dtype=explicit)
 
 
 def read_call(call: ast.Call, name: str, script: Script) -> Region:
-    legacy = name.startswith(("torch.cuda.amp", "torch.cpu.amp"))
+    device_first = bool(call.args) and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
+    legacy = name.startswith(("torch.cuda.amp", "torch.cpu.amp")) and not device_first
     if legacy:
         device = name.split(".")[1]
         enabled, dtype = argument(call, 0, "enabled"), argument(call, 1, "dtype")
@@ -75,13 +98,17 @@ def read_call(call: ast.Call, name: str, script: Script) -> Region:
     if any(item.arg is None for item in call.keywords):
         return Region(device=device, enabled=None)
     explicit = dtype is not None and not is_constant(dtype, None)
-    known = format_of(dtype, script) if explicit else DEFAULT_DTYPE.get(device, "")
-    return Region(device=device, dtype=known, enabled=switch(enabled), explicit_dtype=explicit)
+    # Of a device that is computed, `device.type`, the GPU is what autocast is there for.
+    computed = "" if isinstance(call.args[0] if call.args else None, ast.Constant) else "fp16"
+    known = format_of(dtype, script) if explicit else DEFAULT_DTYPE.get(device, computed)
+    return Region(device=device, dtype=known, enabled=switch(enabled, script), explicit_dtype=explicit)
 
 
-def switch(node: ast.expr | None) -> bool | None:
+def switch(node: ast.expr | None, script: Script) -> bool | None:
+    """Whether `enabled=` is on; None where that is decided at run time."""
     if node is None:
         return True
+    node = script.constant(node)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, bool) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
@@ -13,6 +14,7 @@ from halfstep.align.lint.amp import (
     is_scaled_backward,
     is_scaler_step,
     last,
+    rescales_gradients,
     runs_without_amp,
     same_object,
 )
@@ -41,7 +43,9 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             is_scaler_step(e, backward.scaled_by) and not e.excludes(clip) for e in trace.events[clip.index :]
         )
         unscaled = any(
-            e.method in ("unscale_", "unscale_gradients", "get_scale") and not e.excludes(clip) for e in between
+            (e.method.startswith("unscale") or e.method == "get_scale" or rescales_gradients(e))
+            and not e.excludes(clip)
+            for e in between
         )
         stepped = any(e.method == "step" and not e.excludes(clip) for e in between)
         if steps_later and not unscaled and not stepped:
@@ -93,22 +97,34 @@ def unscale_outside_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
     through = {argument for t in amp.traces for e in t.calls("step") for argument in e.arguments[:1] if argument}
-    if any(is_plain_backward(e) for e in trace.events):
-        return  # some optimizer here steps on unscaled gradients, rightly
     for step in trace.calls("step"):
         optimizer = last(step.receiver)
-        if step.arguments or not is_optimizer_name(optimizer):
+        if step.arguments or not is_optimizer_name(optimizer) or wrapped_elsewhere(amp, optimizer):
             continue
         backward = latest_before(scaled, step)
         if backward is None or not shares_loop(backward, step) or not step.implied_by(backward):
             continue
         between = trace.events[backward.index : step.index]
-        if any(e.method in ("unscale_", "get_scale", "unscale_gradients") for e in between):
+        if any(is_plain_backward(e) and not e.excludes(backward) for e in trace.events):
+            continue  # some optimizer here steps on unscaled gradients, rightly
+        if any(is_scaler_step(e, backward.scaled_by) and same_object(optimizer, e.arguments[0]) for e in between):
+            message = f"{optimizer}.step() right after {last(backward.scaled_by)}.step({optimizer}): a second update"
+            message += ", also where the scaler skipped one because of inf"
+            fix = f"delete {optimizer}.step()"
+            yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+            continue
+        if any(e.method.startswith("unscale") or e.method == "get_scale" or rescales_gradients(e) for e in between):
             continue
         if not any(same_object(optimizer, other) for other in through):
             message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
             fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"
             yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+
+
+def wrapped_elsewhere(amp: Amp, optimizer: str) -> bool:
+    """`model, optimizer = msamp.initialize(…)`: a framework's optimizer, whose step() may do anything."""
+    makers = [dotted_name(v.func) for v in amp.script.assigned.get(optimizer, []) if isinstance(v, ast.Call)]
+    return any(last(maker) in ("initialize", "prepare", "setup") for maker in makers)
 
 
 def step_without_update(amp: Amp) -> Iterator[Finding]:

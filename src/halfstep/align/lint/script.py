@@ -12,6 +12,9 @@ from halfstep.align.textlines import lines_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
+MARKS = ast.expr_context | ast.operator | ast.unaryop | ast.cmpop | ast.boolop
+"""Nodes that stand for a word, not for code; `ast` uses one object for all of a kind."""
+
 AUTOCASTS = {
     *("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "autocast"),
     *("torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast", "torch.cpu.amp.autocast"),
@@ -41,11 +44,39 @@ class Script:
                     a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
                 }
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                self.imports |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                for alias in node.names:
+                    # Of two sources, `try: … except ImportError:`, the first is the one that is meant to be there.
+                    self.imports.setdefault(alias.asname or alias.name, f"{node.module}.{alias.name}")
+
+    @cached_property
+    def layout(self) -> tuple[list[ast.AST], dict[int, tuple[int, int]]]:
+        """All nodes, each before those below it, and where those stand, by identity: a subtree is then a slice."""
+        spans: dict[int, tuple[int, int]] = {}
+        order: list[ast.AST] = []
+
+        def visit(node: ast.AST) -> None:
+            first = len(order)
+            order.append(node)
+            for value in node.__dict__.values():
+                for item in value if type(value) is list else (value,):
+                    if isinstance(item, ast.AST) and not isinstance(item, MARKS):
+                        visit(item)
+            spans[id(node)] = first, len(order)
+
+        visit(self.tree)
+        return order, spans
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        return list(ast.walk(self.tree))
+        return self.layout[0]
+
+    def below(self, node: ast.AST) -> list[ast.AST]:
+        """A node of this script and all below it, outer ones first; nodes made elsewhere are walked."""
+        span = self.layout[1].get(id(node))
+        return self.nodes[span[0] : span[1]] if span is not None else list(ast.walk(node))
+
+    def calls_below(self, node: ast.AST) -> Iterator[ast.Call]:
+        return (inner for inner in self.below(node) if isinstance(inner, ast.Call))
 
     @cached_property
     def calls(self) -> list[ast.Call]:
@@ -59,9 +90,8 @@ class Script:
     def nested_in(self, function: ast.AST) -> dict[str, Function]:
         """Functions defined directly inside another one's body, by name."""
         if id(function) not in self.nested:
-            body = function.body if isinstance(function, Function) else []
-            inner = (node for statement in body for node in ast.walk(statement) if isinstance(node, Function))
-            self.nested[id(function)] = {node.name: node for node in inner}
+            inner = self.below(function)[1:] if isinstance(function, Function) else []
+            self.nested[id(function)] = {node.name: node for node in inner if isinstance(node, Function)}
         return self.nested[id(function)]
 
     @cached_property
@@ -106,8 +136,10 @@ class Script:
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 for target, value in paired(node):
-                    if name := dotted_name(target):
-                        found.setdefault(name, []).append(value)
+                    # `a, b = f()`: each is something that f gave.
+                    for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                        if name := dotted_name(part):
+                            found.setdefault(name, []).append(value)
             elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
                 found.setdefault(dotted_name(node.target), []).append(node.value)
         return found
@@ -117,8 +149,8 @@ class Script:
         """The innermost function around every node, by the node's identity; module level is not listed."""
         found: dict[int, Function] = {}
         for function in (node for node in self.nodes if isinstance(node, Function)):
-            # `nodes` is breadth first, so inner functions come later and win.
-            found |= {id(inner): function for statement in function.body for inner in ast.walk(statement)}
+            # Outer functions come first in `nodes`, so inner ones win.
+            found |= {id(inner): function for statement in function.body for inner in self.below(statement)}
         return found
 
     def share_scope(self, one: ast.AST, other: ast.AST) -> bool:
@@ -145,13 +177,13 @@ class Script:
         return {name.rsplit(".", 1)[-1] for name in makers}
 
     def mentions_autocast(self, value: ast.expr) -> bool:
-        names = (node for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute))
+        names = (node for node in self.below(value) if isinstance(node, ast.Name | ast.Attribute))
         return any(self.name_of(node) in AUTOCASTS for node in names)
 
     def stored_names(self, function: Function) -> frozenset[str]:
         """Names a function assigns."""
         if id(function) not in self.stored:
-            stores = (n for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            stores = (n for n in self.below(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             self.stored[id(function)] = frozenset(node.id for node in stores)
         return self.stored[id(function)]
 
@@ -209,7 +241,3 @@ def names_in(node: ast.AST) -> set[str]:
 
 def methods_of(class_node: ast.ClassDef) -> dict[str, Function]:
     return {node.name: node for node in class_node.body if isinstance(node, Function)}
-
-
-def calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    return (inner for inner in ast.walk(node) if isinstance(inner, ast.Call))

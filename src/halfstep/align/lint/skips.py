@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step, last
+from halfstep.align.lint.amp import Amp, is_optimizer_name, is_scaled_backward, is_scaler_step, last
 from halfstep.align.lint.flow import Event, Trace
 
+SKIP_WORDS = ("skip", "found_inf", "isfinite", "isinf", "isnan")
+"""In a condition around the step: an overflow is seen before the scaler would have to skip."""
 EMA_METHODS = ("update", "step", "update_parameters", "update_ema")
 
 
@@ -29,7 +32,7 @@ def only_bf16(amp: Amp) -> bool:
 def knows_of_skips(trace: Trace) -> bool:
     """The scale is looked at, or something named after a skip decides."""
     texts = {text for event in trace.events for text, _ in event.conditions}
-    return any(trace.calls("get_scale")) or any("skip" in text or "found_inf" in text for text in texts)
+    return any(trace.calls("get_scale")) or any(word in text for text in texts for word in SKIP_WORDS)
 
 
 def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> Iterator[Finding]:
@@ -39,7 +42,9 @@ def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> I
             continue
         if not follows(event, step):
             continue
-        rule = "scheduler-ignores-skip" if is_scheduler_step(event) else "ema-ignores-skip" if is_ema(event) else ""
+        rule = (
+            "scheduler-ignores-skip" if is_scheduler_step(event, amp) else "ema-ignores-skip" if is_ema(event) else ""
+        )
         if rule and rule not in seen:
             seen.add(rule)
             moves = "the schedule advances" if rule.startswith("sched") else "the average moves"
@@ -50,13 +55,22 @@ def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> I
 
 def follows(event: Event, step: Event) -> bool:
     """Whether it runs whenever the scaler steps; `if scheduler is not None` asks about itself and does not count."""
-    others = {(text, holds) for text, holds in event.conditions if text != event.receiver and "%" not in text}
-    return others <= step.conditions
+    own = last(event.receiver)
+    about_itself = {c for c in event.conditions if own in c[0] or "sched" in c[0].lower() or "%" in c[0]}
+    return event.conditions - about_itself <= step.conditions
 
 
-def is_scheduler_step(event: Event) -> bool:
+def is_scheduler_step(event: Event, amp: Amp) -> bool:
+    """By its name, or by what made it: `torch.optim.lr_scheduler.…`, `get_cosine_schedule_with_warmup(…)`."""
     name = last(event.receiver).lower()
-    return event.method == "step" and "sched" in name and "noise" not in name
+    # A schedule that is told its step counts by itself.
+    counts = isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
+    if event.method != "step" or counts or "noise" in name or is_optimizer_name(name) or "scaler" in name:
+        return False
+    made = amp.script.assigned.get(event.receiver, [])
+    makers = [amp.script.name_of(value.func) for value in made if isinstance(value, ast.Call)]
+    by_maker = any("lr_scheduler" in maker or "schedule" in last(maker).lower() for maker in makers)
+    return by_maker or any(word in name for word in ("sched", "schdr", "schd", "lr_sch"))
 
 
 def is_ema(event: Event) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, last
 from halfstep.align.lint.dtypes import explicit_cast
-from halfstep.align.lint.script import Script, calls_in, dotted_name
+from halfstep.align.lint.script import Script, dotted_name
 
 PLAIN_OPTIMIZERS = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS"}
 
@@ -24,7 +24,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or not amp.goes_backward:
             continue
         model = dotted_name(call.func.value) or assigned_model(amp, call)
-        if last(model) in restored or only_to_evaluate(script, call):
+        if not model or last(model) in restored or only_to_evaluate(script, call):
             continue
         # `self.model` is one object in all methods, a plain name only in its own function.
         known = [(model, call), *handed_out(script, call, model)]
@@ -72,7 +72,7 @@ def handed_out(script: Script, call: ast.Call, model: str) -> list[tuple[str, as
     builder = script.owners.get(id(call))
     if builder is None or "." in model:
         return []
-    returns = [n.value for n in ast.walk(builder) if isinstance(n, ast.Return) and n.value is not None]
+    returns = [n.value for n in script.below(builder) if isinstance(n, ast.Return) and n.value is not None]
     if not any(root(value) == model for value in returns):
         return []
     given = [(name, value) for name, values in script.assigned.items() for value in values]
@@ -88,7 +88,7 @@ def root(value: ast.expr) -> str:
 
 def only_to_evaluate(script: Script, call: ast.Call) -> bool:
     """Whether the cast stands under `if args.eval:` and the like."""
-    tests = [n.test for n in script.nodes if isinstance(n, ast.If) and any(call is c for c in calls_in(n))]
+    tests = [n.test for n in script.nodes if isinstance(n, ast.If) and any(call is c for c in script.calls_below(n))]
     return any(word in ast.unparse(test).lower() for test in tests for word in EVALUATION_WORDS)
 
 

@@ -96,11 +96,20 @@ CONFIG_RULES = (
     Rule(
         name="ignored-key",
         severity=Severity.WARNING,
-        title="a key has no effect, or stops the launcher",
-        why="It reads like a setting and is none. Either the run is not what the file says, or it does not start.",
+        title="a key has no effect",
+        why="It reads like a setting and is none: the run is not what the file says.",
+        bad="distributed_type: MULTI_GPU\nfsdp_config: {fsdp_offload_params: true}",
+        good="distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true}",
+        threads=("EleutherAI/gpt-neox#1428",),
+    ),
+    Rule(
+        name="launch-refused",
+        severity=Severity.ERROR,
+        title="the launcher or the Trainer refuses to start",
+        why="The framework compares its files and stops with a ValueError. Here it costs a second, there a queue.",
         bad="mixed_precision: bf16\ndeepspeed_config: {deepspeed_config_file: ds.json}",
         good="deepspeed_config: {deepspeed_config_file: ds.json}   # precision stands in ds.json",
-        threads=("EleutherAI/gpt-neox#1428",),
+        threads=("huggingface/transformers#39849",),
     ),
     Rule(
         name="unknown-value",
@@ -134,7 +143,7 @@ CONFIG_RULES = (
     ),
     Rule(
         name="low-precision-reduce",
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title="gradients are summed across GPUs in half precision",
         why="bf16 keeps 8 significant bits: sums over many ranks lose the small contributions, and runs destabilise at "
         "scale. Frameworks set the reduction dtype from the precision string without saying so.",
@@ -148,7 +157,7 @@ CONFIG_RULES = (
     ),
     Rule(
         name="half-weights",
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title="the weights themselves are stored in half precision",
         why="An update smaller than 1/256 of a bf16 weight (1/2048 in fp16) is rounded away. Without an fp32 copy the "
         "model stops learning while the loss still looks alive.",

@@ -56,7 +56,7 @@ LOOP_RULES = (
     ),
     Rule(
         name="eval-without-no-grad",
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title="evaluation records gradients",
         why="model.eval() changes dropout and batch norm only. Without no_grad every activation is kept: memory grows "
         "to that of training.",

@@ -31,6 +31,15 @@ NUMERIC_RULES = (
         threads=("huggingface/diffusers#13316",),
     ),
     Rule(
+        name="fp16-overflow",
+        severity=Severity.ERROR,
+        title="a constant that fp16 cannot hold",
+        why="fp16 ends at 65504. masked_fill with -1e9 on fp16 scores raises: value cannot be converted to type "
+        "at::Half without overflow.",
+        bad="with torch.autocast('cuda'):\n    scores = (q @ k.mT).masked_fill(mask, -1e9)",
+        good="    scores = q @ k.mT\n    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)",
+    ),
+    Rule(
         name="bce-under-autocast",
         severity=Severity.ERROR,
         title="binary_cross_entropy under autocast",
@@ -59,7 +68,7 @@ NUMERIC_RULES = (
     ),
     Rule(
         name="bf16-check-emulated",
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title="is_bf16_supported() counts emulation",
         why="Since torch 2.4 it answers True on Turing and Volta, where bf16 runs through fp32 units: slower than "
         "fp32, and some convolutions find no kernel.",
@@ -69,7 +78,7 @@ NUMERIC_RULES = (
     ),
     Rule(
         name="deprecated-amp",
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title="torch.cuda.amp is deprecated",
         why="Since torch 2.4 it warns at every use; torch.amp takes the device as its first argument.",
         bad="with torch.cuda.amp.autocast(): ...",

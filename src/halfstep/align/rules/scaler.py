@@ -130,4 +130,22 @@ SCALER_RULES = (
         good="optimizer.load_state_dict(checkpoint['optimizer'])\nscaler.load_state_dict(checkpoint['scaler'])",
         threads=("ultralytics/ultralytics#22189", "facebookresearch/co-tracker#101"),
     ),
+    Rule(
+        name="scaler-remade",
+        severity=Severity.WARNING,
+        title="the scaler is made anew every epoch",
+        why="A scaler learns its scale by skipping steps. One that is made in the loop over epochs starts at 65536 "
+        "each time: every epoch begins with skipped steps, and the scale never grows beyond one epoch's worth.",
+        bad="for epoch in range(epochs):\n    scaler = GradScaler('cuda')\n    for batch in loader: ...",
+        good="scaler = GradScaler('cuda')\nfor epoch in range(epochs):\n    for batch in loader: ...",
+    ),
+    Rule(
+        name="scaler-not-sharded",
+        severity=Severity.ERROR,
+        title="a plain GradScaler with FSDP",
+        why="Under FSDP each rank holds a shard of the gradients. GradScaler looks for inf in that shard alone, so one "
+        "rank skips a step that the others make: weights part in silence. ShardedGradScaler reduces the verdict.",
+        bad="model = FSDP(model)\nscaler = GradScaler()",
+        good="model = FSDP(model)\nscaler = ShardedGradScaler()",
+    ),
 )

@@ -81,7 +81,7 @@ def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int)
     except ValueError as error:
         raise ConfigError(
             f"train.batch_size={size} leaves one sample alone in the last batch of {num_train}",
-            why=f"at data.image_size={side} BatchNorm gets one value a channel from it, which has no spread",
+            why=f"at data.image_size={side} BatchNorm gets one value per channel from it, which has no spread",
             fix="another train.batch_size, or a larger data.image_size",
         ) from error
 

@@ -129,7 +129,8 @@ class ViTOptimizerConfig(OptimizerConfig):
 
     lr: Positive = Field(default=5e-4, description="Learning rate at the top of the schedule")
     lr_per: OffCount = Field(
-        default=512, description="lr is meant for this many samples a step and grows with them; 0: lr is used as it is"
+        default=512,
+        description="lr is meant for this many samples per step and grows with them; 0: lr is used as it is",
     )
     weight_decay: float = Field(default=0.05, ge=0, description="Weight decay, decoupled in adamw")
 

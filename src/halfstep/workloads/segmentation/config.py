@@ -52,7 +52,7 @@ class UNetDataConfig(DataConfig):
         default="auto", description="Channels of the images; auto: as the files have them"
     )
     val_list: str | None = Field(
-        default=None, description="Text file with the validation images, a name a line; replaces val_fraction"
+        default=None, description="Text file with the validation images, one name per line; replaces val_fraction"
     )
     train_list: str | None = Field(default=None, description="Text file with the training images; default: all others")
     split_seed: int = Field(default=0, ge=0, description="Seed of the split by val_fraction")

@@ -1,0 +1,68 @@
+"""One scaler for the whole run, of the kind that the parallelism needs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp, is_scaled_backward, last, same_object
+from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.script import SCALERS, Function
+
+FSDP = ("torch.distributed.fsdp.FullyShardedDataParallel", "FSDP", "FullyShardedDataParallel")
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        yield from remade(amp, trace)
+        yield from not_sharded(amp, trace)
+
+
+def scalers_made(trace: Trace) -> Iterator[Event]:
+    return (event for event in trace.events if event.name in SCALERS)
+
+
+def remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """A scaler made in the loop over epochs: its scale, found by skipping steps, is forgotten each time."""
+    for made in scalers_made(trace):
+        below = [e for e in trace.events if is_scaled_backward(e) and e.index > made.index and is_own(amp, made, e)]
+        scaled = [e for e in below if e.loops[: len(made.loops)] == made.loops]
+        if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
+            name = last(scaled[0].scaled_by)
+            message = f"{name} is made anew {how_often(made, scaled[0])}: its scale starts at 65536 again"
+            fix = "make it once, before the loop over epochs, and pass it on"
+            yield amp.script.finding("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
+
+
+def is_own(amp: Amp, made: Event, scaled: Event) -> bool:
+    return any(same_object(m.key, scaled.scaled_by) and m.call is made.node for m in amp.scalers)
+
+
+def how_often(made: Event, scaled: Event) -> str:
+    return "at every step" if made.loops == scaled.loops and made.loops else "every epoch"
+
+
+def is_repeated(amp: Amp, trace: Trace, made: Event, scaled: Event) -> bool:
+    """In the loop over epochs or batches, or in a function that runs one epoch; folds are runs of their own."""
+    if made.loops:
+        loop = next((node for node in amp.script.nodes if id(node) == made.loops[-1]), None)
+        over_epochs = isinstance(loop, ast.For) and "epoch" in ast.unparse(loop.target).lower()
+        return made.loops == scaled.loops or over_epochs and len(scaled.loops) == len(made.loops) + 1
+    runs_one = isinstance(trace.root, Function) and "epoch" in trace.root.name.lower()
+    return runs_one and made.function == trace.root_name and len(scaled.loops) == 1
+
+
+def not_sharded(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """torch's plain scaler judges the shard of its own rank: one rank skips, the others step."""
+    wrapped = [event for event in trace.events if event.name in FSDP]
+    if not wrapped or "ShardedGradScaler" in amp.script.text:
+        return
+    for made in scalers_made(trace):
+        together = [event for event in wrapped if not event.excludes(made)]
+        used = any(is_scaled_backward(e) and is_own(amp, made, e) for t in amp.traces for e in t.events)
+        on = not any(m.call is made.node and m.enabled is False for m in amp.scalers)
+        if together and used and on and made.conditions <= together[0].conditions:
+            message = "a plain GradScaler looks for inf in this rank's shard alone: ranks skip different steps"
+            fix = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()"
+            yield amp.script.finding("scaler-not-sharded", made.node, message, fix=fix, related=together[0].node)

@@ -1,0 +1,87 @@
+"""`hs.Step` on a real GPU: schedules and logging without a wait, penalties in real fp16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from no_waiting import no_host_wait
+from tiny_training import batch, loss_of, make_model
+
+pytestmark = pytest.mark.gpu
+TORCH = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_schedules_and_logs_make_no_host_synchronisation(precision: str) -> None:
+    model = make_model(device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    seen: list[float] = []
+    step = hs.Step(
+        model, optimizer, precision, schedule=TORCH.CosineAnnealingLR(optimizer, 10_000), clip_norm=1.0,
+        on_outcome=lambda outcome: seen.append(outcome.lr),
+    )  # fmt: skip
+    batches, loss_fn = [batch(k, device="cuda") for k in range(10)], loss_of(model)
+    for k in range(4):  # the first commit is decided on the host, and a new loss function is looked at closely
+        step(loss_fn, [batches[k]])
+    with no_host_wait():
+        for k in range(300):  # longer than a user's schedule is asked for ahead
+            step(loss_fn, [batches[k % 10]])
+    step.finish()
+    assert len(seen) == 304
+    assert seen == sorted(seen, reverse=True)
+
+
+def test_epochs_and_plateaus_are_torchs() -> None:
+    model = nn.Linear(4, 4).cuda()
+    halves = [torch.optim.SGD([parameter], 0.1, fused=True) for parameter in model.parameters()]
+    twins = [torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1) for _ in range(2)]
+    theirs = [TORCH.StepLR(twins[0], 2, 0.5), TORCH.ReduceLROnPlateau(twins[1], patience=1)]
+    schedule = [hs.per_epoch(TORCH.StepLR(halves[0], 2, 0.5)), TORCH.ReduceLROnPlateau(halves[1], patience=1)]
+    step = hs.Step(model, halves, "fp32", schedule=schedule)
+    for metric in (1.0, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99):
+        step(lambda x: model(x).square().mean(), [torch.ones(2, 4, device="cuda")])
+        for own, twin in zip(halves, twins, strict=True):
+            assert float(own.param_groups[0]["lr"]) == pytest.approx(twin.param_groups[0]["lr"])
+        step.epoch_ended()
+        step.validated(metric)
+        twins[0].step()
+        theirs[0].step()
+        theirs[1].step(metric)
+
+
+def test_the_inner_gradient_of_a_penalty_survives_real_fp16() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).cuda()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 1e-4)
+    x = torch.randn(16, 8, device="cuda")
+    tracked = x.clone().requires_grad_()
+    truth = torch.autograd.grad(model(tracked).sum(), tracked)[0]
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.0, fused=True), "fp16")
+    found: list[Tensor] = []
+
+    def loss_fn(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        found.append(step.grad(model(x), x))
+        return (found[-1].norm(dim=1) - 1).square().mean()
+
+    committed = [step(loss_fn, [x]).committed for _ in range(12)]
+    assert committed[-1]
+    torch.testing.assert_close(found[-1].detach(), truth, rtol=2e-2, atol=2e-10)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_recurrent_model_trains(precision: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"lstm": nn.LSTM(8, 16), "head": nn.Linear(16, 8)}).cuda()
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), 2e-2, fused=True), precision)
+    x = torch.randn(6, 4, 8, device="cuda")
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model["head"](model["lstm"](x[:-1])[0]), x[1:])
+
+    outcomes = [step(loss_fn, [x]) for _ in range(60)]
+    assert outcomes[-1].loss < 0.5 * outcomes[0].loss
