@@ -119,7 +119,7 @@ def test_answers_from_a_file_reach_the_config(place: Path, capsys: Capture) -> N
     assert commands_in(text) == ["train", "my run.yaml"]
     config = load("my run.yaml").config
     assert (config.data.dir, config.guard.on_fault, config.precision.default) == (str(folder), "rollback", "fp32")
-    assert (config.train.batch_size, config.data.image_size) == (2, 256)
+    assert (config.train.batch_size, config.data.image_size) == (2, 64), "as large as the pictures"
 
 
 def write_demo_pairs(folder: Path) -> Path:
