@@ -123,7 +123,7 @@ def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Fin
 
 
 def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """step(a), update(), step(b) after one backward: b's gradients carry the old scale, and the new one divides them."""
+    """step(a), update(), step(b) after one backward: b's gradients carry the old scale, the new one divides them."""
     steps = [e for e in trace.calls("step") if e.arguments and e.arguments[0] and e.receiver]
     for first, second in zip(steps, steps[1:], strict=False):
         same_scaler = first.receiver == second.receiver and first.arguments[0] != second.arguments[0]
