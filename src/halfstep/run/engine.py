@@ -29,9 +29,9 @@ from halfstep.run.cudnn_trials import cudnn_trials
 from halfstep.run.layout import in_layout_of
 from halfstep.run.memory_limit import OutOfMemory, announce, split_window
 from halfstep.run.ways import Batch, Way
+from halfstep.train.batches import batch_length
 from halfstep.train.facts import Facts
 from halfstep.train.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
-from halfstep.train.step import batch_length
 
 UNCAPTURED = 3
 """Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""

@@ -31,6 +31,7 @@ from halfstep.run.own_loss import OwnLoss
 from halfstep.run.own_rollback import Rollback
 from halfstep.run.own_window import loader_of, refuse_no_function, window_of
 from halfstep.run.stepped_by_hand import committing, watch_for_hands
+from halfstep.train.batches import Batch
 from halfstep.train.clip import Clip
 from halfstep.train.commit import READS_FLAG_IN_KERNEL
 from halfstep.train.ema import Ema
@@ -39,7 +40,7 @@ from halfstep.train.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, Verd
 from halfstep.train.own_schedules import OwnSchedules, Paced
 from halfstep.train.schedule import Schedule
 from halfstep.train.spike import SpikeMeter
-from halfstep.train.step import Batch, LossFn, OnGradients
+from halfstep.train.step import LossFn, OnGradients
 from halfstep.train.step import Step as GuardedStep
 from halfstep.train.step_state import refuse_unfit
 

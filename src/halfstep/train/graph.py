@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep.train.batches import sample_ids
 from halfstep.train.facts import Facts, restore_rng, rng_state
 from halfstep.train.graph_memory import growing_segments
 from halfstep.train.single_pass import SinglePass
-from halfstep.train.step import LossFn, Step, sample_ids
+from halfstep.train.step import LossFn, Step
 
 Batch: TypeAlias = dict[str, Tensor]
 Shape: TypeAlias = tuple[object, ...]
