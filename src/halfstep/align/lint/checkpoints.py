@@ -94,7 +94,8 @@ def saves_optimizer(amp: Amp, node: ast.AST) -> bool:
     values = [*node.args, *(item.value for item in node.keywords)]
     given = [dotted_name(value) for value in values]
     whole = "self" not in given and all(item.arg for item in node.keywords)
-    named = "save" in name and any(word in name for word in ("checkpoint", "ckpt", "state"))
+    # What saves a model may get the optimizer only to gather shards.
+    named = "save" in name and "model" not in name and any(word in name for word in ("checkpoint", "ckpt", "state"))
     return named and whole and any(is_optimizer_name(value) for value in given if value)
 
 
