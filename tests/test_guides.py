@@ -66,7 +66,10 @@ ROWS = rows_of(PAGE.read_text())
 
 def kind_of(row: Row) -> str:
     """What its line of ours is: a command to train, another command, Python, or lines of a config."""
-    return next((start for start in ("halfstep train", "halfstep", "hs.") if row.ours[0].startswith(start)), "config")
+    return next(
+        (start for start in ("halfstep train", "halfstep", "torchrun", "hs.") if row.ours[0].startswith(start)),
+        "config",
+    )
 
 
 def of_kind(kind: str, *, refused: bool = False) -> list[Row]:
@@ -91,6 +94,7 @@ def config_file(row: Row, folder: Path) -> str:
 def test_all_five_guides_are_there_and_every_row_has_a_line_of_ours() -> None:
     assert {row.guide for row in ROWS} == {f"Guide {number}" for number in range(5)}
     assert all(row.ours for row in ROWS)
+    assert not of_kind("torchrun"), "several processes run now: say what they do, and test it"
 
 
 @pytest.mark.parametrize("row", of_kind("config"), ids=named)
@@ -118,6 +122,18 @@ def test_train_commands_set_what_the_page_says(row: Row, capsys: pytest.CaptureF
 def test_workloads_that_are_not_there_yet_are_refused(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(shlex.split(row.ours[0])[1:])
+    assert stopped.value.code == 2
+    assert f"error: {row.refusal}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row", of_kind("torchrun", refused=True), ids=named)
+def test_several_processes_are_refused(
+    row: Row, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = shlex.split(row.ours[0])
+    monkeypatch.setenv("WORLD_SIZE", words[1].removeprefix("--nproc_per_node="))  # as torchrun sets it
+    with pytest.raises(SystemExit) as stopped:
+        main(words[words.index("halfstep") + 1 :])
     assert stopped.value.code == 2
     assert f"error: {row.refusal}" in capsys.readouterr().err
 

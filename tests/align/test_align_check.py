@@ -159,6 +159,14 @@ def test_a_script_that_names_one_of_many_configs_is_compared_with_none(tmp_path:
     assert project_rules(write_project(tmp_path, files)) == []
 
 
+def test_a_config_that_builds_on_another_of_its_kind_is_no_conflict(tmp_path: Path) -> None:
+    files = {
+        "train.yaml": "use_amp: false\n",
+        "train_amp.yaml": "parent: train.yaml\nuse_amp: true\namp_dtype: float16\n",
+    }
+    assert project_rules(write_project(tmp_path, files)) == []
+
+
 def test_hydra_groups_are_part_of_the_config_that_names_them(tmp_path: Path) -> None:
     files = {
         "train.py": '@hydra.main(config_path="configs", config_name="train")\ndef main(cfg):\n    clip(cfg)\n'

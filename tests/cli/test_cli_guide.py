@@ -119,7 +119,7 @@ def test_answers_from_a_file_reach_the_config(place: Path, capsys: Capture) -> N
     assert commands_in(text) == ["train", "my run.yaml"]
     config = load("my run.yaml").config
     assert (config.data.dir, config.guard.on_fault, config.precision.default) == (str(folder), "rollback", "fp32")
-    assert (config.train.batch_size, config.data.image_size) == (2, 64)
+    assert (config.train.batch_size, config.data.image_size) == (2, 64), "as large as the pictures"
 
 
 def write_demo_pairs(folder: Path) -> Path:
@@ -340,3 +340,10 @@ def test_without_a_person_no_path_is_shown_that_is_gone_when_it_is_read(place: P
     written = text.split("Wrote ")[1].splitlines()[0].split(", ")
     assert all(Path(name).is_file() for name in written)
     assert written[1].endswith("-samples.png")
+
+
+def test_a_missing_file_of_answers_is_named_as_such(capsys: Capture) -> None:
+    code, _, err = run(capsys, *QUICK, "--answers", "nowhere.yaml")
+    assert code == 2
+    assert "no file of answers at nowhere.yaml" in err
+    assert "--answers" in err

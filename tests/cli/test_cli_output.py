@@ -18,10 +18,10 @@ def shell(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "code"), [("formats", 0), ("check --explain all", 0), ("--help", 0), ("check loop.py", 1)]
+    ("command", "code"), [("formats", 0), ("check --explain all", 0), ("--help", 0), ("check bad.yaml", 1)]
 )
 def test_a_reader_that_leaves_does_not_change_the_exit_code(tmp_path: Path, command: str, code: int) -> None:
-    (tmp_path / "loop.py").write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\n")
+    (tmp_path / "bad.yaml").write_text("workload: unet\nprecision: bf17\n")
     done = shell(f"set -o pipefail; {HALFSTEP} {command} | true; echo ${{PIPESTATUS[0]}}", tmp_path)
     assert done.stdout.split()[-1] == str(code)
     assert done.stderr == ""

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from halfstep.use.predictor import Wishes
 from PIL import Image
 
 from halfstep.errors import CheckpointError, ConfigError, DataError

@@ -64,7 +64,10 @@ def run_from(
 ) -> list[Source]:
     """What a start says itself and what it reaches; several files that say the same kind of thing are choices."""
     paths = dict.fromkeys(path for target in targets for path in reached(target, links))
-    others = [source for path in paths for source in by_file.get(path, ()) if command_of(source) is None]
+    # A config that names another of its kind builds on it: what it says itself is meant to differ.
+    said = {source.dialect for source in own if source.dialect != "script"}
+    reachable = [source for path in paths for source in by_file.get(path, ()) if command_of(source) is None]
+    others = [source for source in reachable if source.dialect not in said]
     files = {dialect: {s.name for s in others if s.dialect == dialect} for dialect in {s.dialect for s in others}}
     direct = {str(target) for target in targets}
     return [

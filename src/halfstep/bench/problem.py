@@ -11,8 +11,8 @@ from torch import Tensor
 from halfstep.bench.runner import Batch, Problem
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
+from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
-from halfstep.step.step import batch_length
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.workload import Workload

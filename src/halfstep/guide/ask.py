@@ -143,6 +143,8 @@ def path_in(answer: str) -> Path:
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
     """Answers from a YAML or JSON file: `key: value` for any of the questions, each choice checked at once."""
+    if not path.exists():
+        raise ConfigError(f"no file of answers at {path}", fix="give a YAML or JSON file, or leave --answers out")
     known = {question.key: question for question in questions}
     answers: dict[str, str] = {}
     for statement in file_statements(read_yaml(path)):

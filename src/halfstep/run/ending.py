@@ -43,7 +43,8 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
     """A run that went to its end without one committed step has trained nothing, whatever else it wrote."""
     end = Progress.of(loop.parts.step)
     num_steps, last = end.attempted - start.attempted, loop.journal.latest
-    if num_steps == 0 or end.committed > start.committed or last is None:
+    went_back = loop.parts.guard.num_rollbacks > 0  # and its counter with it
+    if num_steps == 0 or end.committed > start.committed or last is None or not last.is_bad or went_back:
         return
     is_overflow = loop.parts.plan.needs_loss_scaling and last.reason.startswith("gradient norm")
     search = "a first loss scale takes up to 16 steps to find: train longer, or lower scaler.init_scale"

@@ -22,9 +22,9 @@ from torch._dynamo.exc import TorchDynamoException
 from halfstep.errors import HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
+from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
-from halfstep.step.step import batch_length
 from halfstep.tune.compile_reason import compile_reason
 from halfstep.tune.compiled_shapes import CompiledShapes, batch_shape
 from halfstep.tune.compiler_warnings import CompilerWarnings

@@ -31,6 +31,7 @@ from halfstep.run.own_loss import OwnLoss
 from halfstep.run.own_rollback import Rollback
 from halfstep.run.own_window import loader_of, refuse_no_function, window_of
 from halfstep.run.stepped_by_hand import committing, watch_for_hands
+from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
 from halfstep.step.commit import READS_FLAG_IN_KERNEL
 from halfstep.step.ema import Ema
@@ -39,7 +40,7 @@ from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, Verdi
 from halfstep.step.own_schedules import OwnSchedules, Paced
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
-from halfstep.step.step import Batch, LossFn, OnGradients
+from halfstep.step.step import LossFn, OnGradients
 from halfstep.step.step import Step as GuardedStep
 from halfstep.step.step_state import refuse_unfit
 

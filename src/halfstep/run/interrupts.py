@@ -105,6 +105,7 @@ def _listening(found: Interrupts) -> Iterator[None]:
     finally:
         found._is_over.set()
         signal.set_wakeup_fd(former)
+        mouth.shutdown(socket.SHUT_RDWR)  # closing is not enough: loader processes were forked with a copy of it
         mouth.close()
         thread.join()
         ear.close()

@@ -15,7 +15,8 @@ from torch import Tensor
 from halfstep.errors import ConfigError
 from halfstep.precision.contexts import AUTOCAST_DTYPES
 from halfstep.run.own_window import half_dtypes_in, is_scaled_by_hand, loss_and_weight
-from halfstep.step.step import Batch, LossFn, Step, Weight
+from halfstep.step.batches import Batch
+from halfstep.step.step import LossFn, Step, Weight
 
 
 class OwnLoss:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.errors import ConfigError
-from halfstep.step.step import Batch, Weight, batch_length
+from halfstep.step.batches import Batch, batch_length
+from halfstep.step.step import Weight
 
 
 def loader_of(batches: Any) -> Iterator[Batch]:

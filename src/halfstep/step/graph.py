@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep.step.batches import sample_ids
 from halfstep.step.facts import Facts, restore_rng, rng_state
 from halfstep.step.graph_memory import growing_segments
 from halfstep.step.single_pass import SinglePass
-from halfstep.step.step import LossFn, Step, sample_ids
+from halfstep.step.step import LossFn, Step
 
 Batch: TypeAlias = dict[str, Tensor]
 Shape: TypeAlias = tuple[object, ...]

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
+from halfstep.step.batches import Batch, Window, batch_length, sample_ids
 from halfstep.step.clip import Clip
 from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
@@ -38,8 +39,6 @@ from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
 
-Batch = Any
-Window = Sequence[Batch]
 Weight = Tensor | float | int
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 Agree = Callable[[Tensor], Tensor]
@@ -351,31 +350,6 @@ class Step:
         """Put a stored state back, or refuse it and change nothing."""
         refuse_unfit(self, state)
         load_into(self, state)
-
-
-def batch_length(batch: Batch) -> int:
-    """Samples in a micro-batch: the first dimension of its first tensor."""
-    tensor = next(_tensors_in(batch), None)
-    if tensor is None or tensor.ndim == 0:
-        raise DataError(
-            f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
-            fix="let loss_fn return (loss, weight), for example (loss, number_of_tokens)",
-        )
-    return len(tensor)
-
-
-def _tensors_in(batch: Batch) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors_in(part)
-
-
-def sample_ids(window: Window) -> tuple[Tensor, ...]:
-    """The `index` entries of the window's batches, where the loader gives them."""
-    found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
-    return tuple(ids for ids in found if isinstance(ids, Tensor))
 
 
 def _is_one(factor: Weight) -> bool:

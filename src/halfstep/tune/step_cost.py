@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halfstep.config.schema import RunConfig
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.precision.advice import USABLE_MEMORY
-from halfstep.step.step import batch_length
+from halfstep.step.batches import batch_length
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Batch, Workload

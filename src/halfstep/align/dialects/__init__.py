@@ -41,4 +41,6 @@ def source_of(root: Node, *, lightning_version: str = "") -> Source | None:
     for recognises, read in DIALECTS:
         if recognises(root):
             return read(root)
+    if lightning.speaks_at_the_top(root):
+        return lightning.read(root, version=lightning_version, section="")
     return lightning.read(root, version=lightning_version) if lightning.recognises(root) else None

@@ -21,6 +21,12 @@ def is_trainer_group(root: Node) -> bool:
     return "lightning" in target and target.endswith("Trainer")
 
 
+def speaks_at_the_top(root: Node) -> bool:
+    """`precision: bf16-mixed` without a target: a word that only Lightning has."""
+    word = str(root.scalar_at("precision"))
+    return word in LIGHTNING_2_WORDS and "-" in word
+
+
 def read(root: Node, *, version: str = "", section: str = "trainer.") -> Source:
     draft = Draft(root, "lightning")
     read_trainer(draft, section, version)

@@ -46,8 +46,17 @@ def recognises_flat(root: Node) -> bool:
 
 
 def flat_section(root: Node) -> str | None:
-    """Where `use_amp` or `mixed_precision` stands: at the top, or in the section for training."""
-    return next((s for s in SECTIONS if root.has(s + "use_amp") or root.has(s + "mixed_precision")), None)
+    """Where `use_amp` or `mixed_precision` stands: at the top, in a usual section, or in the only one."""
+    known = next((s for s in SECTIONS if root.has(s + "use_amp") or root.has(s + "mixed_precision")), None)
+    if known is not None:
+        return known
+    found = [key for key, node in root.walk() if key.endswith(".use_amp") and isinstance(node.value, bool)]
+    return found[0].removesuffix("use_amp") if len(found) == 1 else "" if names_format(root) else None
+
+
+def names_format(root: Node) -> bool:
+    """`precision: bf16` at the top; a metric of that name is a number."""
+    return dtype_of(root.scalar_at("precision")) is not None
 
 
 def read_flat(root: Node) -> Source:
@@ -57,7 +66,8 @@ def read_flat(root: Node) -> Source:
     if root.has(section + "use_amp"):
         say_flat(draft, section)
     else:
-        say_word(draft, section + "mixed_precision")
+        key = "mixed_precision" if root.has(section + "mixed_precision") else "precision"
+        say_word(draft, section + key)
     for topic, keys in FLAT_NUMBERS.items():
         draft.number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
     return draft.source()

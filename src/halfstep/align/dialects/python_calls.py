@@ -31,7 +31,8 @@ class Literals:
     def __init__(self, text: str, path: str) -> None:
         self.lines = lines_of(text)
         self.path = path
-        self.has_scaler = "GradScaler" in text
+        # A module of policies alone is used by another that may scale.
+        self.may_scale = "GradScaler" in text or "scaler" in text or ".backward(" not in text
 
     def node(self, value: ast.expr, key: ast.expr | ast.keyword | None = None) -> Node | None:
         literal = self.literal(value)
@@ -177,7 +178,7 @@ def from_call(call: ast.Call, literals: Literals, lightning_version: str) -> Sou
     if name == "Accelerator":
         return accelerator_call(literals.keywords(call))
     if name in ("MixedPrecision", "MixedPrecisionPolicy") and "param_dtype" in names:
-        return fsdp_policy(literals.keywords(call), has_scaler=literals.has_scaler)
+        return fsdp_policy(literals.keywords(call), may_scale=literals.may_scale)
     return None
 
 
@@ -209,14 +210,14 @@ def accelerator_call(arguments: Node) -> Source:
     return draft.source()
 
 
-def fsdp_policy(arguments: Node, *, has_scaler: bool) -> Source:
+def fsdp_policy(arguments: Node, *, may_scale: bool) -> Source:
     draft = Draft(arguments, "FSDP policy")
     draft.facts["strategy"] = "fsdp"
     compute = dtype_of(arguments.scalar_at("param_dtype"))
     if compute is None:
         return draft.source()
     draft.say("precision", compute, "param_dtype")
-    if compute == "fp16" and not has_scaler:
+    if compute == "fp16" and not may_scale:
         message = "FSDP computes in fp16, and this script has no GradScaler"
         fix = "use ShardedGradScaler, or param_dtype=torch.bfloat16"
         draft.find("fp16-without-scaling", message, "param_dtype", fix=fix)

@@ -60,7 +60,7 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
     """What holds the optimizer's state is a checkpoint to resume from; the scaler belongs into it."""
     for node in amp.script.nodes:
         keys, values = entries(node)
-        if not any(is_optimizer_state(value) for value in values):
+        if not any(is_optimizer_state(value) for value in values) and not saves_optimizer(amp, node):
             continue
         here = [name for name, owner in live.items() if reaches(amp, name, owner, node)]
         if here:
@@ -86,14 +86,29 @@ def reaches(amp: Amp, name: str, owner: ast.AST, node: ast.AST) -> bool:
     return writer.name in called[trainer.name] or trainer.name in called[writer.name]
 
 
+def saves_optimizer(amp: Amp, node: ast.AST) -> bool:
+    """save_checkpoint(model, optimizer, epoch) of another module: what is not handed over cannot be in the file."""
+    if not isinstance(node, ast.Call) or called_name(node) in amp.script.functions:
+        return False
+    name = called_name(node).lower()
+    values = [*node.args, *(item.value for item in node.keywords)]
+    given = [dotted_name(value) for value in values]
+    whole = "self" not in given and all(item.arg for item in node.keywords)
+    # What saves a model may get the optimizer only to gather shards.
+    named = "save" in name and "model" not in name and any(word in name for word in ("checkpoint", "ckpt", "state"))
+    return named and whole and any(is_optimizer_name(value) for value in given if value)
+
+
 def called_name(call: ast.Call) -> str:
     return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
 
 
 def entries(node: ast.AST) -> tuple[list[object], list[ast.expr]]:
-    """Keys and values of `{…}`, `dict(…)`, a class, or a file of its own; a key None is an unpacked mapping."""
+    """Keys and values of `{…}`, `d[…] = …`, `dict(…)`, a class or a file; a key None is an unpacked mapping."""
     if isinstance(node, ast.Dict):
         return list(node.keys), node.values
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        return [node.targets[0].slice], [node.value]
     if not isinstance(node, ast.Call):
         return [], []
     name = called_name(node)

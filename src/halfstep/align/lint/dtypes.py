@@ -98,13 +98,20 @@ class Inference:
             self.note_cast(node)
             dtypes = [(target, self.dtype(value)) for target, value in paired(node)]
             for target, dtype in dtypes:
-                self.assign([target], dtype)
+                self.assign([target], dtype if not self.may_be_lifted(target, node.value) else UNKNOWN)
         elif isinstance(node, ast.AugAssign):
             self.assign([node.target], self.combined([self.dtype(node.target), self.dtype(node.value)]))
         for part in ("body", "orelse", "finalbody"):
             self.run(getattr(node, part, []))
         for handler in getattr(node, "handlers", []):
             self.run(handler.body)
+
+    def may_be_lifted(self, target: ast.expr, value: ast.expr) -> bool:
+        """Whether a model may end in a softmax, which autocast runs in fp32: several outputs, or probabilities."""
+        if not isinstance(value, ast.Call) or not is_model_call(value, self.script):
+            return False
+        names = isinstance(target, ast.Tuple | ast.List) or "prob" in dotted_name(target).lower()
+        return names or self.script.ends_lifted
 
     def look(self, node: ast.expr) -> None:
         self.visit(node, self)

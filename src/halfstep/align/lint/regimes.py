@@ -16,7 +16,7 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import keyword
+from halfstep.align.lint.script import AUTOCASTS, keyword
 from halfstep.align.spellings import dtype_of
 
 
@@ -80,13 +80,30 @@ def is_lifted(event: Event) -> bool:
 
 
 def inverted_scaler(amp: Amp) -> Iterator[Finding]:
-    """A scaler that is on for bf16 and off for fp16, or used where it is None."""
+    """A scaler that is on for bf16 and off for fp16, or where autocast is off."""
+    switches = autocast_switches(amp)
+    for trace in amp.traces:
+        for event in filter(is_scaled_backward, trace.events):
+            if any(text in switches and not holds for text, holds in event.conditions):
+                message = "the loss is scaled where autocast is off, and not where it is on"
+                yield amp.script.finding("fp16-without-scaler", event.node, message, fix="swap the two branches")
     for made in amp.scalers:
         condition = scaler_condition(amp, made)
-        if condition is not None and is_for_bf16(condition):
+        opposite = isinstance(condition, ast.UnaryOp) and ast.unparse(condition.operand) in switches
+        if condition is not None and opposite:
+            message = f"{last(made.key)} is on where {ast.unparse(condition)}, autocast where it is not: fp16 gets none"
+            yield amp.script.finding("fp16-without-scaler", made.call, message, fix="give both the same condition")
+        elif condition is not None and is_for_bf16(condition):
             message = f"{last(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
             fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
             yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)
+
+
+def autocast_switches(amp: Amp) -> set[str]:
+    """What decides whether autocast is on, as the script writes it: `self.use_amp`."""
+    calls = [call for call in amp.script.calls if amp.script.name_of(call.func) in AUTOCASTS]
+    values = [value for call in calls if (value := keyword(call, "enabled")) is not None]
+    return {ast.unparse(value) for value in values if isinstance(value, ast.Name | ast.Attribute)}
 
 
 def scaler_condition(amp: Amp, made: ScalerMade) -> ast.expr | None:

@@ -30,6 +30,7 @@ def find(amp: Amp) -> Iterator[Finding]:
             yield from unscale_twice(amp, trace)
             yield from unscale_outside_window(amp, trace)
             yield from bypassed_scaler(amp, trace, scaled)
+            yield from updated_between_steps(amp, trace)
     yield from step_without_update(amp)
 
 
@@ -119,6 +120,24 @@ def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Fin
             message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
             fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"
             yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+
+
+def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """step(a), update(), step(b) after one backward: b's gradients carry the old scale, the new one divides them."""
+    steps = [e for e in trace.calls("step") if e.arguments and e.arguments[0] and e.receiver]
+    for first, second in zip(steps, steps[1:], strict=False):
+        same_scaler = first.receiver == second.receiver and first.arguments[0] != second.arguments[0]
+        together = first.loops == second.loops and not first.excludes(second)
+        between = trace.events[first.index + 1 : second.index]
+        updates = [e for e in between if e.method == "update" and e.receiver == first.receiver]
+        renewed = any(e.method in ("backward", "unscale_") for e in between)
+        if same_scaler and together and updates and not renewed:
+            scaler = last(first.receiver)
+            message = (
+                f"{scaler}.update() before {scaler}.step({last(second.arguments[0])}): it divides by another scale"
+            )
+            fix = f"call {scaler}.update() once, after all steps"
+            yield amp.script.finding("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
 
 
 def wrapped_elsewhere(amp: Amp, optimizer: str) -> bool:

@@ -176,6 +176,14 @@ class Script:
         makers = {name for name, values in self.assigned.items() if any(self.mentions_autocast(v) for v in values)}
         return {name.rsplit(".", 1)[-1] for name in makers}
 
+    @cached_property
+    def ends_lifted(self) -> bool:
+        """Whether a module of this script returns a softmax."""
+        layers = [method for node in self.classes if (method := methods_of(node).get("forward")) is not None]
+        ends = [n.value for layer in layers for n in self.below(layer) if isinstance(n, ast.Return) and n.value]
+        calls = (call for end in ends for call in self.calls_below(end))
+        return any("softmax" in (getattr(c.func, "attr", "") or getattr(c.func, "id", "")) for c in calls)
+
     def mentions_autocast(self, value: ast.expr) -> bool:
         names = (node for node in self.below(value) if isinstance(node, ast.Name | ast.Attribute))
         return any(self.name_of(node) in AUTOCASTS for node in names)

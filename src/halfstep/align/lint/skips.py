@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_optimizer_name, is_scaled_backward, is_scaler_step, last
 from halfstep.align.lint.flow import Event, Trace
 
-SKIP_WORDS = ("skip", "found_inf", "isfinite", "isinf", "isnan")
-"""In a condition around the step: an overflow is seen before the scaler would have to skip."""
+SKIP_WORDS = re.compile(r"skip|found_inf|is(finite|inf|nan)\W.*(norm|grad)")
+"""In a condition around the step: an overflow is seen before the scaler has to skip. A finite loss shows nothing."""
 EMA_METHODS = ("update", "step", "update_parameters", "update_ema")
 
 
@@ -32,7 +33,7 @@ def only_bf16(amp: Amp) -> bool:
 def knows_of_skips(trace: Trace) -> bool:
     """The scale is looked at, or something named after a skip decides."""
     texts = {text for event in trace.events for text, _ in event.conditions}
-    return any(trace.calls("get_scale")) or any(word in text for text in texts for word in SKIP_WORDS)
+    return any(trace.calls("get_scale")) or any(SKIP_WORDS.search(text) for text in texts)
 
 
 def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> Iterator[Finding]:

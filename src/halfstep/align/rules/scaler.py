@@ -51,6 +51,15 @@ SCALER_RULES = (
         good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     ),
     Rule(
+        name="update-between-steps",
+        severity=Severity.ERROR,
+        title="update() runs between the steps of two optimizers",
+        why="Both optimizers' gradients come from one backward and carry one scale. update() may change it, and the "
+        "second step then divides by the wrong one; it also clears the record of infs.",
+        bad="scaler.step(optimizer_a)\nscaler.update()\nscaler.step(optimizer_b)\nscaler.update()",
+        good="scaler.step(optimizer_a)\nscaler.step(optimizer_b)\nscaler.update()",
+    ),
+    Rule(
         name="step-bypasses-scaler",
         severity=Severity.ERROR,
         title="optimizer.step() on scaled gradients",
