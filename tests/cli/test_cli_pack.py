@@ -103,7 +103,7 @@ def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.
         ((".", "--on-bad-file", "maybe"), "--on-bad-file maybe"),
         ((".", "--limit-gb", "0.000001"), "the limit is 1e-06 GB"),
         ((".", "--out", "nowhere/a.pack"), "cannot write"),
-        ((".", "--verify"), "not a usable packed cache"),
+        ((".", "--verify"), "there is no packed file"),
         ((".", "--out", "train/bird/0.jpg"), "exists and is no packed cache"),
     ],
 )

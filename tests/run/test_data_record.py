@@ -57,7 +57,7 @@ def test_files_that_are_gone_are_counted_and_not_taken_for_copies(
     config = load(str(stopped / "config.yaml"), overrides=["train.max_steps=2"])
     train(config, resume=stopped, allow_changes=True)
     said = capsys.readouterr().err
-    assert "12 data files when this run started, 10 now" in said
+    assert "started with 12 data files, there are 10 now" in said
     assert "copies" not in said
 
 

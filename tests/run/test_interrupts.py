@@ -151,6 +151,16 @@ def test_a_forked_childs_ctrl_c_does_not_count_as_the_runs_second() -> None:
         time.sleep(0.1)
 
 
+def test_a_child_that_lives_on_does_not_keep_the_run_listening() -> None:
+    with interrupts():
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 def test_listening_ends_with_its_block() -> None:
     before, number = signal.set_wakeup_fd(-1), threading.active_count()
     signal.set_wakeup_fd(before)

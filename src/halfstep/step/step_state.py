@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError
+from halfstep.train.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from halfstep.step.step import Step
@@ -99,6 +100,9 @@ def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[M
 
 
 def _refuse_other_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Only of torch's own optimizers is it known how they keep their numbers; AdamW8bit's are flat codes."""
+    if type(optimizer) not in OPTIMIZERS.values():
+        return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
