@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError
-from halfstep.train.optimizers import OPTIMIZERS
+from halfstep.step.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from halfstep.step.step import Step
