@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
+
+from halfstep.workloads import KINDS
 
 SRC = Path(__file__).resolve().parent.parent / "src" / "halfstep"
 
@@ -30,10 +33,13 @@ ROOMS["run"] = set(ROOMS) - {"align"}
 for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}
 ROOMS["cli"] = set(ROOMS)
+ROOMS["train"] = set(ROOMS)
 for room in set(ROOMS) - {"errors", "formats", "islands", "disk"}:
     ROOMS[room] = ROOMS[room] | {"disk"}
 
-TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus"}
+TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus", "workloads.import_path"} | {
+    f"workloads.{family}.config" for family in ("segmentation", "classification")
+}
 """Rooms and files that must work where torch is not installed."""
 
 
@@ -95,4 +101,25 @@ def test_torch_free_rooms_do_not_import_torch() -> None:
         name = module_name(path)
         if name.split(".")[0] in TORCH_FREE or name in TORCH_FREE:
             wrong += [f"{name} imports {i}" for i in sorted(imports_of(path)) if i.split(".")[0] == "torch"]
+    assert not wrong, "\n".join(wrong)
+
+
+FAMILY_ROOMS = {"workloads", "data", "models", "kernels", "align"}
+
+
+def test_no_code_outside_a_familys_rooms_names_a_family() -> None:
+    """Imports, identifiers and words that are a workload's or family's name; prose may give examples."""
+    families = {path.parent.name for path in (SRC / "workloads").glob("*/__init__.py")}
+    names = families | set(KINDS)
+    wrong = []
+    for path in source_files():
+        if module_name(path).split(".")[0] in FAMILY_ROOMS:
+            continue
+        tree = ast.parse(path.read_text())
+        imported = {part for name in imports_of(path) for part in name.split(".")}
+        spoken = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        identifiers = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        models = {name for name in identifiers if re.search("unet|resnet|vit_|classifier", name, re.IGNORECASE)}
+        if found := (imported & families) | (spoken & names) | models:
+            wrong.append(f"{module_name(path)}: {sorted(found)}")
     assert not wrong, "\n".join(wrong)

@@ -27,7 +27,7 @@ _PUBLIC = {
     "prefetch": "halfstep.data.prefetch",
     "probe": "halfstep.hardware.probe",
     "simulate": "halfstep.precision.simulate",
-    "train": "halfstep.run.train",
+    "train": "halfstep.train",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
@@ -44,7 +44,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(types.ModuleType):
-    """`train` is the function always, although importing the room of that name would put the module in its place."""
+    """`train` is the function always, although importing `halfstep.train` would put the module in its place."""
 
     @property
     def train(self) -> Any:
@@ -52,7 +52,7 @@ class _Package(types.ModuleType):
 
     @train.setter
     def train(self, module: types.ModuleType) -> None:
-        """The import system's word, which nobody needs: `halfstep.step.step` is found in sys.modules."""
+        """The import system's word, which nobody needs: the module is found in sys.modules."""
 
 
 sys.modules[__name__].__class__ = _Package

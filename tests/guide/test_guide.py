@@ -26,7 +26,7 @@ from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
 from halfstep.measure.live_bytes import LiveBytes
-from halfstep.precision.advice import UNET_SAMPLE_BYTES
+from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
 from halfstep.tune.step_cost import StepCost, step_cost
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
@@ -163,7 +163,7 @@ def test_memory_of_the_reference_unet_is_near_what_hooks_counted() -> None:
     assert cost.num_parameters == 31_037_698
     assert cost.fixed_bytes == 31_037_698 * 16
     # The hooks count what forward saves; the peak lies in backward, where gradients of activations come on top.
-    assert UNET_SAMPLE_BYTES < cost.sample_bytes < 1.2 * UNET_SAMPLE_BYTES
+    assert EXAMPLE_SAMPLE_BYTES < cost.sample_bytes < 1.2 * EXAMPLE_SAMPLE_BYTES
 
 
 def test_half_precision_and_recomputing_save_memory() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfstep.errors import ConfigError, nearest, suggested
+from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
 if TYPE_CHECKING:
     from halfstep.bench.bench import Request
@@ -42,7 +43,6 @@ MEANT = {
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
 AT_LEAST_ONE = {"batch_size": "a step trains on one sample or more", "image_size": "in pixels, of a side"}
-DEFAULT_WORKLOAD = "unet"
 UNSET = "an empty word is most often a shell variable that is not set"
 
 
@@ -105,13 +105,11 @@ def refuse_mistakes(asked: Asked, files: Files) -> None:
 def with_workload(words: Sequence[str]) -> list[str]:
     """The words with what is trained in front; the default is taken where none is named, and said."""
     if not words or "=" in words[0]:
-        typer.secho(f"no workload named: this is {DEFAULT_WORKLOAD}", fg="yellow", err=True)
-        return [DEFAULT_WORKLOAD, *words]
+        typer.secho(f"no workload named: this is {DEMO_WORKLOAD}", fg="yellow", err=True)
+        return [DEMO_WORKLOAD, *words]
     target = words[0]
     if not target.strip():
         raise ConfigError(f"the workload is {target!r}", why=UNSET, fix="name one, such as unet, resnet50 or vit_b_16")
-    from halfstep.workloads import KINDS
-
     if target not in tuple(KINDS) and Path(target).is_dir():
         raise ConfigError(
             f"{target} is a folder, not a workload", why="a bench needs no data", fix=_fix_of_folder(Path(target))
@@ -122,8 +120,8 @@ def with_workload(words: Sequence[str]) -> list[str]:
 def _fix_of_folder(folder: Path) -> str:
     if (folder / "config.yaml").is_file():
         return f"the config of this run: {suggested('bench', folder / 'config.yaml')}"
-    own = suggested("bench", DEFAULT_WORKLOAD, "--explain", f"data.dir={folder}")
-    return f"halfstep bench {DEFAULT_WORKLOAD}; to see where the time goes on data of your own: {own}"
+    own = suggested("bench", DEMO_WORKLOAD, "--explain", f"data.dir={folder}")
+    return f"halfstep bench {DEMO_WORKLOAD}; to see where the time goes on data of your own: {own}"
 
 
 def split(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -138,9 +138,9 @@ def summary_of(pack: Pack) -> Summary:
 
 def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
     """The settings with which training finds this file fitting."""
-    from halfstep.workloads.classification.config import ImageDataConfig
+    from halfstep.workloads import KINDS
 
-    usual = ImageDataConfig()
+    usual = next(KINDS[name].schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
     chosen: dict[str, object] = {
         "cache_size": settings.size,
         "on_bad_file": settings.on_bad_file,

@@ -19,9 +19,9 @@ NOUN = {"cpu": "CPU", "tpu": "TPU"}
 LAYOUT_GAIN = 1.05
 """A layout that gains less than this is within the noise of a few samples."""
 
-UNET_SAMPLE_BYTES = 1.29 * 2**30
+EXAMPLE_SAMPLE_BYTES = 1.29 * 2**30
 """Saved for backward by a 64-channel U-Net on one 512x512 image in fp32, counted with saved-tensor hooks."""
-UNET_FIXED_BYTES = 31_037_698 * 16
+EXAMPLE_FIXED_BYTES = 31_037_698 * 16
 """Its weights, gradients and Adam's two moments, in fp32."""
 USABLE_MEMORY = 0.8
 """The rest goes to workspaces, fragmentation and the CUDA context."""
@@ -162,8 +162,8 @@ def _batch_size(precision: str, hardware: Hardware) -> tuple[Setting, ...]:
     memory = hardware.memory_total_bytes if hardware.memory_free_bytes is None else hardware.memory_free_bytes
     if not memory:
         return ()
-    sample_bytes = UNET_SAMPLE_BYTES * (1 if precision in ("fp32", "tf32") else 0.5)
-    fits = int((memory * USABLE_MEMORY - UNET_FIXED_BYTES) / sample_bytes)
+    sample_bytes = EXAMPLE_SAMPLE_BYTES * (1 if precision in ("fp32", "tf32") else 0.5)
+    fits = int((memory * USABLE_MEMORY - EXAMPLE_FIXED_BYTES) / sample_bytes)
     reason = f"for a 64-channel U-Net at 512x512: {sample_bytes / 2**30:.2f} GiB per sample in {memory / 2**30:.0f} GiB"
     if fits < 1:
         return (Setting(name="batch_size", value=1, reason="even one 512x512 image for a 64-channel U-Net is tight"),)

@@ -26,5 +26,8 @@ KINDS = Kinds(
     }
 )
 
+DEMO_WORKLOAD = "unet"
+"""The one that commands show where none is named."""
+
 load = partial(configs.load, kinds=KINDS)
 from_dict = partial(configs.from_dict, kinds=KINDS)

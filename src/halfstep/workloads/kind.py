@@ -36,10 +36,14 @@ class Kind:
 
     builder: Part
     """(config, store) -> Workload; `store` of an earlier run fixes what was found in the data."""
+    config: type[RunConfig] = RunConfig
+    """The schema of its config files."""
     schemas: Mapping[str, type[RunConfig]] = field(default_factory=dict)
-    """By workload name; a workload that is not in it has the settings that all share."""
+    """Other ones, by workload name."""
     unit: str = "samples"
     """What a batch counts: images, frames, tokens. Throughput, bars and reports speak it."""
+    reads_packs: bool = False
+    """Whether `data.cache_file` may be what `halfstep pack` made of an image folder."""
     demo: Part | None = None
     """(folder, *, seed): data in the layout of real ones."""
     model: Part | None = None
@@ -75,7 +79,7 @@ class Kind:
     usual_on_cpu: str = ""
 
     def schema(self, workload: str) -> type[RunConfig]:
-        return self.schemas.get(workload, RunConfig)
+        return self.schemas.get(workload, self.config)
 
     def build(self, config: RunConfig, store: Store | None = None) -> Workload:
         """The workload of a config; one of the user's own that gives something else is refused."""

@@ -9,6 +9,7 @@ KIND = Kind(
     builder=f"{_HERE}.build:build",
     schemas=CLASSIFIER_SCHEMAS,
     unit="images",
+    reads_packs=True,
     demo=f"{_HERE}.demo:write_demo",
     model=f"{_HERE}.build:model_from_store",
     random_store=f"{_HERE}.random_data:random_store",

@@ -7,7 +7,7 @@ _HERE = "halfstep.workloads.segmentation"
 
 KIND = Kind(
     builder=f"{_HERE}.build:build",
-    schemas={"unet": UNetConfig},
+    config=UNetConfig,
     unit="images",
     demo=f"{_HERE}.demo:write_demo",
     model=f"{_HERE}.build:model_from_store",
