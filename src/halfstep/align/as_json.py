@@ -36,7 +36,7 @@ def source_dict(source: Source) -> dict[str, Any]:
 def finding_dict(finding: Finding) -> dict[str, Any]:
     return {
         "rule": finding.rule,
-        "severity": severity_of(finding.rule).value,
+        "severity": severity_of(finding).value,
         "path": finding.place.path,
         "line": finding.place.line,
         "column": finding.place.column,

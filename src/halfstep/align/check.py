@@ -40,7 +40,7 @@ class Report:
         """0 aligned (information alone does not count), 1 findings, 2 input that could not be read."""
         if self.unreadable:
             return 2
-        return int(any(severity_of(finding.rule) is not Severity.INFO for finding in self.findings))
+        return int(any(severity_of(finding) is not Severity.INFO for finding in self.findings))
 
 
 @dataclass(kw_only=True, slots=True)

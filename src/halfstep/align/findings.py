@@ -47,3 +47,5 @@ class Finding:
     fix: str = ""
     related: tuple[Place, ...] = ()
     edits: tuple[Edit, ...] = ()
+    severity: Severity | None = None
+    """Set where this case weighs less than its rule does."""

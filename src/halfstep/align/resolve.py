@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.align.findings import Finding, Severity
-from halfstep.align.rules import severity_of
+from halfstep.align.rules import RULES
 from halfstep.align.statements import AUTO, TABLE_TOPICS, Source, Statement, Topic
 
 PRECEDENCE: dict[str, str] = {
@@ -155,7 +155,7 @@ def conflict(winner: Claim, loser: Claim) -> Finding:
         message += NOT_ALIGNED
     rule = CONFLICT_RULES[wins.topic]
     return Finding(
-        rule="launch-refused" if refused and severity_of(rule) is Severity.WARNING else rule,
+        rule="launch-refused" if refused and RULES[rule].severity is Severity.WARNING else rule,
         message=message,
         place=loses.place,
         related=(wins.place,),

@@ -37,7 +37,7 @@ def result(finding: Finding) -> dict[str, Any]:
     text = finding.message + (f". Fix: {finding.fix}" if finding.fix else "")
     return {
         "ruleId": finding.rule,
-        "level": LEVELS[severity_of(finding.rule)],
+        "level": LEVELS[severity_of(finding)],
         "message": {"text": text},
         "locations": [location(finding.place)],
         **({"relatedLocations": [location(place) for place in finding.related]} if finding.related else {}),

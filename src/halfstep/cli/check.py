@@ -160,7 +160,7 @@ def lines_of(finding: Finding) -> FindingLines:
     from halfstep.report.check_view import FindingLines
 
     return FindingLines(
-        severity=severity_of(finding.rule).value,
+        severity=severity_of(finding).value,
         place=str(finding.place),
         rule=finding.rule,
         message=finding.message,

@@ -10,6 +10,8 @@ from halfstep.align.lint import (
     accumulation,
     api,
     checkpoints,
+    clearing,
+    coverage,
     custom_functions,
     evaluation,
     hiding,
@@ -18,7 +20,9 @@ from halfstep.align.lint import (
     numerics,
     regimes,
     scaler_order,
+    scaler_use,
     skips,
+    switches,
     weights,
 )
 from halfstep.align.lint.amp import Amp
@@ -27,6 +31,7 @@ from halfstep.errors import ConfigError
 
 FAMILIES = (
     *(scaler_order, regimes, skips, accumulation, numerics, weights),
+    *(scaler_use, clearing, coverage, switches),
     *(checkpoints, lifetimes, api, hiding, evaluation, hints, custom_functions),
 )
 RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp")

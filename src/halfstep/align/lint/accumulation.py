@@ -185,11 +185,28 @@ def dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Finding]:
     outer = window.step.loops[:-1]
     inside = [e.index for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
     cleared = any(e.loops == outer and e.index < inside[0] and not e.conditions for e in trace.calls("zero_grad"))
+    restarts = counts_from_zero(amp, window) and any(e.loops == window.step.loops for e in trace.calls("zero_grad"))
     stepped = any(e.index > inside[-1] for e in trace.calls("step") if e.loops[: len(outer)] == outer)
-    if cleared and not stepped:
+    if (cleared or restarts) and not stepped:
         message = "batches after the last full window are computed and then dropped"
+        if not cleared:
+            message = (
+                "the epoch ends within a window: its gradients leak into the next epoch's first step, the last are lost"
+            )
         fix = "also step when the batch is the last one, or after the loop"
         yield amp.script.finding("accumulation-drops-tail", window.step.node, message, fix=fix)
+
+
+def counts_from_zero(amp: Amp, window: Window) -> bool:
+    """Whether the window counts by the loop's own index, `for i, batch in enumerate(loader)`, in a run of epochs."""
+    loop = next((node for node in inner_loop(amp, window) if isinstance(node, ast.For)), None)
+    if loop is None or not isinstance(loop.target, ast.Tuple) or "enumerate(" not in ast.unparse(loop.iter):
+        return False
+    index, tree = dotted_name(loop.target.elts[0]), ast.parse(window.test, mode="eval")
+    named = any(word in window.length.lower() for word in (*ACCUMULATION_WORDS, "grad"))
+    function = amp.script.owners.get(id(loop))
+    epochs = len(window.step.loops) > 1 or function is not None and "epoch" in function.name.lower()
+    return named and epochs and names_in(tree) & {index} != set() and "start=" not in ast.unparse(loop.iter)
 
 
 def inner_loop(amp: Amp, window: Window) -> list[ast.AST]:

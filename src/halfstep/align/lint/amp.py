@@ -70,7 +70,18 @@ class Amp:
             getattr(n, "id", "") or getattr(n, "attr", "") or getattr(n, "arg", "") or "" for n in self.script.nodes
         }
         words = ("scaler", "accelerat", "loss_scale", "grad_scale")
-        return any(word in name.lower() for name in {*names, *self.script.imports} for word in words)
+        # An import that is never used scales nothing, and a StandardScaler scales data.
+        imported = {name for name, full in self.script.imports.items() if full not in SCALERS}
+        names = {name for name in {*names, *imported} if not self.scales_data(name)}
+        return any(word in name.lower() for name in names for word in words)
+
+    def scales_data(self, name: str) -> bool:
+        """Whether a name is scikit-learn's, or holds only what that made."""
+        if self.script.imports.get(name, "").startswith("sklearn."):
+            return True
+        values = [v for key, given in self.script.assigned.items() if last(key) == name for v in given]
+        makers = [self.script.name_of(value.func) if isinstance(value, ast.Call) else "" for value in values]
+        return bool(makers) and all(maker.startswith("sklearn.") for maker in makers)
 
     @cached_property
     def regions(self) -> list[Region]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import re
 from collections.abc import Iterator
 
-from halfstep.align.findings import Finding
+from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp, ScalerMade, is_optimizer_name, is_scaled_backward, last, passed
 from halfstep.align.lint.flow import Event
 from halfstep.align.lint.script import dotted_name
+
+RESUME_WORDS = re.compile(r"resume|restore|start_epoch|(load|from|last|latest)_?(check|ckpt)", re.IGNORECASE)
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -19,10 +23,16 @@ def find(amp: Amp) -> Iterator[Finding]:
     loaded = receivers_of(amp, "load_state_dict")
     if not saved & live.keys():
         yield from unsaved(amp, live)
-    elif not loaded & live.keys() and any(is_optimizer_name(name) for name in loaded):
+    if saved & live.keys() or not any(map(is_optimizer_name, saved)):
+        yield from unloaded(amp, live, loaded)
+
+
+def unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Iterator[Finding]:
+    """Resume loads the optimizer and leaves the scaler; where nothing is saved here, somebody else's file is read."""
+    if not loaded & live.keys() and any(is_optimizer_name(name) for name in loaded):
         first = next(call for call in amp.script.calls if is_optimizer_load(call))
         scaler = sorted(live)[0]
-        message = f"{scaler}'s state is saved but never loaded: after resume the scale starts at 65536 again"
+        message = f"resume loads the optimizer but not {scaler}: the scale starts at 65536 again"
         yield amp.script.finding("scaler-not-loaded", first, message, fix=f"{scaler}.load_state_dict(…) beside it")
 
 
@@ -68,8 +78,14 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
                 return  # **extra may hold it
             message = f"the checkpoint holds the optimizer but not {here[0]}: resume starts at scale 65536 again"
             fix = f'add "scaler": {here[0]}.state_dict(), and load it'
-            yield amp.script.finding("scaler-not-saved", node, message, fix=fix)
+            found = amp.script.finding("scaler-not-saved", node, message, fix=fix)
+            yield found if resumes(amp) else dataclasses.replace(found, severity=Severity.INFO)
             return
+
+
+def resumes(amp: Amp) -> bool:
+    """Whether this file goes on from a checkpoint: it loads an optimizer, or has a word for it."""
+    return any(map(is_optimizer_load, amp.script.calls)) or bool(RESUME_WORDS.search(amp.script.text))
 
 
 def reaches(amp: Amp, name: str, owner: ast.AST, node: ast.AST) -> bool:
@@ -114,7 +130,9 @@ def entries(node: ast.AST) -> tuple[list[object], list[ast.expr]]:
     name = called_name(node)
     if name == "dict" or name[:1].isupper():  # `Snapshot(optimizer_state=optimizer.state_dict(), …)`
         return [item.arg for item in node.keywords], [item.value for item in node.keywords]
-    return ["state"], node.args[:1] if name == "save" else []
+    saved = node.args[:1] if name == "save" else []
+    listed = saved[0].elts if saved and isinstance(saved[0], ast.List | ast.Tuple) else saved
+    return ["state"], listed
 
 
 def is_optimizer_state(value: ast.expr) -> bool:

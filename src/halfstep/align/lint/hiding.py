@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
@@ -31,13 +32,37 @@ def hidden_nans(amp: Amp) -> Iterator[Finding]:
         if name in ("nan_to_num", "nan_to_num_") and replaces_result(amp, call):
             yield amp.script.finding("nan-hidden", call, "nan_to_num on a loss or gradient trains on garbage", fix=fix)
     for node in amp.script.nodes:
-        if isinstance(node, ast.If) and tests_finite(node.test, amp.script):
+        if isinstance(node, ast.If) and leaves_out_of_evaluation(amp, node):
+            message = "batches whose loss is not finite are left out of the evaluation: it looks better than it is"
+            yield amp.script.finding("nan-hidden", node, message, fix="let the mean be NaN, or count and report them")
+        elif isinstance(node, ast.If) and tests_finite(node.test, amp.script):
             for statement in node.body:
                 if replaces_loss(statement) or zeroes_gradient(statement):
                     message = "a loss or gradient that is not finite is replaced, and training goes on"
                     yield amp.script.finding("nan-hidden", statement, message, fix=fix)
         elif isinstance(node, ast.Assign) and masks_gradient(node):
             yield amp.script.finding("nan-hidden", node, "gradient entries that are not finite are zeroed", fix=fix)
+
+
+def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:
+    """`if isnan(loss): continue`, or `if not isnan(loss): total += …`, where a function evaluates."""
+    function = amp.script.owners.get(id(node))
+    words = re.split(r"[_\W]+", function.name.lower()) if function is not None else []
+    inner = amp.script.calls_below(function) if function is not None else ()
+    if not {"eval", "evaluate", "validate", "validation", "val", "valid"} & set(words) or any(
+        getattr(call.func, "attr", "") == "backward" for call in inner
+    ):
+        return False
+    loops = [n for n in amp.script.below(function or node) if isinstance(n, ast.For)]
+    if "loss" not in ast.unparse(node.test).lower() or not any(node in amp.script.below(loop) for loop in loops):
+        return False
+    skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue) and tests_finite(node.test, amp.script)
+    negated = node.test.operand if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not) else None
+    good = (
+        called_names(negated) & {"isnan", "isinf"} if negated is not None else called_names(node.test) == {"isfinite"}
+    )
+    adds = not node.orelse and any(isinstance(s, ast.AugAssign) or ".append(" in ast.unparse(s) for s in node.body)
+    return skips or bool(good) and adds
 
 
 def replaces_result(amp: Amp, call: ast.Call) -> bool:

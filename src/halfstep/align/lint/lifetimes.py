@@ -9,14 +9,19 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward, last, same_object
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import SCALERS, Function
+from halfstep.align.lint.weights import models_of
 
-FSDP = ("torch.distributed.fsdp.FullyShardedDataParallel", "FSDP", "FullyShardedDataParallel")
+FSDP = (
+    *("torch.distributed.fsdp.FullyShardedDataParallel", "FSDP", "FullyShardedDataParallel"),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+)
 
 
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         yield from remade(amp, trace)
         yield from not_sharded(amp, trace)
+        yield from clipped_by_shard(amp, trace)
 
 
 def scalers_made(trace: Trace) -> Iterator[Event]:
@@ -47,9 +52,20 @@ def is_repeated(amp: Amp, trace: Trace, made: Event, scaled: Event) -> bool:
     """In the loop over epochs or batches, or in a function that runs one epoch; folds are runs of their own."""
     if made.loops:
         loop = next((node for node in amp.script.nodes if id(node) == made.loops[-1]), None)
-        over_epochs = isinstance(loop, ast.For) and "epoch" in ast.unparse(loop.target).lower()
+        header = (
+            (loop.target, loop.iter)
+            if isinstance(loop, ast.For)
+            else (loop.test,)
+            if isinstance(loop, ast.While)
+            else ()
+        )
+        over_epochs = any("epoch" in ast.unparse(part).lower() for part in header)
         return made.loops == scaled.loops or over_epochs and len(scaled.loops) == len(made.loops) + 1
-    runs_one = isinstance(trace.root, Function) and "epoch" in trace.root.name.lower()
+    if not isinstance(trace.root, Function):
+        return False
+    names = {trace.root.name.lower(), *(a.arg.lower() for a in trace.root.args.args)}
+    # `train_one_epoch(…)`, or `train(model, loader, epoch)`.
+    runs_one = "epoch" in trace.root.name.lower() and "epochs" not in trace.root.name.lower() or "epoch" in names
     return runs_one and made.function == trace.root_name and len(scaled.loops) == 1
 
 
@@ -66,3 +82,25 @@ def not_sharded(amp: Amp, trace: Trace) -> Iterator[Finding]:
             message = "a plain GradScaler looks for inf in this rank's shard alone: ranks skip different steps"
             fix = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()"
             yield amp.script.finding("scaler-not-sharded", made.node, message, fix=fix, related=together[0].node)
+
+
+def clipped_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """torch's clip_grad_norm_ on FSDP's parameters: every rank clips by the norm of its own shard."""
+    wrapped = {last(n) for n, values in amp.script.assigned.items() for v in values if is_fsdp(amp, v)}
+    if "NO_SHARD" in amp.script.text or any(last(e.receiver) in wrapped for e in trace.calls("clip_grad_norm_")):
+        return
+    for clip in trace.events:
+        by_torch = clip.name.startswith("torch.nn.utils.") and clip.method.startswith("clip_grad_norm")
+        models = {last(name) for name in models_of(clip.node)}
+        if by_torch and models & wrapped and not runs_without_fsdp(clip):
+            message = "every rank clips by the norm of its own shard: the ranks scale one gradient differently"
+            fix = f"{min(models)}.clip_grad_norm_(max_norm), FSDP's own"
+            yield amp.script.finding("clip-not-sharded", clip.node, message, fix=fix)
+
+
+def is_fsdp(amp: Amp, value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and amp.script.name_of(value.func) in FSDP
+
+
+def runs_without_fsdp(event: Event) -> bool:
+    return any("fsdp" in text.lower() or "shard" in text.lower() for text, holds in event.conditions if not holds)

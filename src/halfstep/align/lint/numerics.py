@@ -214,7 +214,12 @@ def manual_cast(script: Script, node: ast.Call, types: Inference) -> Iterator[Fi
 
 def refused_bce(amp: Amp) -> Iterator[Finding]:
     given = [(name, value) for name, values in amp.script.assigned.items() for value in values]
-    made = [(name, value) for name, value in given if is_bce_loss(value, amp.script)]
+    # A name that is also given another loss may be that one here.
+    made = [
+        (n, v)
+        for n, v in given
+        if all(is_bce_loss(other, amp.script) for name, other in given if last(name) == last(n))
+    ]
     for trace in amp.traces:
         for event in trace.events:
             region = event.region

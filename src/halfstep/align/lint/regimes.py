@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
@@ -16,7 +17,7 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import AUTOCASTS, keyword
+from halfstep.align.lint.script import AUTOCASTS, keyword, names_in
 from halfstep.align.spellings import dtype_of
 
 
@@ -29,10 +30,15 @@ def find(amp: Amp) -> Iterator[Finding]:
 
 
 def backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Once for a function, with the other lines as related ones."""
+    seen: dict[str, list[Event]] = {}
     for event in trace.calls("backward"):
         if event.region is not None and event.region.may_be_on and (is_plain_backward(event) or event.scaled_by):
-            message = "backward() inside autocast: its ops already run in the dtype of the forward"
-            yield amp.script.finding("backward-in-autocast", event.node, message, fix="move it out of the with block")
+            seen.setdefault(event.function, []).append(event)
+    for first, *others in seen.values():
+        message = "backward() inside autocast: its ops already run in the dtype of the forward"
+        found = amp.script.finding("backward-in-autocast", first.node, message, fix="move it out of the with block")
+        yield dataclasses.replace(found, related=tuple(amp.script.place(event.node) for event in others))
 
 
 def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -42,13 +48,14 @@ def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if forward is None or region is None or forward.grad_off or runs_without_amp(backward):
             continue
         if (
-            region.dtype != "fp16"
+            not region.may_be_fp16
             or not region.may_be_on
             or region.device == "cpu"
             or may_be_scaled(amp, trace, backward)
         ):
             continue
         how = "" if region.explicit_dtype else " (autocast without a dtype is fp16 on CUDA)"
+        how = how if region.dtype == "fp16" else " on one of its paths"
         message = f"the loss comes from fp16 autocast{how}, and nothing scales it: small gradients become zero"
         fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
         yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
@@ -64,7 +71,7 @@ def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
 
 def origin(trace: Trace, backward: Event) -> Event | None:
     """The assignment under autocast that the loss of this backward is made from, however many steps back."""
-    wanted = {backward.receiver} if backward.receiver else set()
+    wanted = {backward.receiver} if backward.receiver else computed_from(backward)
     for event in reversed(trace.events[: backward.index]):
         if not wanted.intersection(event.targets) or event.excludes(backward):
             continue
@@ -72,6 +79,13 @@ def origin(trace: Trace, backward: Event) -> Event | None:
             return event if not is_lifted(event) else None
         wanted |= {name for name in event.uses if "." not in name}
     return None
+
+
+def computed_from(backward: Event) -> set[str]:
+    """`loss` of `(loss / n).backward()`, as the walk names it."""
+    func = backward.node.func if isinstance(backward.node, ast.Call) else None
+    names = names_in(func.value) if isinstance(func, ast.Attribute) else set()
+    return names | {f"{backward.function}:{name}" for name in names}
 
 
 def is_lifted(event: Event) -> bool:

@@ -21,6 +21,12 @@ class Region:
     enabled: bool | None = True
     """None: decided at run time."""
     explicit_dtype: bool = False
+    fp16_on_a_path: bool = False
+    """Where the dtype is chosen at run time: whether fp16 is among the choices."""
+
+    @property
+    def may_be_fp16(self) -> bool:
+        return self.dtype == "fp16" or self.fp16_on_a_path
 
     @property
     def may_be_on(self) -> bool:
@@ -44,7 +50,8 @@ def region_of(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
     name = script.name_of(node.func)
     if name in AUTOCASTS:
         return read_call(node, name, script)
-    makers = [*script.assigned.get(dotted_name(node.func), []), *returned_by(script.functions.get(name))]
+    own = script.functions.get(name) or script.method_named(name.removeprefix("self.")) if name else None
+    makers = [*script.assigned.get(dotted_name(node.func), []), *returned_by(own)]
     return one_of([made_region(maker, node, script, depth + 1) for maker in makers])
 
 
@@ -84,6 +91,17 @@ def one_of(choices: list[Region | None]) -> Region | None:
     return Region(device=regions[0].device, dtype=dtype, enabled=None, explicit_dtype=explicit)
 
 
+def may_be_fp16(node: ast.expr | None, script: Script) -> bool:
+    """`torch.float16` as one arm of a choice, or one of the values a local name is given."""
+    name = dotted_name(node)
+    values = script.assigned.get(name, []) if name and name not in script.parameters else []
+    for value in values or ([node] if node is not None else []):
+        arms = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+        if any(format_of(arm, script) == "fp16" for arm in arms):
+            return True
+    return False
+
+
 def read_call(call: ast.Call, name: str, script: Script) -> Region:
     device_first = bool(call.args) and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
     legacy = name.startswith(("torch.cuda.amp", "torch.cpu.amp")) and not device_first
@@ -101,7 +119,9 @@ def read_call(call: ast.Call, name: str, script: Script) -> Region:
     # Of a device that is computed, `device.type`, the GPU is what autocast is there for.
     computed = "" if isinstance(call.args[0] if call.args else None, ast.Constant) else "fp16"
     known = format_of(dtype, script) if explicit else DEFAULT_DTYPE.get(device, computed)
-    return Region(device=device, dtype=known, enabled=switch(enabled, script), explicit_dtype=explicit)
+    on_a_path = explicit and not known and may_be_fp16(dtype, script)
+    on = switch(enabled, script)
+    return Region(device=device, dtype=known, enabled=on, explicit_dtype=explicit, fp16_on_a_path=on_a_path)
 
 
 def switch(node: ast.expr | None, script: Script) -> bool | None:

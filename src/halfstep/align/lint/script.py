@@ -98,6 +98,11 @@ class Script:
     def classes(self) -> list[ast.ClassDef]:
         return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
 
+    def method_named(self, name: str) -> Function | None:
+        """The method of this name, when one class alone has it."""
+        found = [method for node in self.classes if (method := methods_of(node).get(name)) is not None]
+        return found[0] if len(found) == 1 else None
+
     def name_of(self, node: ast.AST) -> str:
         """The full dotted name an expression means after imports, or an empty string."""
         dotted = dotted_name(node)

@@ -3,54 +3,135 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, last
 from halfstep.align.lint.dtypes import explicit_cast
-from halfstep.align.lint.script import Script, dotted_name
+from halfstep.align.lint.regions import format_of
+from halfstep.align.lint.script import Script, argument, dotted_name, keyword
 
 PLAIN_OPTIMIZERS = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS"}
+
+TRAINED_IN_PART = re.compile(
+    r"requires_grad\s*=\s*False|requires_grad_\(False|freeze|peft|lora|load_in_[48]bit|deepspeed|master|stochastic_round|kahan",
+    re.IGNORECASE,
+)
+"""Part of the model is frozen, or somebody keeps fp32 copies."""
 
 EVALUATION_WORDS = ("eval", "infer", "test", "predict", "deploy", "export")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HalfModel:
+    """A model whose weights are stored in half, and what made them so."""
+
+    name: str
+    dtype: str
+    call: ast.Call
+
+
 def find(amp: Amp) -> Iterator[Finding]:
     script = amp.script
-    optimized = [(name, call) for call in script.calls if is_plain_optimizer(amp, call) for name in models_of(call)]
-    restored = {last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
-    for call in script.calls:
-        dtype = explicit_cast(call, script)
-        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute) or not amp.goes_backward:
-            continue
-        model = dotted_name(call.func.value) or assigned_model(amp, call)
-        if not model or last(model) in restored or only_to_evaluate(script, call):
-            continue
+    optimized = [pair for call in script.calls if is_plain_optimizer(amp, call) for pair in optimized_by(script, call)]
+    if not amp.goes_backward:
+        return
+    for model in half_models(amp):
         # `self.model` is one object in all methods, a plain name only in its own function.
-        known = [(model, call), *handed_out(script, call, model)]
+        known = [(model.name, model.call), *handed_out(script, model.call, model.name)]
         if any(
             name == own and ("." in name or script.share_scope(where, made))
             for name, made in optimized
             for own, where in known
         ):
-            limit = "1/2048" if dtype == "fp16" else "1/256"
-            message = (
-                f"{last(model)} is stored in {dtype} and updated in place: changes below {limit} of a weight are lost"
-            )
-            fix = "keep fp32 weights and use autocast, or an optimizer with an fp32 master copy"
-            yield script.finding("half-weights-optimizer", call, message, fix=fix)
+            yield lost_updates(script, model)
+    if optimized and (default := half_default(script)) is not None:
+        yield lost_updates(script, default)
+
+
+def lost_updates(script: Script, model: HalfModel) -> Finding:
+    limit = "1/2048" if model.dtype == "fp16" else "1/256"
+    stored = f"{last(model.name)} is stored in {model.dtype} and updated in place"
+    message = f"{stored}: changes below {limit} of a weight are lost"
+    fix = "keep fp32 weights and use autocast, or an optimizer with an fp32 master copy"
+    return script.finding("half-weights-optimizer", model.call, message, fix=fix)
+
+
+def half_models(amp: Amp) -> list[HalfModel]:
+    script = amp.script
+    restored = {last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
+    found: list[HalfModel] = []
+    for call in script.calls:
+        loaded = loaded_dtype(script, call)
+        dtype = loaded or stored_dtype(call, script)
+        if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute):
+            continue
+        model = assigned_model(amp, call) if loaded else dotted_name(call.func.value) or assigned_model(amp, call)
+        if model and last(model) not in restored and not only_to_evaluate(script, call):
+            found.append(HalfModel(name=model, dtype=dtype, call=call))
+    return found
+
+
+def stored_dtype(call: ast.Call, script: Script) -> str:
+    """What `.half()`, `.to(torch.bfloat16)` and a choice between two half formats store."""
+    if cast := explicit_cast(call, script):
+        return cast
+    is_to = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
+    values = [*call.args, *(item.value for item in call.keywords if item.arg == "dtype")] if is_to else []
+    return next(filter(None, (half_choice(value, script) for value in values)), "")
+
+
+def half_choice(node: ast.expr | None, script: Script) -> str:
+    """bf16 of `torch.bfloat16 if supported else torch.float16`: half either way."""
+    node = script.constant(node)
+    if not isinstance(node, ast.IfExp):
+        return format_of(node, script)
+    both = format_of(node.body, script), format_of(node.orelse, script)
+    return both[0] if set(both) <= {"fp16", "bf16"} else ""
+
+
+def loaded_dtype(script: Script, call: ast.Call) -> str:
+    """`from_pretrained(…, torch_dtype=torch.bfloat16)` of a model that is trained as a whole."""
+    if getattr(call.func, "attr", "") not in ("from_pretrained", "from_config") or TRAINED_IN_PART.search(script.text):
+        return ""
+    return half_choice(keyword(call, "torch_dtype") or keyword(call, "dtype"), script)
+
+
+def half_default(script: Script) -> HalfModel | None:
+    """torch.set_default_dtype(torch.bfloat16), never set back: all that is made from then on is half."""
+    calls = [call for call in script.calls if script.name_of(call.func) == "torch.set_default_dtype" and call.args]
+    dtype = format_of(calls[0].args[0], script) if len(calls) == 1 else ""
+    if dtype not in ("fp16", "bf16") or TRAINED_IN_PART.search(script.text):
+        return None
+    return HalfModel(name="every new parameter", dtype=dtype, call=calls[0])
 
 
 def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
     name = amp.script.name_of(call.func)
-    # Picking by requires_grad means a frozen half model with trainable fp32 parts is likely.
-    picks = "requires_grad" in ast.unparse(call)
-    return name.startswith("torch.optim.") and name.rsplit(".", 1)[-1] in PLAIN_OPTIMIZERS and not picks
+    # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely.
+    picks = "requires_grad" in ast.unparse(call) and TRAINED_IN_PART.search(amp.script.text)
+    plain = name.rpartition(".")[2] in PLAIN_OPTIMIZERS
+    return name.startswith(("torch.optim.", "transformers.")) and plain and not picks
 
 
-def models_of(call: ast.Call) -> Iterator[str]:
-    """`model` of optimizer(model.parameters()), also inside lists and generators."""
-    for inner in ast.walk(call):
+def optimized_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+    """Names of the models an optimizer steps, also through a list made before and through a function's parameter."""
+    given = script.assigned.get(dotted_name(call.args[0]), []) if call.args else []
+    for source in (call, *(value for value in given if script.share_scope(value, call))):
+        for name in models_of(source):
+            yield name, call
+            owner = script.owners.get(id(call))
+            names = [a.arg for a in owner.args.args] if owner is not None else []
+            if owner is not None and name in names:
+                for use in (c for c in script.calls if dotted_name(c.func) == owner.name):
+                    yield dotted_name(argument(use, names.index(name), name)), use
+
+
+def models_of(node: ast.AST) -> Iterator[str]:
+    """`model` of model.parameters(), also inside lists and generators."""
+    for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute) and inner.attr in ("parameters", "named_parameters"):
             yield dotted_name(inner.value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfstep.align.findings import Severity
+from halfstep.align.findings import Finding, Severity
 from halfstep.align.rules.configs import CONFIG_RULES
 from halfstep.align.rules.loop import LOOP_RULES
 from halfstep.align.rules.numerics import NUMERIC_RULES
@@ -15,8 +15,8 @@ __all__ = ["RULES", "Rule", "rule_named", "severity_of"]
 RULES: dict[str, Rule] = {rule.name: rule for rule in (*CONFIG_RULES, *SCALER_RULES, *LOOP_RULES, *NUMERIC_RULES)}
 
 
-def severity_of(name: str) -> Severity:
-    return RULES[name].severity
+def severity_of(finding: Finding) -> Severity:
+    return finding.severity or RULES[finding.rule].severity
 
 
 def rule_named(name: str) -> Rule:

@@ -26,6 +26,33 @@ LOOP_RULES = (
         good="    if (i + 1) % 4 == 0 or i + 1 == len(loader):\n        optimizer.step()",
     ),
     Rule(
+        name="gradients-not-cleared",
+        severity=Severity.ERROR,
+        title="gradients are never cleared",
+        why="backward() adds to what is there. Without zero_grad every step uses the sum of all gradients since the "
+        "start; under fp16 the sum overflows and steps are skipped.",
+        bad="loss.backward()\noptimizer.step()",
+        good="optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
+    ),
+    Rule(
+        name="cleared-within-window",
+        severity=Severity.ERROR,
+        title="gradients are cleared between micro-batches",
+        why="The step waits for N micro-batches, zero_grad does not: all gradients but the last are thrown away.",
+        bad="for i, batch in enumerate(loader):\n    optimizer.zero_grad()\n    (loss / 4).backward()\n"
+        "    if (i + 1) % 4 == 0:\n        optimizer.step()",
+        good="    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()",
+    ),
+    Rule(
+        name="clip-not-sharded",
+        severity=Severity.ERROR,
+        title="torch's clip_grad_norm_ on FSDP's parameters",
+        why="Under FullyShardedDataParallel a rank holds a shard. torch.nn.utils.clip_grad_norm_ computes the norm of "
+        "that shard alone, so ranks clip by different factors; FSDP's own method reduces the norm first.",
+        bad="model = FSDP(model)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        good="model = FSDP(model)\nmodel.clip_grad_norm_(1.0)",
+    ),
+    Rule(
         name="mean-of-means",
         severity=Severity.INFO,
         title="averages over masks are averaged again",

@@ -77,6 +77,15 @@ NUMERIC_RULES = (
         threads=("pytorch/pytorch#148322", "huggingface/diffusers#14129"),
     ),
     Rule(
+        name="bf16-check-too-low",
+        severity=Severity.WARNING,
+        title="bf16 is chosen for GPUs without bf16 units",
+        why="Tensor cores take bf16 from compute capability 8.0 (Ampere) on. On Volta (7.0) and Turing (7.5) bf16 is "
+        "emulated: slower than fp32.",
+        bad="dtype = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 7 else torch.float16",
+        good="dtype = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16",
+    ),
+    Rule(
         name="deprecated-amp",
         severity=Severity.INFO,
         title="torch.cuda.amp is deprecated",

@@ -149,6 +149,61 @@ SCALER_RULES = (
         good="scaler = GradScaler('cuda')\nfor epoch in range(epochs):\n    for batch in loader: ...",
     ),
     Rule(
+        name="scaler-call-order",
+        severity=Severity.ERROR,
+        title="the scaler's calls are out of order",
+        why="unscale_ and clipping work on gradients, the step uses them up: after it they change nothing, or leave "
+        "the next step with gradients that are unscaled twice. update() before step() raises.",
+        bad="scaler.step(optimizer)\nscaler.unscale_(optimizer)\nclip_grad_norm_(params, 1.0)\nscaler.update()",
+        good="scaler.unscale_(optimizer)\nclip_grad_norm_(params, 1.0)\nscaler.step(optimizer)\nscaler.update()",
+    ),
+    Rule(
+        name="scaler-undefined",
+        severity=Severity.ERROR,
+        title="the scaler exists on one path only",
+        why="It is made in one branch of an `if` and used after it. A run that takes the other branch ends in a "
+        "NameError at its first step.",
+        bad="if distributed:\n    scaler = GradScaler('cuda')\n...\nscaler.scale(loss).backward()",
+        good="scaler = GradScaler('cuda', enabled=use_amp)\n...\nscaler.scale(loss).backward()",
+    ),
+    Rule(
+        name="step-result-tested",
+        severity=Severity.ERROR,
+        title="a skip is read from the result of scaler.step()",
+        why="scaler.step() returns what optimizer.step() returns: None without a closure, skipped or not. What the "
+        "test guards happens always or never.",
+        bad="if scaler.step(optimizer) is not None:\n    scheduler.step()",
+        good="before = scaler.get_scale()\nscaler.step(optimizer)\nscaler.update()\n"
+        "if scaler.get_scale() >= before:\n    scheduler.step()",
+    ),
+    Rule(
+        name="amp-switch-stuck",
+        severity=Severity.ERROR,
+        title="a switch of mixed precision that does not switch",
+        why='argparse calls bool("False"), which is True. A torch.device never equals a string, so '
+        '`device == "cuda"` leaves AMP off without a word.',
+        bad="parser.add_argument('--amp', type=bool, default=True)\nenabled = torch.device('cuda') == 'cuda'",
+        good="parser.add_argument('--amp', action=argparse.BooleanOptionalAction)\nenabled = device.type == 'cuda'",
+    ),
+    Rule(
+        name="autocast-dtype-differs",
+        severity=Severity.WARNING,
+        title="a bf16 model under fp16 autocast",
+        why="CUDA autocast without a dtype is fp16, whatever the weights are: bf16 weights are cast to fp16 at every "
+        "matmul, and what exceeds 65504 becomes inf.",
+        bad="model.to(torch.bfloat16)\nwith torch.autocast('cuda'):\n    loss = model(x)",
+        good="with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = model(x)",
+    ),
+    Rule(
+        name="model-outside-autocast",
+        severity=Severity.WARNING,
+        title="the model runs outside autocast, the loss inside",
+        why="Only what is called inside the block is cast. The model computes in fp32, and the scaler has nothing to "
+        "protect: no memory and no time is saved.",
+        bad="out = model(x)\nwith torch.autocast('cuda'):\n    loss = criterion(out, y)",
+        good="with torch.autocast('cuda'):\n    out = model(x)\n    loss = criterion(out, y)",
+    ),
+    Rule(
         name="scaler-not-sharded",
         severity=Severity.ERROR,
         title="a plain GradScaler with FSDP",

@@ -1,0 +1,139 @@
+"""A scaler that is there on every path, called in the order it demands, and not asked what it does not answer."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp, is_clip, is_optimizer_name, is_scaled_backward, is_scaler_step, last
+from halfstep.align.lint.flow import Event, Trace, leaves
+from halfstep.align.lint.script import Function, dotted_name, names_in
+
+AMP_WORDS = ("amp", "fp16", "half", "mixed", "scaler", "precision", "cuda", "dtype", "device", "16")
+"""A condition with one of these may mean the same as the one under which the scaler is made."""
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        scalers = {e.scaled_by for e in trace.events if is_scaled_backward(e)}
+        yield from after_the_step(amp, trace, scalers)
+        yield from updated_first(amp, trace, scalers)
+        yield from undefined(amp, trace)
+    yield from asked_for_result(amp)
+
+
+def after_the_step(amp: Amp, trace: Trace, scalers: set[str]) -> Iterator[Finding]:
+    """unscale_ or clipping between a step and the next backward: the weights have moved already."""
+    for step in trace.calls("step"):
+        through = step.receiver in scalers and bool(step.arguments)
+        optimizer = step.arguments[0] if through else step.receiver
+        before = [e for e in trace.calls("backward") if e.index < step.index and e.loops == step.loops != ()]
+        if not before or not is_optimizer_name(optimizer):
+            continue
+        rest = [e for e in trace.events[step.index + 1 :] if e.loops[: len(step.loops)] == step.loops]
+        rest = [e for e in rest if not e.excludes(step)]
+        if any(e.method in ("backward", "step") and is_training(e) for e in rest):
+            continue
+        for event in rest:
+            unscales = event.method == "unscale_" and event.arguments[:1] == (optimizer,)
+            if (unscales or is_clip(event)) and step.conditions <= event.conditions:
+                message = f"{event.method} after the step: the weights moved with the gradients as they were"
+                fix = "unscale_, then clip, then step"
+                yield amp.script.finding("scaler-call-order", event.node, message, fix=fix, related=step.node)
+                break
+
+
+def is_training(event: Event) -> bool:
+    """A backward, or the step of an optimizer; a scheduler's does not count."""
+    return event.method == "backward" or is_optimizer_name(event.arguments[0] if event.arguments else event.receiver)
+
+
+def updated_first(amp: Amp, trace: Trace, scalers: set[str]) -> Iterator[Finding]:
+    """update() between backward and the only step."""
+    for update in trace.calls("update"):
+        if update.receiver not in scalers or not update.loops:
+            continue
+        inside = [e for e in trace.events if e.loops == update.loops and not e.excludes(update)]
+        steps = [e for e in inside if is_scaler_step(e, update.receiver)]
+        scaled = [e for e in inside if is_scaled_backward(e) and e.index < update.index]
+        first = steps[0] if steps else None
+        if first is not None and scaled and first.index > update.index and first.conditions == update.conditions:
+            if any(e.method == "backward" for e in trace.events[update.index : first.index]):
+                continue
+            message = "update() before step(): GradScaler has recorded nothing yet, and raises"
+            fix = f"{last(update.receiver)}.step(optimizer), then {last(update.receiver)}.update()"
+            yield amp.script.finding("scaler-call-order", update.node, message, fix=fix, related=first.node)
+
+
+def undefined(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """A scaler made in one branch of an `if`, and used where that branch need not have run."""
+    for made in amp.scalers:
+        home: ast.AST = amp.script.owners.get(id(made.call), amp.script.tree)
+        if "." in made.key or home is not trace.root:
+            continue
+        branch = one_sided(amp, home, made.key, made.call)
+        if branch is None:
+            continue
+        test = ast.unparse(branch.test)
+        for use in trace.events:
+            is_use = use.scaled_by == made.key or is_scaler_step(use, made.key)
+            after = use.node.lineno > (branch.end_lineno or 0) and use.function == trace.root_name
+            words = {*AMP_WORDS, *(name.lower() for name in names_in(branch.test)), test.lower()}
+            related = any(word in text.lower() for text, _ in use.conditions for word in words)
+            if is_use and after and not related:
+                message = f"{made.key} exists only where `{test}`: on the other path this is a NameError"
+                fix = f"make it on every path: {made.key} = GradScaler(enabled=…)"
+                yield amp.script.finding("scaler-undefined", use.node, message, fix=fix, related=made.call)
+                return
+
+
+def one_sided(amp: Amp, home: ast.AST, name: str, call: ast.Call) -> ast.If | None:
+    """The `if` of this function that assigns the name on one side only, when nothing else gives it a value."""
+    stores = [n for n in amp.script.nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store)]
+    arguments = [a.arg for a in ast.walk(home.args) if isinstance(a, ast.arg)] if isinstance(home, Function) else []
+    globals_ = [n for n in amp.script.below(home) if isinstance(n, ast.Global | ast.Nonlocal)]
+    own = [n for n in stores if amp.script.owners.get(id(n), amp.script.tree) is home]
+    outer = [n for n in stores if id(n) not in amp.script.owners] if isinstance(home, Function) else []
+    if len(own) != 1 or outer or name in arguments or globals_:
+        return None
+    around = [n for n in amp.script.below(home) if isinstance(n, ast.If) and call in amp.script.calls_below(n)]
+    if len(around) != 1 or any(
+        call in amp.script.calls_below(n) for n in amp.script.below(home) if isinstance(n, ast.Try)
+    ):
+        return None
+    branch = around[0]
+    inside = any(call in amp.script.calls_below(statement) for statement in branch.body)
+    other = branch.orelse if inside else branch.body
+    exits = any("exit" in ast.unparse(c.func) for s in other for c in amp.script.calls_below(s))
+    main = "__name__" in ast.unparse(branch.test)
+    return None if leaves(other) or exits or main else branch
+
+
+def asked_for_result(amp: Amp) -> Iterator[Finding]:
+    """`stepped = scaler.step(optimizer)` and a test of it: without a closure it is None, skipped or not."""
+    keys = {last(made.key) for made in amp.scalers}
+    keys |= {last(e.scaled_by) for t in amp.traces for e in t.events if is_scaled_backward(e)}
+    results: dict[str, ast.Call] = {}
+    for name, values in amp.script.assigned.items():
+        call = values[0] if len(values) == 1 else None
+        if isinstance(call, ast.Call) and is_bare_step(call, keys):
+            results[name] = call
+    for node in amp.script.nodes:
+        if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            continue
+        for inner in amp.script.below(node.test):
+            call = results.get(dotted_name(inner))
+            if isinstance(inner, ast.Call) and is_bare_step(inner, keys):
+                call = inner
+            if call is not None:
+                message = "the result of scaler.step() does not tell a skip: without a closure it is None either way"
+                fix = "compare scaler.get_scale() before and after update()"
+                yield amp.script.finding("step-result-tested", node.test, message, fix=fix, related=call)
+                break
+
+
+def is_bare_step(call: ast.Call, scalers: set[str]) -> bool:
+    """`scaler.step(optimizer)` without a closure."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "step" else None
+    return last(dotted_name(owner)) in scalers and len(call.args) == 1 and not call.keywords

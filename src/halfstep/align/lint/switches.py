@@ -1,0 +1,141 @@
+"""Switches of mixed precision that do not switch: a flag that is always true, a test that never changes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp
+from halfstep.align.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, keyword
+
+AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)
+BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
+FP16 = re.compile(r"(?<!b)float16|(?<!b)fp16|\.half\b", re.IGNORECASE)
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    yield from bool_flags(amp.script)
+    for test in amp_tests(amp.script):
+        yield from fixed(amp.script, test)
+    yield from low_capability(amp.script)
+
+
+def bool_flags(script: Script) -> Iterator[Finding]:
+    """`add_argument("--amp", type=bool)`: bool("False") is True."""
+    for call in script.calls:
+        kind = keyword(call, "type")
+        if getattr(call.func, "attr", "") != "add_argument" or not isinstance(kind, ast.Name) or kind.id != "bool":
+            continue
+        flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        flag = next((flag for flag in flags if AMP_FLAG.search(flag)), None)
+        if flag is not None:
+            message = f"type=bool makes every value true: `{flag} False` turns it on"
+            fix = "action=argparse.BooleanOptionalAction"
+            yield script.finding("amp-switch-stuck", call, message, fix=fix)
+
+
+def amp_tests(script: Script) -> Iterator[ast.expr]:
+    """What decides on autocast or a scaler: `enabled=`, the test around it, and the value of `use_amp` and the like."""
+    for call in script.calls:
+        if script.name_of(call.func) in AUTOCASTS | SCALERS and (enabled := keyword(call, "enabled")) is not None:
+            yield enabled
+    for name, values in script.assigned.items():
+        if AMP_FLAG.search(name.rsplit(".", 1)[-1]):
+            yield from values
+    for node in script.nodes:
+        branch = node.body if isinstance(node, ast.If) else [node.body] if isinstance(node, ast.IfExp) else []
+        if isinstance(node, ast.If | ast.IfExp) and any(makes_amp(script, part) for part in branch):
+            yield node.test
+
+
+def makes_amp(script: Script, node: ast.AST) -> bool:
+    return any(script.name_of(call.func) in AUTOCASTS | SCALERS for call in script.calls_below(node))
+
+
+def fixed(script: Script, test: ast.expr) -> Iterator[Finding]:
+    """The parts of a test that are the same in every run."""
+    if isinstance(test, ast.BoolOp):
+        if is_word_list(test):
+            message = f"`{ast.unparse(test)}` is always true: a string alone counts as true"
+            yield script.finding("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
+        for part in test.values:
+            yield from fixed(script, part)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from fixed(script, test.operand)
+    elif isinstance(test, ast.Attribute) and script.name_of(test) == "torch.cuda.is_available":
+        message = "is_available is a function and is not called here: always true"
+        yield script.finding("amp-switch-stuck", test, message, fix="torch.cuda.is_available()")
+    elif isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        yield from device_compared(script, test)
+
+
+def is_word_list(test: ast.BoolOp) -> bool:
+    """`x == "fp16" or "bf16"`."""
+    words = [v for v in test.values[1:] if isinstance(v, ast.Constant) and isinstance(v.value, str) and v.value]
+    return isinstance(test.op, ast.Or) and isinstance(test.values[0], ast.Compare) and bool(words)
+
+
+def device_compared(script: Script, test: ast.Compare) -> Iterator[Finding]:
+    """A torch.device never equals a string, and its type has no index."""
+    word = test.comparators[0]
+    text = word.value if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
+    answer = "never" if isinstance(test.ops[0], ast.Eq) else "always"
+    if text.startswith(("cuda", "cpu")) and is_torch_device(script, test.left):
+        message = f"a torch.device is no string: `{ast.unparse(test)}` {answer} holds"
+        yield script.finding("amp-switch-stuck", test, message, fix=f"{ast.unparse(test.left)}.type == 'cuda'")
+    elif text.startswith("cuda:") and isinstance(test.left, ast.Attribute) and test.left.attr == "type":
+        message = f"a device's type has no index: `{ast.unparse(test)}` {answer} holds"
+        yield script.finding("amp-switch-stuck", test, message, fix=f"{ast.unparse(test.left)} == 'cuda'")
+
+
+def is_torch_device(script: Script, node: ast.expr) -> bool:
+    name, owner = dotted_name(node), script.owners.get(id(node))
+    if owner is not None and name in {p.arg for p in (*owner.args.args, *owner.args.kwonlyargs)}:
+        return False
+    values = script.assigned.get(name, [])
+    made = [isinstance(v, ast.Call) and script.name_of(v.func) == "torch.device" for v in values]
+    return bool(made) and all(made)
+
+
+def low_capability(script: Script) -> Iterator[Finding]:
+    """bf16 for compute capability 7: Volta and Turing have no bf16 units."""
+    for node in script.nodes:
+        if isinstance(node, ast.If | ast.IfExp):
+            chosen = " ".join(map(ast.unparse, node.body if isinstance(node, ast.If) else [node.body]))
+            test = node.test
+        elif isinstance(node, ast.Assign):
+            chosen, test = ast.unparse(node.targets[0]), node.value
+        else:
+            continue
+        if (
+            BF16.search(chosen)
+            and not FP16.search(chosen)
+            and "capability" not in chosen
+            and asks_for_seven(script, test)
+        ):
+            message = f"`{ast.unparse(test)}` holds on Volta and Turing, which have no bf16 units"
+            fix = "torch.cuda.get_device_capability() >= (8, 0)"
+            yield script.finding("bf16-check-too-low", test, message, fix=fix)
+
+
+def asks_for_seven(script: Script, test: ast.expr) -> bool:
+    """A comparison with capability 7 that nothing beside it narrows."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else []
+        return not BF16.search(ast.unparse(test)) and any(asks_for_seven(script, part) for part in parts)
+    left = test.left.value if isinstance(test.left, ast.Subscript) else test.left
+    values = [left, *script.assigned.get(dotted_name(left), [])]
+    if not any("get_device_capability" in ast.unparse(value) for value in values):
+        return False
+    limit = test.comparators[0]
+    first = limit.elts[0] if isinstance(limit, ast.Tuple) and limit.elts else limit
+    number = first.value if isinstance(first, ast.Constant) else None
+    return (isinstance(test.ops[0], ast.GtE), number) in (
+        (True, 7),
+        (True, 6),
+        (True, 5),
+        (True, 7.0),
+        (True, 7.5),
+    ) or (isinstance(test.ops[0], ast.Gt) and number in (5, 6) and not isinstance(limit, ast.Tuple))
