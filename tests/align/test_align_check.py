@@ -262,6 +262,32 @@ def test_the_documentation_lists_every_lint_rule() -> None:
     assert [name for name in RULES if name not in config_rules and f"`{name}`" not in text] == []
 
 
+SAVES_WITHOUT_THE_SCALER = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    optimizer.zero_grad()
+    scaler.scale(model(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    ("resume", "severity", "code"), [("", "info", 0), ("optimizer.load_state_dict(old)\n", "warning", 1)]
+)
+def test_an_unsaved_scaler_fails_a_check_only_where_the_file_resumes(
+    tmp_path: Path, resume: str, severity: str, code: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SAVES_WITHOUT_THE_SCALER + resume)
+    report = check([script])
+    found = [f for f in as_dict(report)["findings"] if f["rule"] == "scaler-not-saved"]
+    assert [f["severity"] for f in found] == [severity]
+    assert report.exit_code == code
+
+
 def test_an_unknown_rule_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown rule 'clip-before'") as caught:
         rule_named("clip-before")

@@ -133,8 +133,8 @@ SCALER_RULES = (
     Rule(
         name="scaler-not-loaded",
         severity=Severity.WARNING,
-        title="the scaler is saved but never loaded",
-        why="The state is in the file and resume ignores it: the scale starts at 65536 again.",
+        title="resume loads the optimizer but not the scaler",
+        why="The optimizer goes on where it stopped, the scale starts at 65536 again and skips steps until it fits.",
         bad="optimizer.load_state_dict(checkpoint['optimizer'])",
         good="optimizer.load_state_dict(checkpoint['optimizer'])\nscaler.load_state_dict(checkpoint['scaler'])",
         threads=("ultralytics/ultralytics#22189", "facebookresearch/co-tracker#101"),
