@@ -79,7 +79,7 @@ class Late(nn.Module):
         h = self.inner(x)
         if self.what == "module":
             if not hasattr(self, "norm"):
-                self.norm = nn.BatchNorm1d(4)
+                self.norm = nn.BatchNorm1d(4, device=h.device)
             return self.norm(h).pow(3).mean()
         if not hasattr(self, "stat"):
             self.register_buffer("stat", torch.zeros(4, device=h.device), persistent=self.what == "buffer")

@@ -9,8 +9,8 @@ import torch
 
 from halfstep.tune.step_cost import step_cost
 from halfstep.workloads import from_dict
-from halfstep.workloads.classification.scores import build as image_classification
-from halfstep.workloads.segmentation.scores import build as unet
+from halfstep.workloads.classification import build as image_classification
+from halfstep.workloads.segmentation import build as unet
 
 
 @pytest.mark.gpu

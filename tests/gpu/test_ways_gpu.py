@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.data import demo_classification, demo_segmentation
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
@@ -30,6 +29,8 @@ from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Way
 from halfstep.workloads import from_dict
+from halfstep.workloads.classification import demo as demo_classification
+from halfstep.workloads.segmentation import demo as demo_segmentation
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, everything
 

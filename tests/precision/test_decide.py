@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import pytest
+import torch
 from torch import nn
 
 from halfstep.errors import ConfigError, HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware, Measurement, Support
+from halfstep.hardware.gpus import known_gpu
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 
@@ -259,3 +262,13 @@ def test_islands_show_as_rows() -> None:
     islands = [row for row in plan.rows if row.kind == "island"]
     assert [(row.module, row.compute) for row in islands] == [("loss", "fp32"), ("gumbel", "fp32")]
     assert islands[0].reason == "Dice sums"
+
+
+def test_a_bf16_plan_on_cuda_warns_that_recurrent_layers_run_in_fp16() -> None:
+    model = torch.nn.ModuleDict({"lstm": torch.nn.LSTM(4, 6), "head": torch.nn.Linear(6, 1)})
+    gpu = dataclasses.replace(known_gpu("h200"), device="cuda")
+    (warning,) = decide("bf16", gpu, model).warnings
+    assert "lstm" in warning
+    assert "fp16" in warning
+    assert not decide("bf16", gpu, model, modules={"lstm": "fp32"}).warnings
+    assert not decide("fp16", gpu, model).warnings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,7 +10,7 @@ from halfstep.config.aliases import precision_name
 from halfstep.errors import PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import Grant, grant
-from halfstep.precision.plan import WHOLE_MODEL, Plan, Row
+from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, Row
 
 if TYPE_CHECKING:
     import torch
@@ -68,9 +69,27 @@ def decide(
         rows=(*_rows(model, default, parts, hardware, fp8_gains or {}, force=force), *map(_island, fragile)),
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
+    plan = _with_recurrent_warning(plan, model)
     if model is not None and any(answer.compute == "fp8" for answer in grants):
         return _checked_fp8(plan, model, strict=strict)
     return plan
+
+
+def _with_recurrent_warning(plan: Plan, model: torch.nn.Module | None) -> Plan:
+    """torch's autocast runs cuDNN's recurrent layers in fp16 although bf16 was declared: never in silence."""
+    if model is None or not plan.on_cuda or plan.simulated:
+        return plan
+    from torch.nn import RNNBase
+
+    in_bf16 = {row.module.replace(ROOT, "") for row in plan.rows if row.kind != "island" and row.compute == "bf16"}
+    layers = [name for name, part in model.named_modules() if isinstance(part, RNNBase) and name in in_bf16]
+    if not layers:
+        return plan
+    warning = (
+        f"{', '.join(layers)}: torch's autocast runs recurrent layers in fp16 even where it is bf16, here without loss "
+        f"scaling; precision fp16 scales, modules: {{{layers[0]}: fp32}} keeps fp32's range"
+    )
+    return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
 
 def _checked_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:

@@ -97,6 +97,8 @@ class OwnLoss:
         plan = self.step.plan
         computed = {plan.compute, *(row.compute for row in plan.rows), *(row.precision for row in plan.rows)}
         stored = {p.dtype for p in self.step.model.parameters()}
+        if any(isinstance(module, torch.nn.RNNBase) for module in self.step.model.modules()):
+            stored.add(torch.float16)  # autocast's choice for recurrent layers; the plan has warned
         return {AUTOCAST_DTYPES.get(name.removesuffix("-true")) for name in computed} | stored
 
     def _warn(self, text: str) -> None:
