@@ -1,9 +1,11 @@
 """Recurrent layers while simulating: in parts, matmul by matmul, so that every product is rounded as simulated.
 
 On CUDA cuDNN runs nn.LSTM, nn.GRU and nn.RNN whole in half: weights, inputs, states and outputs. So do they here, in
-the format declared; CUDA autocast takes fp16 for them even where it is bf16 (docs/precision.md). The CPU's fused kernel (oneDNN) is no help: it lacks these formats on most CPUs, and in tf32 it would compute
-in plain fp32. torch's own decomposition takes its place; it also rounds between the operations inside a cell, where
-cuDNN keeps fp32.
+the format declared; CUDA autocast takes fp16 for them even where it is bf16 (docs/precision.md).
+
+The CPU's fused kernel (oneDNN) is no help: it lacks these formats on most CPUs, and in tf32 it would compute in plain
+fp32. torch's own decomposition takes its place; it also rounds between the operations inside a cell, where cuDNN keeps
+fp32.
 """
 
 from __future__ import annotations
