@@ -38,6 +38,16 @@ def test_packing_says_what_it_packed_and_finds_it_again(tmp_path: Path, capsys: 
     assert (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns != written
 
 
+def test_verify_names_packs_of_other_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_split(tmp_path)
+    for size in ("16", "32"):
+        assert run(capsys, "pack", str(tmp_path), "--size", size)[0] == 0
+    code, _, error = run(capsys, "pack", str(tmp_path), "--verify")
+    assert code == 2
+    assert f"halfstep pack {tmp_path} --verify --size 16 (or --size 32)" in error
+    assert f"make it: halfstep pack {tmp_path}\n" in error
+
+
 def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_split(tmp_path / "data")
     out = tmp_path / "a.pack"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,18 @@ def test_a_file_that_holds_no_weights_is_named_in_our_words(
 
 def test_objects_beside_tensors_are_named_and_never_unpickled(tmp_path: Path) -> None:
     torch.save({"state_dict": small().state_dict(), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pth")
-    with pytest.raises(ModelError, match=r"Python objects beside tensors: argparse.Namespace") as caught:
+    with pytest.raises(
+        ModelError, match=r"it holds an object \(argparse.Namespace\), and only tensors are read"
+    ) as caught:
+        read_weights(tmp_path / "a.pth")
+    assert "state_dict()" in caught.value.fix
+
+
+def test_a_plain_pickle_is_called_that_without_a_warning_of_torchs(tmp_path: Path) -> None:
+    (tmp_path / "a.pth").write_bytes(pickle.dumps({"weight": 1}, protocol=4))
+    with pytest.raises(
+        ModelError, match=r"a plain pickle \(protocol 4\)"
+    ) as caught:  # a warning would be an error here
         read_weights(tmp_path / "a.pth")
     assert "state_dict()" in caught.value.fix
 

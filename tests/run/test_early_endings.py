@@ -78,10 +78,10 @@ def test_a_bad_file_in_mid_run_keeps_what_was_trained_and_the_advice_holds(
 def files_in_order(data: Path) -> dict[str, list[str]]:
     """The names of the first epoch's training images as they come, and of the validation images."""
     from halfstep.data.loader import Loader
-    from halfstep.workloads import build
+    from halfstep.run.assemble import build_workload
 
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, "data.dir": str(data)}.items()]
-    workload = build(load("unet", overrides=overrides).config)
+    workload = build_workload(load("unet", overrides=overrides).config)
     batches = Loader(workload.train_samples, batch_size=2).epoch(0)
     indices = [int(index) for batch in batches for index in batch["index"]]
     return {
@@ -150,10 +150,15 @@ def test_pictures_in_class_folders_are_named_with_their_class(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_run_whose_steps_were_all_skipped_says_so_and_ends_with_1(tmp_path: Path, precision: str) -> None:
+def test_a_run_whose_steps_were_all_skipped_says_so_and_ends_with_1(
+    tmp_path: Path, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = {"train.max_steps": 2, "model.options": {"poisoned": [0, 1]}, "precision.default": precision}
     with pytest.raises(TrainingStopped, match="2 of 2, the last one: loss is nan") as stopped:
-        run(tmp_path / "run", settings | {"precision.simulate": precision == "fp16"})
+        run(tmp_path / "run", settings | {"precision.simulate": precision == "fp16", "log.quiet": False})
+    printed = capsys.readouterr()
+    assert "look closer" not in printed.out + printed.err
+    assert (tmp_path / "run" / "report" / "curves.png").is_file()
     assert stopped.value.exit_code == 1
     assert stopped.value.fix
 
@@ -163,7 +168,8 @@ def test_an_fp16_run_that_is_too_short_to_find_its_scale_is_told_so(tmp_path: Pa
                 "scaler.init_scale": 2.0**40}  # fmt: skip
     with pytest.raises(TrainingStopped, match="1 of 1, the last one: gradient norm is") as stopped:
         run(tmp_path / "run", settings)
-    assert "scaler.init_scale" in stopped.value.fix
+    assert "up to 40 steps" in stopped.value.fix
+    assert f"scaler.init_scale={2.0**39:g}" in stopped.value.fix
 
 
 def test_a_run_with_one_step_that_holds_ends_well_and_a_resumed_part_counts_for_itself(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 
 from halfstep.report.evaluation_view import show_evaluation
+from halfstep.run.hints import hint_about
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load
@@ -45,6 +47,13 @@ def test_the_hint_names_the_class_that_was_predicted_everywhere(
 ) -> None:
     hint = one_class_everywhere(scores(predicted, truth))
     assert hint.startswith(f"practically every pixel of every image was predicted as {kind}") if kind else hint == ""
+
+
+def test_beside_a_loss_that_is_not_finite_classes_are_not_the_matter() -> None:
+    collapsed = scores([0, 0, 0, 0], [0, 0, 1, 2])
+    assert hint_about("unet", {"loss": 0.5, **collapsed})
+    for loss in (math.nan, math.inf):
+        assert hint_about("unet", {"loss": loss, **collapsed}) == ""
 
 
 def test_a_collapsed_run_is_hinted_at_in_training_and_evaluation(

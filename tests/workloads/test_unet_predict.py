@@ -19,6 +19,7 @@ from halfstep.workloads.segmentation.pictures import (
     CONFUSED,
     FALSE_ALARM,
     MISSED,
+    NO_CLASS,
     SheetRow,
     class_colours,
     contact_sheet,
@@ -131,6 +132,11 @@ def test_the_tiles_done_are_told_before_each() -> None:
     predict_image(model_in_use(), torch.rand(3, 60, 150), depth=DEPTH, tile=64, tell=lambda *at: told.append(at))
     assert told == [(number, len(told)) for number in range(len(told))]
     assert len(told) > 2
+
+
+def test_no_class_has_the_colour_of_an_error() -> None:
+    classes = {tuple(colour) for colour in CLASS_COLOURS.tolist()}
+    assert not classes & {MISSED, FALSE_ALARM, CONFUSED, NO_CLASS}
 
 
 def test_errors_are_coloured_by_their_kind() -> None:

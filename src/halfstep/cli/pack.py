@@ -114,7 +114,7 @@ def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSetti
     from halfstep.data.packed import open_pack
 
     if not path.exists():
-        raise DataError(f"there is no packed file {path}", fix=again)
+        raise DataError(f"there is no packed file {path}", fix=other_sizes(folder, again))
     try:
         pack = open_pack(path, verify_bytes=path.stat().st_size)
     except DataError as error:
@@ -122,6 +122,19 @@ def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSetti
         raise
     stale = why_stale(pack.index, find_images(folder, layout), settings)
     return summary_of(pack) | {"verified": not stale, "stale": stale}
+
+
+def other_sizes(folder: Path, again: str) -> str:
+    """Packs of other sizes that lie in the folder: how to verify one, and how to make the missing one."""
+    from halfstep.data.pack_folder import packed_sizes
+
+    if not (sizes := packed_sizes(folder)):
+        return again
+    one, *more = (f"--size {size}" for size in sizes)
+    beside = f" (or {', '.join(more)})" if more else ""
+    return (
+        f"the folder holds another: {suggested('pack', folder, '--verify', *one.split())}{beside}; or make it: {again}"
+    )
 
 
 def summary_of(pack: Pack) -> Summary:

@@ -46,6 +46,12 @@ def default_pack_path(root: Path, size: int) -> Path:
     return root / f".halfstep-{size}.pack"
 
 
+def packed_sizes(root: Path) -> list[int]:
+    """Sizes of the packs that lie inside the folder."""
+    parts = (path.name.removeprefix(".halfstep-").removesuffix(".pack") for path in root.glob(".halfstep-*.pack"))
+    return sorted(int(part) for part in parts if part.isdecimal())
+
+
 def open_or_pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Progress | None = None) -> Pack:
     """The cache of a folder: the one at `path` where it is whole and fits the folder, else a new one."""
     if path.is_file():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ NESTS = (
 )  # fmt: skip
 """Keys below which training scripts keep weights; as trained before averaged."""
 SHOWN = 4
+TORCH_PROTOCOL = 2
+"""Of the pickles that torch.save writes; pickle.dump's is newer."""
 NOT_WEIGHTS = {
     b"version https://git-lfs": ("it is a pointer of Git LFS, not the file itself", "git lfs pull"),
     b"<!DOCTYPE": ("it is a web page", "download the file behind it"),
@@ -39,11 +43,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         fix = f"name a file in it: {', '.join(inside[:SHOWN])}" if inside else "give a .safetensors or .pth file"
         raise ModelError(f"no weights at {path}" + (": it is a folder" if path.is_dir() else ""), fix=fix)
     try:
-        content: Any = (
-            load_file(path)
-            if path.suffix == ".safetensors"
-            else torch.load(path, map_location="cpu", weights_only=True)
-        )
+        content: Any = load_file(path) if path.suffix == ".safetensors" else _load_tensors(path)
     except Exception as error:  # a foreign file can break a reader in any way
         raise _unreadable(path, error) from error
     if not isinstance(content, Mapping):
@@ -58,6 +58,12 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             fix="save model.state_dict(), alone or below the key state_dict",
         )
     return tensors, {name: value for name, value in content.items() if not isinstance(value, Tensor)}
+
+
+def _load_tensors(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, about a plain pickle: the error to come says it
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
@@ -108,8 +114,15 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
         r"Can only \w+ (\S+)", text
     ):
         return ModelError(
-            f"{path} holds Python objects beside tensors: {_few(dict.fromkeys(objects))}",
-            why="reading them would run code from the file, which halfstep never does",
+            f"cannot read the weights in {path}",
+            why=f"it holds an object ({_few(dict.fromkeys(objects))}), and only tensors are read: "
+            "reading others would run code from the file",
+            fix="where it was saved: torch.save(model.state_dict(), FILE)",
+        )
+    if start[:1] == pickle.PROTO and start[1:2] > bytes([TORCH_PROTOCOL]):
+        return ModelError(
+            f"cannot read the weights in {path}",
+            why=f"it is a plain pickle (protocol {start[1]}), not a file of torch.save",
             fix="where it was saved: torch.save(model.state_dict(), FILE)",
         )
     # torch's own words go on for screens and advise to switch safety off; its unpickler's mean nothing to anybody.

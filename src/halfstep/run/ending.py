@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass
 
-from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, suggested
+from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, counted, suggested
 from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
+from halfstep.step.scaler import Scaler
 from halfstep.step.step import Step
 
 
@@ -46,15 +48,25 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
     went_back = loop.parts.guard.num_rollbacks > 0  # and its counter with it
     if num_steps == 0 or end.committed > start.committed or last is None or not last.is_bad or went_back:
         return
-    is_overflow = loop.parts.plan.needs_loss_scaling and last.reason.startswith("gradient norm")
-    search = "a first loss scale takes up to 16 steps to find: train longer, or lower scaler.init_scale"
+    scaler = loop.parts.step.scaler
+    is_search = last.reason.startswith("gradient norm") and float(scaler.value) > scaler.options.min_scale
     raise TrainingStopped(
         f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",
         why="the weights are those the run began with",
-        fix=search
-        if is_overflow
+        fix=_longer_search(scaler)
+        if scaler.enabled and is_search
         else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
         "see where it begins with --precision fp32",
+    )
+
+
+def _longer_search(scaler: Scaler) -> str:
+    """What helps where steps ended before the search for a first loss scale did."""
+    options, reached = scaler.options, scaler.options.init_scale * float(scaler.value) / scaler.first
+    most = math.ceil(math.log(scaler.first / options.min_scale, 1 / options.backoff_factor))
+    return (
+        f"from scaler.init_scale={options.init_scale:g} the first loss scale takes up to {counted(most, 'step')} to "
+        f"find: train longer, or begin where this run ended: scaler.init_scale={reached:g}"
     )
 
 

@@ -212,9 +212,9 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             clock, energy = Stopwatch(), EnergyMeter(parts.device)
             start = Progress.of(parts.step)
             loop.run()
+            refuse_only_skips(loop, start)
             _draw(folder, report)
             show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
-            refuse_only_skips(loop, start)
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = ended_early(error, loop, folder, is_new=is_new)
             if folder.path.is_dir():

@@ -13,14 +13,13 @@ from halfstep.data.masks import IGNORED
 
 Array = np.ndarray[Any, Any]
 
-# Okabe and Ito's seven, which colour-blind readers can tell apart; then each the farthest (in CIELAB) from all before
-# it, from black and from NO_CLASS: no two are closer than 26.
+# Okabe and Ito's seven can be told apart by colour-blind readers: three mark errors, four are the first classes.
+# Then each is the farthest (in CIELAB) from all before it, from black and from NO_CLASS: no two are closer than 26.
 CLASS_COLOURS = np.frombuffer(
     bytes.fromhex(
-        "56b4e9 e69f00 009e73 f0e442 cc79a7 d55e00 0072b2 0000ff 00ff00 ff00dd ffffdd ff0066 0066ff 667700 99ff88 "
-        "771188 882222 00ffff dd9977 cc88ff 009900 bbff00 aa44ff ff0022 ffddff cc1188 664400 99aa77 225522 663366 "
-        "00ffbb ffdd88 ee6666 99cccc 7799ff 3344aa aaffcc 0022cc 88bb00 007777 aa0000 992255 00dd44 aacc66 ff77dd "
-        "aa99aa aa8833 885544"
+        "56b4e9 009e73 f0e442 d55e00 0000ff 00ff00 ff00dd ffffdd ff0066 0066ff 667700 99ff88 771188 882222 00ffff "
+        "dd9977 cc88ff 009900 bbff00 aa44ff ff0022 ffddff cc1188 664400 99aa77 225522 663366 00ffbb ffdd88 ee6666 "
+        "99cccc 7799ff 3344aa aaffcc 0022cc 88bb00 007777 aa0000 992255 00dd44 aacc66 ff77dd aa99aa aa8833 885544"
     ),
     dtype=np.uint8,
 ).reshape(-1, 3)
