@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Outcome": "halfstep.run.facade",
     "Step": "halfstep.run.facade",
+    "TrainingStopped": "halfstep.errors",
     "decide": "halfstep.precision.decide",
     "fp32_island": "halfstep.islands",
     "per_epoch": "halfstep.step.own_schedules",

@@ -69,6 +69,17 @@ def test_a_batch_of_two_kinds_is_no_window_of_two() -> None:
         step(loss_of(model), [X, torch.zeros(8, dtype=torch.long)])
 
 
+def test_a_tuple_of_tensors_is_a_batch_whatever_accumulate_is() -> None:
+    model, step = made(accumulate=2)
+    with pytest.raises(ConfigError, match="the window is a tuple of 2 tensors") as error:
+        step(loss_of(model), (X, X))
+    assert "[batch]" in error.value.fix
+    with pytest.raises(ConfigError, match="different kinds"):
+        step(loss_of(model), iter([X, X[0]]))
+    assert step(loss_of(model), [X, X]).committed
+    assert step(lambda batch: loss_of(model)(batch[0]), ((X, X), (X, X))).committed
+
+
 def test_an_iterator_is_a_window_and_a_shorter_one_steps_too() -> None:
     model, step = made(accumulate=4)
     assert step(loss_of(model), (X for _ in range(4))).committed
@@ -288,3 +299,23 @@ def test_parts_of_a_compiled_model_are_named_as_in_the_model() -> None:
     with pytest.raises(PrecisionError, match="head") as error:
         hs.Step(model, sgd(inner), "bf16", simulate=True, modules={"haed": "fp32"})
     assert "_orig_mod" not in error.value.fix
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_setting_that_is_not_finite_is_refused_before_the_step(name: str, value: float) -> None:
+    model, step = made()
+    before = model.weight.clone()
+    step.optimizers[0].param_groups[0][name] = value
+    with pytest.raises(ConfigError, match=f"{name} of SGD is {value}"):
+        step(loss_of(model), [X])
+    assert torch.equal(model.weight, before)
+
+
+def test_also_takes_one_module_or_anything_that_gives_several() -> None:
+    other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for also in (other, other.parameters(), (other,), other[0].weight):
+        made(also=also)
+    for no_module in (3, "other", {"other": other}, other.named_parameters(), None):
+        with pytest.raises(ConfigError, match="also="):
+            made(also=no_module)

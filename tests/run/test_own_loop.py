@@ -73,6 +73,11 @@ def test_a_step_shows_few_names_and_its_docstring_explains_every_argument() -> N
     assert all((getattr(hs.Step, name).__doc__ or "").strip() for name in shown)
 
 
+def test_a_step_shows_what_it_is() -> None:
+    _, step = made(accumulate=2)
+    assert repr(step) == "Step(Linear, SGD, fp32 on cpu, accumulate=2, 0 steps made)"
+
+
 def test_an_outcome_tells_loss_gradient_rate_and_scale() -> None:
     model, step = made(precision="fp16", simulate=True)
     outcome = step(loss_of(model), [X])
@@ -121,6 +126,8 @@ def test_the_advice_of_a_stopped_loop_is_made_of_arguments_that_exist() -> None:
     model, step = made()
     with pytest.raises(TrainingStopped) as error:
         stepped(step, model, 9)
+    assert isinstance(error.value, hs.TrainingStopped)
+    assert "samples" not in error.value.fix  # these batches have no ids
     assert 'guard={"on_fault": "rollback"}' in error.value.fix
     assert "clip_norm=1.0" in error.value.fix
     made(clip_norm=1.0, guard={"on_fault": "rollback"})
@@ -149,8 +156,9 @@ def test_a_loop_of_ones_own_rolls_back(schedule: Any) -> None:
         ema_decay=0.9,
     )
     diverged(step, model)
-    with pytest.warns(UserWarning, match=r"rolled back to committed step 4 .* x0.5"):
+    with pytest.warns(UserWarning, match=r"rolled back to committed step 4 .* x0.5") as caught:
         until_finite(step, model)
+    assert caught[0].filename == __file__
     assert step.committed == 4
     outcome = step(loss_of(model), [X])
     assert outcome.committed

@@ -225,7 +225,7 @@ def test_models_that_write_only_buffers_cost_no_copies_of_their_parameters() -> 
         step.model.conv.requires_grad_(False)
         for k in range(3):
             step(loss_of(step.model), [batch(k)])
-        assert not step._writes.written
+        assert not step.writes.written
 
 
 def test_a_sparse_buffer_is_left_to_its_module() -> None:

@@ -3,6 +3,7 @@ than the one reported."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -122,11 +123,12 @@ def test_a_forgotten_epoch_ended_is_noticed() -> None:
         list(step.windows([X]))
 
 
-def test_epoch_ended_without_a_schedule_per_epoch_is_refused_and_without_any_is_fine() -> None:
+@pytest.mark.parametrize("kind", ["none", "function per step", "ReduceLROnPlateau per validation"])
+def test_epoch_ended_without_a_schedule_per_epoch_is_refused(kind: str) -> None:
     model = nn.Linear(2, 2)
-    made(sgd(model), model, None).epoch_ended()
+    optimizer = sgd(model)
     with pytest.raises(ConfigError, match=r"per_epoch"):
-        made(sgd(model), model, lambda k: 1.0).epoch_ended()
+        made(optimizer, model, kinds_of_schedules(optimizer)[kind]).epoch_ended()
 
 
 SHORT = {
@@ -191,6 +193,78 @@ def test_a_plateau_cuts_exactly_when_torchs_does(name: str, fused: bool) -> None
         assert stepped(step, model) == pytest.approx([rate(twin)])
         step.validated(torch.tensor(metric))
         torchs.step(metric)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.filterwarnings("ignore:SGD is not fused")
+def test_the_groups_show_a_new_rate_at_once(fused: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    a, b = sgd(model[0], 1.0, fused=fused), sgd(model[1], 0.5, fused=fused)
+    step = made([a, b], model, [hs.per_epoch(TORCH.StepLR(a, 1, 0.5)), TORCH.ReduceLROnPlateau(b, patience=0)])
+    stepped(step, model)
+    step.epoch_ended()
+    assert (rate(a), rate(b)) == (0.5, 0.5)
+    step.validated(1.0)
+    step.validated(2.0)
+    assert (rate(a), rate(b)) == pytest.approx((0.5, 0.05))
+    assert stepped(step, model) == [0.5]
+
+
+@pytest.mark.parametrize("paced", [hs.per_step, hs.per_epoch])
+def test_a_plateau_follows_neither_steps_nor_epochs(paced: Any) -> None:
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau") as error:
+        paced(TORCH.ReduceLROnPlateau(sgd(nn.Linear(2, 2))))
+    assert "step.validated(metric)" in error.value.fix
+
+
+def kinds_of_schedules(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "none": None,
+        "function per step": lambda k: 1.0,
+        "function per epoch": hs.per_epoch(lambda k: 1.0),
+        "StepLR per step": hs.per_step(TORCH.StepLR(optimizer, 5)),
+        "StepLR per epoch": hs.per_epoch(TORCH.StepLR(optimizer, 5)),
+        "CosineAnnealingLR per step": hs.per_step(TORCH.CosineAnnealingLR(optimizer, 5)),
+        "ReduceLROnPlateau per validation": TORCH.ReduceLROnPlateau(optimizer),
+    }
+
+
+def test_a_state_of_another_schedule_is_refused_and_changes_nothing() -> None:
+    model = nn.Linear(2, 2)
+    steps: dict[str, hs.Step] = {}
+    for name in kinds_of_schedules(sgd(model)):
+        optimizer = sgd(model)
+        steps[name] = made(optimizer, model, kinds_of_schedules(optimizer)[name])
+    for saved, own in itertools.product(steps, steps):
+        state = steps[saved].state_dict()
+        if saved == own:
+            steps[own].load_state_dict(state)
+            continue
+        with pytest.raises(CheckpointError, match=f"{saved}; this step has {own}"):
+            steps[own].load_state_dict(state)
+        steps[own].load_state_dict(state | {"schedules": {}})  # as the fix says
+
+
+def test_a_state_from_before_kinds_were_stored_loads() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    step = made(optimizer, model, hs.per_epoch(TORCH.StepLR(optimizer, 1, 0.5)))
+    stepped(step, model)
+    step.epoch_ended()
+    state = step.state_dict()
+    del state["schedules"]["kinds"]
+    again = sgd(model)
+    resumed = made(again, model, hs.per_epoch(TORCH.StepLR(again, 1, 0.5)))
+    resumed.load_state_dict(state)
+    assert rate(again) == 0.5
+
+
+@pytest.mark.parametrize("paced", [hs.per_step, hs.per_epoch])
+def test_a_rate_that_is_not_finite_is_told_from_a_schedule_that_ended(paced: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="it gives nan") as error:
+        made(sgd(model), model, paced(lambda k: float("nan")))
+    assert "division by 0" in error.value.fix
 
 
 def test_validated_without_a_plateau_says_what_follows_a_metric() -> None:

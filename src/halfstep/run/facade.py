@@ -24,11 +24,13 @@ from halfstep.run.own_arguments import (
     model_and_optimizers,
     number,
     precision_of,
+    refuse_odd_settings,
     refuse_recast,
     refuse_strangers,
 )  # fmt: skip
 from halfstep.run.own_loss import OwnLoss
 from halfstep.run.own_rollback import Rollback
+from halfstep.run.own_strangers import Strangers
 from halfstep.run.own_window import loader_of, refuse_no_function, window_of
 from halfstep.run.stepped_by_hand import committing, watch_for_hands
 from halfstep.step.batches import Batch
@@ -36,6 +38,7 @@ from halfstep.step.clip import Clip
 from halfstep.step.commit import READS_FLAG_IN_KERNEL
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Reading
+from halfstep.step.forward_writes import Also
 from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, Verdict
 from halfstep.step.own_schedules import OwnSchedules, Paced
 from halfstep.step.schedule import Schedule
@@ -171,7 +174,7 @@ class Step:
         ema_decay: float | None = 0.0,
         guard: GuardOptions | Mapping[str, Any] | None = None,
         skip_spikes: bool = False,
-        also: Sequence[nn.Module | Tensor] = (),
+        also: Also = (),
         on_gradients: OnGradients | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
     ) -> None:
@@ -208,6 +211,7 @@ class Step:
         )
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
         self._loss = OwnLoss(self._step)
+        self._strangers = Strangers(self._step.writes)
         self._passes = 0
         watch_for_hands(optimizers)
         for hint in self._hints():
@@ -233,12 +237,16 @@ class Step:
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
         """The first half of a call: forward, backward and verdict. Nothing is committed yet."""
         self._schedules.refuse_other_hands()
+        refuse_odd_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
         batches = window_of(window, self._step.accumulate)
         checked = self._loss.checked(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep()
-        return self._step.compute(checked, batches)
+        if not self._loss.is_new(loss_fn):
+            return self._step.compute(checked, batches)
+        with self._strangers.noticed(loss_fn):
+            return self._step.compute(checked, batches)
 
     def commit(self, facts: Facts) -> None:
         """The second half: the optimizers step, or everything stays as it was."""
@@ -324,6 +332,13 @@ class Step:
         self._schedules.load_state_dict(schedules)
         if self._rollback is not None:
             self._rollback.forget()
+
+    def __repr__(self) -> str:
+        names = ", ".join(committer.name for committer in self._step.committers)
+        return (
+            f"Step({type(self._step.model).__name__}, {names}, {self.plan.granted} on {self._step.device}, "
+            f"accumulate={self._step.accumulate}, {self.attempted} steps made)"
+        )
 
     # --- inside ---
 

@@ -104,6 +104,20 @@ def refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
+def refuse_odd_settings(optimizers: Sequence[Optimizer]) -> None:
+    """Numbers that somebody wrote into the groups; those on a device are not asked for."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name in ("lr", "weight_decay"):
+                value = group.get(name, 0.0)
+                if isinstance(value, Real) and not math.isfinite(value):
+                    raise ConfigError(
+                        f"{name} of {type(optimizer).__name__} is {value}",
+                        why="it was written into param_groups, and a step with it would ruin every weight of the group",
+                        fix=f'optimizer.param_groups[...]["{name}"] = a finite number',
+                    )
+
+
 def refuse_recast(model: nn.Module, plan: Plan) -> None:
     """The optimizer exists already: weights stay as they are stored, or the request is refused."""
     rows = {row.module.replace(ROOT, ""): row for row in plan.rows if row.kind != "island"}

@@ -5,7 +5,6 @@ The close look finds what a loop of torch's AMP may have left in it. It costs a 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from halfstep.errors import ConfigError
 from halfstep.precision.contexts import AUTOCAST_DTYPES
 from halfstep.run.own_window import half_dtypes_in, is_scaled_by_hand, loss_and_weight
+from halfstep.run.user_line import warn_user
 from halfstep.step.batches import Batch
 from halfstep.step.step import LossFn, Step, Weight
 
@@ -36,12 +36,11 @@ class OwnLoss:
                 why="there is no gradient to train on",
                 fix="call it outside; evaluation needs no step",
             )
-        kind = getattr(loss_fn, "__code__", type(loss_fn))
+        kind = _kind(loss_fn)
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
-            warnings.warn(
+            warn_user(
                 "the step was called inside torch.autocast: it enters autocast by itself, and backward and optimizer "
-                "belong outside; take yours away",
-                stacklevel=3,
+                "belong outside; take yours away"
             )
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
@@ -55,6 +54,10 @@ class OwnLoss:
             return loss, weight
 
         return loss_of
+
+    def is_new(self, loss_fn: LossFn) -> bool:
+        """Whether it has not been looked at."""
+        return _kind(loss_fn) not in self.known
 
     def grad(self, outputs: Tensor, inputs: Tensor | Sequence[Tensor]) -> Any:
         scaler, wanted = self.step.scaler, [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -82,15 +85,15 @@ class OwnLoss:
                 fix="return the loss; leave backward(), zero_grad() and optimizer.step() out",
             )
         if is_scaled_by_hand(loss):
-            self._warn("the loss is multiplied by a large power of two, as GradScaler.scale does: the step scales by "
+            warn_user("the loss is multiplied by a large power of two, as GradScaler.scale does: the step scales by "
                        "itself; return the plain loss")  # fmt: skip
         if isinstance(weight, Tensor) and weight.is_floating_point() and not float(weight) >= 1:
-            self._warn(f"loss_fn gave (loss, {float(weight):g}): the second value weighs the batch in its window. If "
+            warn_user(f"loss_fn gave (loss, {float(weight):g}): the second value weighs the batch in its window. If "
                        "it is an accuracy, return the loss alone")  # fmt: skip
         strange = half_dtypes_in(loss) - self._half_dtypes_of_plan()
         if strange:
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))
-            self._warn(f"loss_fn computes in {names}, while the plan says {self.step.plan.granted}: an autocast of "
+            warn_user(f"loss_fn computes in {names}, while the plan says {self.step.plan.granted}: an autocast of "
                        "your own, or a cast, is in force; leave it to precision= and modules=")  # fmt: skip
 
     def _half_dtypes_of_plan(self) -> set[torch.dtype | None]:
@@ -101,5 +104,6 @@ class OwnLoss:
             stored.add(torch.float16)  # autocast's choice for recurrent layers; the plan has warned
         return {AUTOCAST_DTYPES.get(name.removesuffix("-true")) for name in computed} | stored
 
-    def _warn(self, text: str) -> None:
-        warnings.warn(text, stacklevel=2)
+
+def _kind(loss_fn: LossFn) -> object:
+    return getattr(loss_fn, "__code__", type(loss_fn))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 
 from halfstep.run.snapshots import Snapshots
+from halfstep.run.user_line import warn_user
 from halfstep.step.guard import Guard, Verdict
 from halfstep.step.step import Step
 
@@ -36,10 +35,9 @@ class Rollback:
         self.snapshots.go_back(state, self.model, self.step)
         self.guard.rolled_back()
         self._cut(rates)
-        warnings.warn(
+        warn_user(
             f"rolled back to committed step {state['step']['committed']} ({verdict.reason}); learning rate now "
-            f"x{self.guard.rate_factor:g}",
-            stacklevel=4,
+            f"x{self.guard.rate_factor:g}"
         )
         return True
 

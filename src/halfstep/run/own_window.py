@@ -43,15 +43,18 @@ def window_of(given: object, accumulate: int) -> list[Batch]:
         window = list(itertools.islice(given, accumulate + 1))  # it may never end
         if len(window) > accumulate:
             _refuse(f"gives more than the accumulate={accumulate} batches of one step")
-        return window
-    is_record = hasattr(given, "_fields")
-    if isinstance(given, (str, bytes)) or is_record or not isinstance(given, Sequence):
-        _refuse(f"is a {type(given).__name__}, not a list of batches")
-    if len(given) > accumulate:
-        _refuse(f"holds {len(given)} entries, more than the accumulate={accumulate} batches of one step")
-    if _mixes_kinds(given):
+    else:
+        is_record = hasattr(given, "_fields")
+        if isinstance(given, (str, bytes)) or is_record or not isinstance(given, Sequence):
+            _refuse(f"is a {type(given).__name__}, not a list of batches")
+        if len(given) > accumulate:
+            _refuse(f"holds {len(given)} entries, more than the accumulate={accumulate} batches of one step")
+        window = list(given)
+    if _mixes_kinds(window):
         _refuse("holds tensors of different kinds, as the parts of one batch are")
-    return list(given)
+    if isinstance(given, tuple) and len(window) > 1 and all(isinstance(batch, Tensor) for batch in window):
+        _refuse(f"is a tuple of {len(window)} tensors, as a batch is; batches that are tensors come in a list")
+    return window
 
 
 def _mixes_kinds(window: Sequence[Batch]) -> bool:

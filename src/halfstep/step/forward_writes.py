@@ -16,7 +16,8 @@ left them, so that a graph kept from one step to the next, as between the networ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep.step.flat import Snapshot, became_non_finite, gather, is_writable_in_place
 from halfstep.step.places import Name, Place, Places
 
+Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]
+"""What else belongs to a step: one of them, or several."""
 Change = tuple[Place, Tensor | None, Tensor | None]
 """A place, and what it held before and after forward."""
 
@@ -47,7 +50,7 @@ class ForwardWrites:
     replaced: list[Change]
     moved: list[tuple[Tensor, Tensor]]
 
-    def __init__(self, model: nn.Module, also: Sequence[nn.Module | Tensor] = ()) -> None:
+    def __init__(self, model: nn.Module, also: Also = ()) -> None:
         modules, tensors = _sorted_out(also)
         self.loose = nn.Module()
         """Holds what no module here does: tensors of `also` as buffers, parameters that are trained as such."""
@@ -277,15 +280,17 @@ class ForwardWrites:
                 )
 
 
-def _sorted_out(also: Sequence[nn.Module | Tensor]) -> tuple[list[nn.Module], list[Tensor]]:
-    for one in also:
+def _sorted_out(also: Also) -> tuple[list[nn.Module], list[Tensor]]:
+    is_one = isinstance(also, (nn.Module, Tensor, str)) or not isinstance(also, Iterable)
+    given: list[Any] = [also] if is_one else list(cast("Iterable[Any]", also))
+    for one in given:
         if not isinstance(one, (nn.Module, Tensor)):
             raise ConfigError(
-                f"also= has a {type(one).__name__} in it",
+                f"also= {'is' if is_one else 'has'} a {type(one).__name__}",
                 why="it names modules and parameters that a bad step must leave alone besides the model's own",
                 fix="also=[discriminator], or also=[*encoder.parameters()]",
             )
-    return [m for m in also if isinstance(m, nn.Module)], [t for t in also if isinstance(t, Tensor)]
+    return [m for m in given if isinstance(m, nn.Module)], [t for t in given if isinstance(t, Tensor)]
 
 
 def _refuse_uninitialised(places: Places) -> None:

@@ -146,8 +146,8 @@ class Guard:
             action=Action.STOP,
             reason=f"{counted(self.num_at_floor, 'step')} in a row overflowed with the loss scale at its floor of "
             f"{self.min_scale:g} (step {reading.attempted}: {reading.reason})",
-            fix=f"the model itself produces infinities: try {self.advice.overflow}, a lower learning rate, or look at "
-            f"the samples {_few(reading.sample_ids)}",
+            fix=f"the model itself produces infinities: try {self.advice.overflow} or a lower learning rate"
+            f"{_samples(reading)}",
         )
 
     def _judge_fault(self, reading: Reading) -> Verdict:
@@ -167,8 +167,7 @@ class Guard:
             action=Action.STOP,
             reason=reason + tried,
             fix=f"lower the learning rate, clip gradients ({self.advice.clip})"
-            f"{going_back if self.options.on_fault == 'stop' else ''}; samples of the last step: "
-            f"{_few(reading.sample_ids)}",
+            f"{going_back if self.options.on_fault == 'stop' else ''}{_samples(reading)}",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,6 +189,8 @@ class Guard:
             setattr(self, name, int(state[name]))
 
 
-def _few(sample_ids: tuple[int, ...], most: int = 8) -> str:
-    shown = ", ".join(str(i) for i in sample_ids[:most])
-    return shown + (", ..." if len(sample_ids) > most else "") if sample_ids else "unknown"
+def _samples(reading: Reading, most: int = 8) -> str:
+    """Which samples to look at, where the batches tell."""
+    ids = reading.sample_ids
+    shown = ", ".join(map(str, ids[:most])) + (", ..." if len(ids) > most else "")
+    return f"; samples of the last step: {shown}" if ids else ""

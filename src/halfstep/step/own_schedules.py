@@ -9,7 +9,6 @@ a list of these                       one for each optimizer; None leaves one to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.step.rates import Rates, base_rate
+from halfstep.step.rates import Rates, base_rate, finite, no_rate
 from halfstep.step.schedule import Schedule
 from halfstep.step.torch_schedulers import BY_BATCH, Curve, PlateauTwin, steps_until_small
 
@@ -33,6 +32,14 @@ class Paced:
 
     schedule: LRScheduler | Schedule
     every: Literal["step", "epoch"]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            raise ConfigError(
+                f"hs.per_{self.every} was given a ReduceLROnPlateau",
+                why="it follows a metric, neither steps nor epochs",
+                fix="schedule=plateau as it is, and step.validated(metric) after each validation",
+            )
 
 
 def per_step(schedule: LRScheduler | Schedule) -> Paced:
@@ -58,6 +65,12 @@ class Driven:
     """How far the user's own scheduler stood when it was given."""
     plateau: PlateauTwin | None = None
 
+    @property
+    def kind(self) -> str:
+        """As a stored state names it."""
+        name = "function" if self.scheduler is None else type(self.scheduler).__name__
+        return f"{name} per {self.every}"
+
 
 class OwnSchedules:
     """The schedules of a user's loop, and the rates they drive."""
@@ -67,6 +80,8 @@ class OwnSchedules:
         self.hints: list[str] = []
         self.driven = [self._driven(one, optimizer) for optimizer, one in _by_optimizer(given, optimizers)]
         self.rates = self._rates(device) if self.driven else None
+        kinds = {id(driven.optimizer): driven.kind for driven in self.driven}
+        self.kinds = [kinds.get(id(optimizer), "none") for optimizer in optimizers]
 
     def _driven(self, given: Any, optimizer: Optimizer) -> Driven:
         inner, every = _inner(given), given.every if isinstance(given, Paced) else "step"
@@ -97,38 +112,30 @@ class OwnSchedules:
     def _write(self) -> None:
         """Give the rates what does not follow steps."""
         assert self.rates is not None
-        said: list[float] = []
+        said: list[float | None] = []
         for driven in self.driven:
-            said += (
-                [1.0] * len(driven.optimizer.param_groups)
-                if driven.every == "step"
-                else self._said_by(driven, self.epochs)
-            )
+            by_steps = driven.every == "step"
+            said += [None] * len(driven.optimizer.param_groups) if by_steps else self._said_by(driven, self.epochs)
         self.rates.set_by_host(said)
 
     def _said_by(self, driven: Driven, epochs: int) -> Sequence[float]:
         try:
-            rates = driven.absolute(epochs)
-            if not all(math.isfinite(rate) for rate in rates):
-                raise ValueError(f"{list(rates)} are no learning rates")
+            return [finite(rate) for rate in driven.absolute(epochs)]
         except Exception as error:  # whatever a user's function may raise
-            raise ConfigError(
-                f"the schedule has no learning rate for epoch {epochs}",
-                why=f"{type(error).__name__}: {error}",
-                fix="make it as long as the training, for example T_max=number of epochs",
-            ) from error
-        return rates
+            raise no_rate(f"epoch {epochs}", error, "T_max=number of epochs") from error
 
     def epoch_ended(self) -> None:
-        if self.driven and not self.has("epoch", "validation"):
+        if not self.has("epoch"):
             raise ConfigError(
-                "epoch_ended() was called, but schedule= moves on with every step",
-                why="a scheduler follows optimizer steps unless it is said otherwise",
+                "epoch_ended() was called, but no schedule= is per epoch",
+                why="a scheduler follows optimizer steps unless it is given as hs.per_epoch(scheduler), and a "
+                "ReduceLROnPlateau follows step.validated(metric)",
                 fix="schedule=hs.per_epoch(scheduler), or no call of epoch_ended()",
             )
+        self.refuse_other_hands()
         self.epochs += 1
-        if self.driven:
-            self._write()
+        self._write()
+        self._show()
 
     def validated(self, metric: float) -> None:
         if not self.has("validation"):
@@ -137,10 +144,16 @@ class OwnSchedules:
                 why="no other schedule follows a metric",
                 fix="schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, ...), or no call of validated()",
             )
+        self.refuse_other_hands()
         for driven in self.driven:
             if driven.plateau is not None:
                 driven.plateau.observe(float(metric))
         self._write()
+        self._show()
+
+    def _show(self) -> None:
+        assert self.rates is not None
+        self.rates.show_by_host()
 
     def has(self, *kinds: str) -> bool:
         return any(driven.every in kinds for driven in self.driven)
@@ -163,10 +176,21 @@ class OwnSchedules:
             self.rates.refuse_other_hands()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs, "plateaus": [d.plateau.state_dict() for d in self.driven if d.plateau]}
+        plateaus = [driven.plateau.state_dict() for driven in self.driven if driven.plateau]
+        return {"kinds": self.kinds, "epochs": self.epochs, "plateaus": plateaus}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse what does not fit, before anything is loaded."""
+        kinds = state.get("kinds", self.kinds)  # states of earlier versions have none
+        if kinds != self.kinds:
+            raise CheckpointError(
+                f"the state was saved with another schedule: {_listed(kinds)}; this step has {_listed(self.kinds)}",
+                why="its counts would be read by a schedule they are not of",
+                fix="make the step with the schedule= it was saved with; to begin the new one at epoch 0 all the same: "
+                'step.load_state_dict(state | {"schedules": {}})',
+            )
+        if not state:
+            return
         own, stored = sum(d.plateau is not None for d in self.driven), len(state.get("plateaus", ()))
         if own != stored:
             raise CheckpointError(
@@ -180,10 +204,15 @@ class OwnSchedules:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epochs = int(state.get("epochs", 0))
         plateaus = [driven.plateau for driven in self.driven if driven.plateau is not None]
-        for plateau, stored in zip(plateaus, state.get("plateaus", ()), strict=True):
+        for plateau, stored in zip(plateaus, state.get("plateaus", ()), strict=bool(state)):
             plateau.load_state_dict(stored)
         if self.driven:
             self._write()
+            self._show()
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return ", ".join(kinds)
 
 
 def _of_group(driven: Driven, position: int) -> Schedule:
@@ -236,9 +265,7 @@ def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str
 
 
 def _multiplied(bases: Sequence[float], multiplier: Any) -> list[float]:
-    if isinstance(multiplier, complex):
-        raise ValueError(f"{multiplier} is no learning rate")
-    return [base * float(multiplier) for base in bases]
+    return [base * finite(multiplier) for base in bases]
 
 
 def _count(scheduler: Any) -> tuple[int, ...]:

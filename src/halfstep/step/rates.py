@@ -48,7 +48,7 @@ class Rates:
         self.base = torch.tensor(base or [base_rate(group) for group in self.groups], device=device)
         self.chunk = chunk
         self.cut = 1.0
-        self.by_host = [1.0] * len(self.groups)
+        self.by_host: list[float | None] = [None] * len(self.groups)
         self.factor = torch.ones(len(self.groups), device=device)
         self.now = torch.tensor([float(g["lr"]) for g in self.groups], device=device)
         self.views = [self.now[position] for position in range(len(self.groups))]
@@ -85,13 +85,9 @@ class Rates:
         columns: list[list[float]] = []
         for step in range(known, attempted + (self.chunk or max(known, TABLE_CHUNK))):
             try:
-                columns.append([_finite(schedule(step)) for schedule in self.schedules])
+                columns.append([finite(schedule(step)) for schedule in self.schedules])
             except Exception as error:  # whatever a user's function may raise
-                self.end = ConfigError(
-                    f"the schedule has no learning rate for step {step}",
-                    why=f"{type(error).__name__}: {error}",
-                    fix="make it as long as the training, for example total_steps=number of optimizer steps",
-                )
+                self.end = no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
                 break
         return columns
 
@@ -107,13 +103,23 @@ class Rates:
         self.cut = cut
         self._write_factors()
 
-    def set_by_host(self, factors: Sequence[float]) -> None:
-        """What schedules that do not follow steps say of each group now; 1 for those that do."""
-        self.by_host = list(factors)
+    def set_by_host(self, rates: Sequence[float | None]) -> None:
+        """What schedules that do not follow steps say of each group now; None for those that do."""
+        self.by_host = list(rates)
         self._write_factors()
 
     def _write_factors(self) -> None:
-        self.factor.copy_(torch.tensor([self.cut * own for own in self.by_host]))
+        self.factor.copy_(torch.tensor([self.cut * (1.0 if own is None else own) for own in self.by_host]))
+
+    def show_by_host(self) -> None:
+        """Let groups whose rate the host decides hold it at once, not only from the next step on; waits for nothing."""
+        for position, (group, own) in enumerate(zip(self.groups, self.by_host, strict=True)):
+            if own is None:
+                continue
+            self.views[position].copy_(self.factor[position])
+            if not isinstance(self.held[position], Tensor):
+                group["lr"] = self.held[position] = float(torch.tensor(self.cut * own))  # in fp32, as the vector
+        self.version = self.now._version
 
     def drives(self, optimizer: Optimizer) -> bool:
         return any(optimizer is own for own in self.optimizers)
@@ -170,7 +176,27 @@ def base_rate(group: Mapping[str, Any]) -> float:
     return float(group.get("initial_lr", group["lr"]))
 
 
-def _finite(value: Any) -> float:
+class NotFinite(ValueError):
+    """A schedule gave something else than a finite number."""
+
+
+def finite(value: Any) -> float:
     if isinstance(value, complex) or not math.isfinite(value):
-        raise ValueError(f"{value} is no learning rate")
+        raise NotFinite(f"it gives {value}")
     return float(value)
+
+
+def no_rate(when: str, error: Exception, length: str) -> ConfigError:
+    """What a schedule that ends, or gives no number, is answered."""
+    if isinstance(error, NotFinite):
+        return ConfigError(
+            f"the schedule has no learning rate for {when}: {error}",
+            why="a learning rate is a finite number",
+            fix="look for a division by 0, or a power of what is negative past the end: clamp its argument, as in "
+            "max(0, 1 - step / total)",
+        )
+    return ConfigError(
+        f"the schedule has no learning rate for {when}",
+        why=f"{type(error).__name__}: {error}",
+        fix=f"make it as long as the training, for example {length}",
+    )

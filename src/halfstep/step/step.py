@@ -31,7 +31,7 @@ from halfstep.step.clip import Clip
 from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, restore_rng, rng_state
-from halfstep.step.forward_writes import ForwardWrites
+from halfstep.step.forward_writes import Also, ForwardWrites
 from halfstep.step.one_process import refuse_many_processes
 from halfstep.step.rates import Rates
 from halfstep.step.scaler import Scaler, ScalerOptions
@@ -66,7 +66,7 @@ class Step:
         ema: Ema | None = None,
         spikes: SpikeMeter | None = None,
         agree: Agree = alone,
-        also: Sequence[nn.Module | Tensor] = (),
+        also: Also = (),
         on_gradients: OnGradients | None = None,
     ) -> None:
         if accumulate < 1:
@@ -92,7 +92,7 @@ class Step:
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
         self.on_gradients = on_gradients
-        self._writes = ForwardWrites(model, also)
+        self.writes = ForwardWrites(model, also)
         self._rng: dict[str, Tensor] = {}
         """The generators before a compute() that is not committed yet."""
         self._judged: list[tuple[Tensor, Tensor | None, int]] = []
@@ -128,7 +128,7 @@ class Step:
         self._rng = rng_state(self.device)
         try:
             facts = self.judge(loss_fn, window)
-            self._writes.refuse_unsaved(facts.bad)
+            self.writes.refuse_unsaved(facts.bad)
         except BaseException:
             self.abandon()
             raise
@@ -140,17 +140,17 @@ class Step:
     def judge(self, loss_fn: LossFn, window: Window) -> Facts:
         """The part of `compute` that the device does: what a CUDA graph can hold."""
         parameters = self._trained_parameters()
-        self._writes.save(parameters)
+        self.writes.save(parameters)
         self.clear_gradients()
         loss, weight = self._accumulate(loss_fn, window)
-        self._writes.look()
+        self.writes.look()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
     def abandon(self) -> None:
         """Undo a compute() that was not committed: buffers and generators as before. Twice does no harm."""
         self.clear_gradients()
         if self._rng:
-            self._writes.put_back()
+            self.writes.put_back()
             restore_rng(self._rng, self.device)
         self._rng, self._judged = {}, []
 
@@ -187,7 +187,7 @@ class Step:
         lr = self._first_rate()
         for committer in self.committers:
             committer.commit(bad, facts.factor)
-        self._writes.restore_where(bad)
+        self.writes.restore_where(bad)
         self.committed.add_(~bad)
         if self.ema is not None:
             self.ema.update(self.committed, bad)
@@ -205,19 +205,19 @@ class Step:
         """What keeps this step from being replayed as a CUDA graph; empty where nothing does."""
         if self.device.type != "cuda":
             return f"a CUDA graph needs a CUDA device, not {self.device}"
-        if reason := self.why_never_captured() or self._writes.why_not_captured:
+        if reason := self.why_never_captured() or self.writes.why_not_captured:
             return reason
         return "" if all(c.settled for c in self.committers) else "an optimizer has not made its first step"
 
     def forget_writes(self) -> None:
         """After state was loaded: a compute() before it is void, and what forward writes is found anew."""
-        self._writes.compare_anew()
+        self.writes.compare_anew()
         self._rng, self._judged = {}, []
 
     def forget_capture(self) -> None:
         """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
         self.clear_gradients()
-        self._writes.forget()
+        self.writes.forget()
         for committer in self.committers:
             committer.close_capture()
 
@@ -266,7 +266,7 @@ class Step:
         elif weight == 0:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
-        facts.ruined = self._writes.became_non_finite(self.device)
+        facts.ruined = self.writes.became_non_finite(self.device)
         # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
         bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
         bad = bad if overflow is None else bad | overflow

@@ -1,0 +1,88 @@
+"""A network that `loss_fn` writes into and the step does not guard is noticed in the first window."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules_of_torch
+
+import halfstep as hs
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+def with_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def made(model: nn.Module, **more: Any) -> hs.Step:
+    return hs.Step(model, torch.optim.SGD(model.parameters(), 0.1, fused=True), "fp32", **more)
+
+
+def test_a_network_left_out_of_also_is_warned_about_once_with_its_name() -> None:
+    critic, generator = nn.Linear(4, 1), with_norm()
+    step = made(critic)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return critic(generator(x).detach()).mean()
+
+    with pytest.warns(UserWarning, match=r"BatchNorm1d '1' of Sequential.*also=\[generator\]") as caught:
+        step(loss_fn, [X])
+    assert caught[0].filename == __file__
+    assert not modules_of_torch._global_forward_pre_hooks
+    step(loss_fn, [X])  # a second warning would be an error
+
+
+def test_an_attribute_of_the_trainer_is_named_as_such() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.critic, self.slow = nn.Linear(4, 1), with_norm()
+
+        def loss(self, x: Tensor) -> Tensor:
+            return self.critic(self.slow(x).detach()).mean()
+
+    trainer = Trainer()
+    with pytest.warns(UserWarning, match=r"also=\[self\.slow\]"):
+        made(trainer.critic)(trainer.loss, [X])
+    with pytest.warns(UserWarning, match=r"also=\[trainer\.slow\]"):
+        made(trainer.critic)(lambda x: trainer.loss(x), [X])
+
+
+class Constant(nn.Module):
+    """Has a buffer that nobody writes, as a positional encoding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.mean
+
+
+def test_guarded_evaluated_and_unwritten_networks_are_left_in_peace() -> None:
+    critic, guarded, evaluated, constant = nn.Linear(4, 1), with_norm(), with_norm().eval(), Constant()
+    norm = nn.BatchNorm1d(4)
+    step = made(critic, also=[guarded, *norm.buffers()])
+    step(lambda x: critic(constant(evaluated(norm(guarded(x))))).mean(), [X])
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_what_is_compiled_is_neither_hooked_nor_broken(hidden: bool) -> None:
+    critic, generator = nn.Linear(4, 1), with_norm()
+    holder = [torch.compile(lambda x: critic(generator(x).detach()).mean(), backend="eager", fullgraph=True)]
+    loss_fn = (lambda x: holder[0](x)) if hidden else holder[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert made(critic)(loss_fn, [X]).committed
+    assert not modules_of_torch._global_forward_pre_hooks
+
+
+def test_the_hook_goes_when_the_loss_raises() -> None:
+    critic = nn.Linear(4, 1)
+    with pytest.raises(ZeroDivisionError):
+        made(critic)(lambda x: critic(x) / (1 // 0), [X])
+    assert not modules_of_torch._global_forward_pre_hooks
