@@ -11,14 +11,15 @@ from data.data_sets import SIZE, mask, picture
 from halfstep.data.layouts import KNOWN
 from halfstep.data.segmentation import SegmentationData
 from halfstep.errors import ConfigError, DataError
-from halfstep.workloads import from_dict, unet
+from halfstep.workloads import from_dict
+from halfstep.workloads.segmentation.build import build
 from halfstep.workloads.workload import Workload
 
 
 def built(root: Path, **settings: Any) -> Workload:
     data = {"dir": str(root), **settings}
     model = {"base_channels": 1, "depth": 1}
-    return unet.build(from_dict("unet", {"data": data, "model": model}).config)  # type: ignore[arg-type]
+    return build(from_dict("unet", {"data": data, "model": model}).config)  # type: ignore[arg-type]
 
 
 def names(samples: object) -> list[str]:
@@ -124,6 +125,49 @@ def test_camvid_in_one_folder_is_split_by_fraction(tmp_path: Path) -> None:
     workload = built(tmp_path, val_fraction=0.5)
     assert len(workload.train_samples) == len(workload.val_samples) == 1
     assert workload.store["mask_values"] == [0, 4, 21, 30]
+
+
+@pytest.mark.parametrize("name", ["valid.txt", "val.txt"])
+def test_a_list_beside_images_without_a_validation_part_is_named_with_its_setting(tmp_path: Path, name: str) -> None:
+    data_sets.camvid_one_folder(tmp_path)
+    (tmp_path / name).write_text("0016E5_07959.png\n")
+    assert f"data.val_list={tmp_path / name}" in about(built(tmp_path, val_fraction=0.5))
+    asked = built(tmp_path, val_list=str(tmp_path / name))
+    assert names(asked.val_samples) == ["0016E5_07959.png 0016E5_07959_P.png"]
+    assert "is not used" not in about(asked)
+
+
+def cityscapes_label_ids(root: Path) -> None:
+    data_sets.cityscapes(root, train_ids=False)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        data_sets.camvid, data_sets.camvid_colours, data_sets.camvid_one_folder, data_sets.cityscapes,
+        cityscapes_label_ids, data_sets.ade20k,
+    ],
+)  # fmt: skip
+def test_a_data_set_without_a_background_counts_all_classes_unless_one_is_named(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path)
+    workload = built(tmp_path, val_fraction=0.5)
+    assert workload.settled["model.background"] is None
+    assert "all classes" in workload.scoring
+    assert "background" in dict(workload.about)
+    config = from_dict("unet", {"data": {"dir": str(tmp_path), "val_fraction": 0.5}, "model": {"background": "first"}})
+    asked = build(config.config)  # type: ignore[arg-type]
+    assert "model.background" not in asked.settled
+    assert "without mask value" in asked.scoring
+
+
+@pytest.mark.parametrize("write", [data_sets.drive, data_sets.voc, data_sets.tgs])
+def test_a_data_set_with_a_background_leaves_it_out(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
+    workload = built(tmp_path)
+    assert "model.background" not in workload.settled
+    assert "without mask value 0" in workload.scoring
 
 
 def test_cityscapes_without_train_ids_gives_its_label_ids(tmp_path: Path) -> None:
@@ -254,7 +298,7 @@ def test_255_is_ignored_beside_numbered_classes_alone(
         picture(tmp_path / "imgs" / f"{name}.png")
         mask(tmp_path / "masks" / f"{name}.png", *values)
     model = {"base_channels": 1, "depth": 1, "ignore_index": setting}
-    workload = unet.build(from_dict("unet", {"data": {"dir": str(tmp_path)}, "model": model}).config)  # type: ignore[arg-type]
+    workload = build(from_dict("unet", {"data": {"dir": str(tmp_path)}, "model": model}).config)  # type: ignore[arg-type]
     assert workload.store["mask_values"] == classes
     assert workload.store["ignored_value"] == ignored
     assert ("model.ignore_index=null" in about(workload)) == (setting == "auto" and ignored is not None)
@@ -273,7 +317,7 @@ def test_a_size_that_nobody_set_follows_the_pictures_and_is_stored(tmp_path: Pat
     assert workload.store["image_size"] == 24
     assert "24×16" in about(workload)
     deep = from_dict("unet", {"data": {"dir": str(tmp_path)}, "model": {"base_channels": 1, "depth": 4}}).config
-    assert unet.build(deep).store["image_size"] == 32  # type: ignore[arg-type]
+    assert build(deep).store["image_size"] == 32  # type: ignore[arg-type]
 
 
 def test_a_size_that_was_set_stays(tmp_path: Path) -> None:

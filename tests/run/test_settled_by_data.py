@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data import data_sets
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, DataError
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load
@@ -33,6 +33,50 @@ def test_the_size_of_the_pictures_is_stored_and_a_resumed_run_keeps_it(
     assert load(str(run / "config.yaml")).config.data.image_size == 24
     with pytest.raises(CheckpointError, match=r"data\.image_size: 24 -> 512"):
         train(load(str(run / "config.yaml"), overrides=["data.image_size=512"]), resume=run)
+
+
+def test_a_run_on_data_without_a_background_stores_that_and_resume_and_evaluate_agree(tmp_path: Path) -> None:
+    data_sets.camvid(tmp_path / "set")
+    run = trained(tmp_path / "set", tmp_path / "run")
+    assert load(str(run / "config.yaml")).config.model.background is None  # type: ignore[attr-defined]
+    train(load(str(run / "config.yaml"), overrides=["train.epochs=2"]), resume=run)
+    found = evaluate(run, report=Told(tmp_path).report)
+    assert found.metrics["iou"] == found.metrics["iou_all"]
+    assert "all classes" in found.scoring
+
+
+def test_a_run_stored_with_a_background_keeps_its_rule(tmp_path: Path) -> None:
+    data_sets.camvid(tmp_path / "set")
+    run = trained(tmp_path / "set", tmp_path / "run", "model.background=first")
+    assert load(str(run / "config.yaml")).config.model.background == "first"  # type: ignore[attr-defined]
+    assert "without mask value 0" in evaluate(run, report=Told(tmp_path).report).scoring
+
+
+@pytest.mark.parametrize(("own", "other"), [((0, 1), (0, 255)), ((0, 255), (0, 1)), ((0, 255), (3, 7))])
+def test_two_mask_values_are_those_of_the_run_in_their_order_whatever_they_are(
+    tmp_path: Path, own: tuple[int, int], other: tuple[int, int]
+) -> None:
+    for folder, values in (("own", own), ("same", own), ("other", other)):
+        for name in ("1", "2"):
+            data_sets.picture(tmp_path / folder / "imgs" / f"{name}.png")
+            data_sets.mask(tmp_path / folder / "masks" / f"{name}.png", *values)
+    run = trained(tmp_path / "own", tmp_path / "run")
+    told = Told(tmp_path)
+    same = evaluate(run, report=told.report, data=tmp_path / "same").metrics
+    assert "in this order" not in told.text
+    assert evaluate(run, report=told.report, data=tmp_path / "other").metrics == same
+    assert f"hold {other[0]}, {other[1]} where the run's held {own[0]}, {own[1]}" in told.text
+
+
+def test_other_masks_with_a_third_value_are_refused_with_the_values_of_the_run(tmp_path: Path) -> None:
+    for folder, values in (("own", (0, 255)), ("other", (0, 1, 2))):
+        for name in ("1", "2"):
+            data_sets.picture(tmp_path / folder / "imgs" / f"{name}.png")
+            data_sets.mask(tmp_path / folder / "masks" / f"{name}.png", *values)
+    run = trained(tmp_path / "own", tmp_path / "run")
+    with pytest.raises(DataError, match=r"hold the values 0, 1, 2, the run's classes are 0, 255") as refused:
+        evaluate(run, report=Told(tmp_path).report, data=tmp_path / "other")
+    assert "ignore" not in refused.value.fix
 
 
 def test_a_run_on_one_layout_is_evaluated_on_its_own_validation_part_and_on_another_folder(tmp_path: Path) -> None:

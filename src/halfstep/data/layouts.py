@@ -46,6 +46,8 @@ class Layout:
     """The mask value of pixels without a label."""
     some_without_masks: bool = False
     """Whether pictures that have no mask are part of the data set."""
+    has_background: bool = True
+    """Whether the smallest mask value stands for everything that is no class."""
 
 
 def _known(name: str, train: tuple[str, str], val: tuple[str, str] | None = None, **more: object) -> Layout:
@@ -65,9 +67,11 @@ KNOWN: tuple[Layout, ...] = (
     ),
     _known("DRIVE, one part", ("images/{id}_*", "1st_manual/{id}_manual1")),
     # SegNet's version: 11 classes and, as value 11, everything else.
-    _known("CamVid", ("train/{id}", "trainannot/{id}"), ("val/{id}", "valannot/{id}"), ignored=11),
-    _known("CamVid", ("train/{id}", "train_labels/{id}_L"), ("val/{id}", "val_labels/{id}_L")),
-    _known("CamVid", ("images/{id}", "labels/{id}_P")),
+    _known(
+        "CamVid", ("train/{id}", "trainannot/{id}"), ("val/{id}", "valannot/{id}"), ignored=11, has_background=False
+    ),
+    _known("CamVid", ("train/{id}", "train_labels/{id}_L"), ("val/{id}", "val_labels/{id}_L"), has_background=False),
+    _known("CamVid", ("images/{id}", "labels/{id}_P"), has_background=False),
     # Of rows with one name the first that fits counts: the 19 classes for training, where they were made.
     *(
         _known(
@@ -75,6 +79,7 @@ KNOWN: tuple[Layout, ...] = (
             (CITY_IMAGES.format("train"), CITY_MASKS.format("train", kind)),
             (CITY_IMAGES.format("val"), CITY_MASKS.format("val", kind)),
             ignored=ignored,
+            has_background=False,
         )
         for kind, ignored in (("labelTrainIds", 255), ("labelIds", None))
     ),
@@ -90,6 +95,7 @@ KNOWN: tuple[Layout, ...] = (
         ("images/training/{id}", "annotations/training/{id}"),
         ("images/validation/{id}", "annotations/validation/{id}"),
         ignored=0,
+        has_background=False,
     ),
     _known("DSB2018", ("stage1_train/{id}/images/{id}", "stage1_train/{id}/masks/")),
     _known("DSB2018", ("{id}/images/{id}", "{id}/masks/")),

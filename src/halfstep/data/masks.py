@@ -66,8 +66,7 @@ class MaskTable:
     def paint(self, classes: Array) -> Array:
         """The mask with the original values: (H, W) uint8 or uint16, or (H, W, 3) uint8."""
         if self.is_colour:
-            colours = [v if isinstance(v, tuple) else (v, v, v) for v in self.values]
-            return np.array(colours, dtype=np.uint8)[classes]
+            return np.array([as_colour(value) for value in self.values], dtype=np.uint8)[classes]
         values = np.array(self.values)
         return values.astype(np.uint8 if values.max() < 256 else np.uint16)[classes]
 
@@ -144,8 +143,8 @@ def table_of(values: Iterable[MaskValue], *, ignored: MaskValue | None = None) -
     """The table of all values seen in a data set, sorted; gray ones join the colours where there are any."""
     seen = set(values)
     if any(isinstance(value, tuple) for value in seen):
-        seen = {value if isinstance(value, tuple) else (value, value, value) for value in seen}
-        ignored = (ignored, ignored, ignored) if isinstance(ignored, int) else ignored
+        seen = {as_colour(value) for value in seen}
+        ignored = None if ignored is None else as_colour(ignored)
     classes = sorted(seen - {ignored}, key=lambda value: value if isinstance(value, tuple) else (value,))
     if len(classes) >= IGNORED:
         raise DataError(
@@ -154,6 +153,11 @@ def table_of(values: Iterable[MaskValue], *, ignored: MaskValue | None = None) -
             fix="save masks as PNG with one value per class",
         )
     return MaskTable(values=tuple(classes), ignored=ignored)
+
+
+def as_colour(value: MaskValue) -> tuple[int, int, int]:
+    """A gray value as the colour that it looks like."""
+    return value if isinstance(value, tuple) else (value, value, value)
 
 
 def resize_mask(mask: Array, size: tuple[int, int]) -> Array:

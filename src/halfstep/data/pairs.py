@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep.data.files import BadFiles, natural_key, readable_files, some_of
-from halfstep.data.layouts import Layout, Names, PairLayout, find_layout
+from halfstep.data.layouts import VALIDATION_NAMES, Layout, Names, PairLayout, find_layout
 from halfstep.data.name_patterns import ID, NamePattern
 from halfstep.errors import DataError, nearest
 
@@ -43,6 +43,7 @@ class FoundPairs:
     """Which folders they come from, and the data set's name where it is a known one."""
     ignored: int | None = None
     """The mask value of pixels without a label, where the layout has one."""
+    has_background: bool = True
 
 
 def find_split(root: Path, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
@@ -58,12 +59,20 @@ def find_split(root: Path, *, layout: PairLayout, split: Split, bad_files: BadFi
         lists = [folder / name for name in found.lists]
         split = replace(split, train_list=lists[0], val_list=lists[1])
         where += f"; split by {found.lists[0]} and {found.lists[1]}"
+    elif found.val is None and not asked_lists:
+        where += _unused_list(folder)
     if found.val is None or asked_lists:
         train, val = split_pairs([pair for part in pairs for pair in part], split)
     else:
         train, val = pairs
         where += f"; validation: {found.val}"
-    return FoundPairs(train=train, val=val, layout=where, ignored=found.ignored)
+    return FoundPairs(train=train, val=val, layout=where, ignored=found.ignored, has_background=found.has_background)
+
+
+def _unused_list(folder: Path) -> str:
+    """A list beside the images is no known part of the layout: it is named, and the user decides."""
+    path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
+    return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
 
 
 def _described(root: Path, folder: Path, found: Layout) -> str:

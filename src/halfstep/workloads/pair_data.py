@@ -51,6 +51,11 @@ def ignored_value(config: UNetConfig, found: FoundPairs, seen: Collection[MaskVa
     return None, ""
 
 
+def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
+    """Whether the data set has no background and nobody named one."""
+    return not found.has_background and "background" not in config.model.model_fields_set
+
+
 def image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
     """The side of the images, and why where nobody asked for it: the usual one, less where the pictures have less."""
     usual = config.data.image_size

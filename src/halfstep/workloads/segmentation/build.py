@@ -22,7 +22,7 @@ from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, disc
 from halfstep.errors import ConfigError, DataError, counted
 from halfstep.models.unet import UNet
 from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.pair_data import MANY_VALUES, find_data, ignored_value, image_side
+from halfstep.workloads.pair_data import MANY_VALUES, find_data, ignored_value, image_side, scores_all_classes
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.workload import Loss, Workload
@@ -57,6 +57,10 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         settled = {"data.image_size": side}
         about += [("ignored mask value", why_ignored)] if why_ignored else []
         about += [("image size", why_side)] if why_side else []
+        if scores_all_classes(config, found):
+            settled["model.background"] = None
+            about.append(("background", "none in this data set, all classes count (model.background)"))
+            config = config.model_copy(update={"model": config.model.model_copy(update={"background": None})})
     table, image = table_of_store(store), image_format_of_store(store)
     _check_class_weights(config, num_classes=store["num_classes"])
     background = background_class(config, table)
