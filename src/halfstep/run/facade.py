@@ -115,7 +115,7 @@ class Step:
         step = hs.Step(model, optimizer, "auto", clip_norm=1.0, accumulate=4, schedule=hs.per_step(scheduler))
 
 
-        def loss_fn(batch):  # gives the loss, or (loss, weight)
+        def loss_fn(batch):  # returns the loss, or (loss, weight)
             return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
@@ -124,34 +124,38 @@ class Step:
                 outcome = step(loss_fn, window)
             print(outcome.loss, outcome.lr, outcome.grad_norm)
 
-    A step is bad when its loss, its gradient norm or a buffer is no longer finite. Then weights, buffers, optimizer
-    state, average and schedule keep their bits. In fp16 that is how the loss scale is found; otherwise five in a row
-    raise TrainingStopped.
+    A step is bad when its loss, its gradient norm or anything that forward writes, such as BatchNorm statistics, is not
+    finite; with skip_spikes also when its loss is a spike. A bad step changes nothing: weights, buffers, optimizer
+    state, average and schedule keep their bits. In fp16 an overflow halves the loss scale; in other precisions five bad
+    steps in a row raise hs.TrainingStopped.
+
+    A call left over from the old loop, such as optimizer.step(), is warned about once, and training goes on with it;
+    backward() inside loss_fn is refused.
 
     Arguments:
-        model: what is trained, on its device and in its dtype already. Several modules: torch.nn.ModuleList([a, b]).
+        model: what is trained, already on its device and in its dtype. Several modules: torch.nn.ModuleList([a, b]).
         optimizer: one of torch.optim or your own, or a list of them. fused=True makes skipping free.
-        precision: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype. What the device lacks becomes the
-            next best, with a warning; `print(step.plan)` shows what runs and why.
+        precision: "auto", "bf16", "fp16", "tf32", "fp32", "fp8" or a torch dtype. If the device lacks it, the next best
+            is used, with a warning; `print(step.plan)` shows what runs and why.
         modules: parts with a precision of their own by name or pattern, {"decoder.head": "fp32"}.
-        strict: refuse instead of taking the next best precision.
-        simulate: numerics of a precision that this device lacks; for tests on a laptop, never for speed.
+        strict: refuse a precision that the device lacks instead of using the next best.
+        simulate: the numerics of a precision that this device lacks, such as fp16 on a laptop: for tests, not speed.
         force: run fp8 in every layer that takes it; without it fp8 runs only where it was measured to pay, by
             `halfstep train`.
-        clip_norm: limit of the gradient norm; 0 or None is none.
+        clip_norm: limit of the gradient norm; 0 or None turns clipping off.
         clip_type: "l2" or "inf" norm over all gradients, or "value" for each entry.
         accumulate: batches in one optimizer step. Each counts by its number of samples, or by the weight that
-            loss_fn gives.
+            loss_fn returns.
         schedule: of the learning rate. `hs.per_step(scheduler)`, `hs.per_epoch(scheduler)` with `epoch_ended()`,
-            ReduceLROnPlateau with `validated(metric)`, a function of the step that gives a multiplier, or a list with
-            one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without it the
+            ReduceLROnPlateau with `validated(metric)`, a function of the step that returns a multiplier, or a list with
+            one of them, or None, for each optimizer. A torch scheduler alone counts as per step. Without schedule= the
             learning rate is yours: step your own scheduler, or write into param_groups.
-        ema_decay: below 1; above 0 keeps an average of the weights for `averaged()`.
+        ema_decay: between 0 and 1: keeps an average of the weights for `averaged()`; 0 or None keeps none.
         guard: {"max_consecutive": 5} bad steps in a row raise; {"on_fault": "rollback"} goes back instead, to one of
-            the copies it keeps in host memory every "snapshot_every" steps, with the learning rate times "lr_cut".
-        skip_spikes: drop steps whose loss is a spike, too.
-        also: modules, or tensors, that loss_fn writes into although this step does not train them, such as a generator
-            while its discriminator is trained. A bad step puts them back, too.
+            the copies it takes in host memory every "snapshot_every" steps, with the learning rate times "lr_cut".
+        skip_spikes: also drop steps whose loss is far above the last 64.
+        also: a module or tensor, or several, that loss_fn writes into although this step does not train them, such as a
+            generator while its discriminator is trained. A bad step puts them back, too.
         on_gradients: called with the model once its gradients are unscaled, before they are judged and clipped: the
             place to edit them.
         on_outcome: called with the Outcome of each step two steps later, when reading it costs no wait: for logging.
@@ -220,7 +224,7 @@ class Step:
     # --- training ---
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Groups of `accumulate` batches; the last one may be shorter. At its end the last steps are judged, too."""
+        """Groups of `accumulate` batches; the last may be shorter. When it is exhausted, the last steps are judged."""
         if self._passes and self._schedules.has("epoch"):
             warnings.warn("schedule= is per epoch, but step.epoch_ended() was not called after the last pass over the "
                           "data: the learning rate stays as it is", stacklevel=2)  # fmt: skip
@@ -229,7 +233,7 @@ class Step:
         self.finish()
 
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch]) -> Outcome:
-        """Compute, judge and commit one window. `loss_fn(batch)` gives the loss, or (loss, weight)."""
+        """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
         facts = self.compute(loss_fn, window)
         self.commit(facts)
         return Outcome(facts)
@@ -255,10 +259,10 @@ class Step:
         self._act_on(self._guard.watch(facts))
 
     def grad(self, outputs: Tensor, inputs: Tensor | Sequence[Tensor]) -> Any:
-        """The gradient of `outputs` by `inputs` inside loss_fn, in fp32, to be trained on: a gradient penalty.
+        """The gradient of `outputs` with respect to `inputs`, in fp32, for a loss that uses it: a gradient penalty.
 
-        In fp16 it is taken of the scaled sum of `outputs` and unscaled, so that it does not vanish; where it overflows
-        the step is dropped. A tensor for one input, a tuple for several. ::
+        In fp16 the sum of `outputs` is scaled and the gradient unscaled, so that it does not vanish; if it overflows,
+        the step is dropped. Returns a tensor for one input, a tuple for several. ::
 
             x = real.clone().requires_grad_()
             penalty = (step.grad(critic(x), x).flatten(1).norm(dim=1) - 1).square().mean()
@@ -266,7 +270,7 @@ class Step:
         return self._loss.grad(outputs, inputs)
 
     def epoch_ended(self) -> None:
-        """An epoch is over: schedules given as `hs.per_epoch(...)` move on."""
+        """Call it after each epoch: schedules given as `hs.per_epoch(...)` move on."""
         self._passes = 0
         self._schedules.epoch_ended()
 
@@ -275,7 +279,7 @@ class Step:
         self._schedules.validated(float(metric))
 
     def finish(self) -> None:
-        """Judge the last steps, which the guard has not looked at yet. `windows` and `with step:` end with it."""
+        """Judge the last steps, which the guard has not seen yet. `windows` and `with step:` call it at their end."""
         self._act_on(self._guard.drain())
 
     def __enter__(self) -> Self:

@@ -121,7 +121,7 @@ def _weight(weight: Any) -> Weight:
     raise ConfigError(
         f"loss_fn gave (loss, {shown}), but the second value is the weight of the batch",
         why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
-        fix="return loss alone and keep results in a variable of your own; a weight that is no count: torch.tensor(w)",
+        fix="return loss alone and keep results in a variable of your own; a fractional weight: torch.tensor(w)",
     )
 
 
