@@ -39,6 +39,45 @@ def test_guide_4_shows_what_runs_and_both_errors(guide_4: Path, capsys: pytest.C
     assert "2 errors" in out
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "workload: unet\ntrain: {epochz: 3}\n",
+        "workload: unett\n",
+        "workload: unet\ntrain: {epochs: many}\n",
+        "workload: unet\nglobals: {a: '${globals.a}'}\ndata: {dir: '${globals.a}'}\n",
+        "workload: unet\nglobals: {a: " + "x" * 1000 + ", b: '" + "${globals.a}" * 99 + "', c: '" + "${globals.b}" * 99
+        + "'}\ndata: {dir: '${globals.c}'}\n",
+        "workload: unet\npreset: fastest\n",
+        "workload: unet\nmodel: {path: mine}\n",
+    ],
+)  # fmt: skip
+def test_an_own_config_that_train_refuses_is_refused_in_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["train", "own.yaml"])
+    words = capsys.readouterr().err.strip()
+    assert words.startswith("error: ")
+    code, out, err = run(capsys, "own.yaml")
+    assert (code, err.strip()) == (2, words)
+    assert "nothing wrong" not in out
+
+
+def test_an_own_config_that_train_takes_has_nothing_wrong_and_own_workloads_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise RuntimeError('imported')\n")
+    for workload in ("unet", "mine:build"):
+        (tmp_path / "own.yaml").write_text(f"workload: {workload}\nprecision: bf16\n")
+        code, out, err = run(capsys, "own.yaml")
+        assert (code, err) == (0, "")
+        assert "nothing wrong" in out
+
+
 def test_fix_prints_a_patch_and_changes_nothing(guide_4: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "radio.yaml", "acc.yaml", "--fix")
     assert code == 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from halfstep.cli.main import app_with, main
+from halfstep.workloads.segmentation.demo import write_demo
 
 SMALL = ("data.image_size=32", "model.base_channels=2", "model.depth=1")
 
@@ -33,6 +35,12 @@ def test_fp8_on_a_gpu_that_is_not_here_says_that_nothing_was_timed() -> None:
     said = printed("vit_s_16", "--precision", "fp8", "--gpu", "h100", "data.image_size=32")
     assert "warning: no layer was timed" in said
     assert "no layer was timed" not in printed("vit_s_16", "--precision", "bf16", "--gpu", "h100", "data.image_size=32")
+
+
+def test_without_a_data_folder_it_says_that_the_model_is_the_demos(tmp_path: Path) -> None:
+    assert "this is the plan of the DEMO" in printed("unet", *SMALL)
+    write_demo(tmp_path / "data", num_images=2, side=32)
+    assert "DEMO" not in printed("unet", *SMALL, "--data-dir", str(tmp_path / "data"))
 
 
 def test_json_is_the_plan_a_run_stores() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,11 @@ from halfstep.align.runs import runs_of
 from halfstep.align.statements import Reference, Source
 from halfstep.align.traps import traps
 from halfstep.align.versions import lightning_version
+from halfstep.config.workloads import is_import_path
 from halfstep.errors import ConfigError, HalfstepError
+
+LoadOwn = Callable[[Path], object]
+"""Reads a config file of halfstep's own as training would, or raises."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,7 @@ class Report:
 class Reading:
     """What is collected while files are read, one after the other."""
 
+    load_own: LoadOwn | None = None
     named: list[Source] = field(default_factory=list)
     found: list[Source] = field(default_factory=list)
     links: dict[Path, list[Path]] = field(default_factory=dict)
@@ -71,9 +76,10 @@ def check(
     commands: Sequence[str] = (),
     device: Device | None = None,
     progress: Progress | None = None,
+    load_own: LoadOwn | None = None,
 ) -> Report:
     """Check the files named, what a project folder holds, environment variables and command lines, together."""
-    reading = Reading()
+    reading = Reading(load_own=load_own)
     if project is not None and not files.is_folder(project):
         reading.unreadable.append(ConfigError(f"--project {project}: no such folder", fix="check the path"))
     texts = {path: text for path in named_files(paths) if (text := readable(path, reading)) is not None}
@@ -124,13 +130,28 @@ def pinned_lightning(texts: Mapping[Path, str], found: Sequence[Path]) -> str:
 
 def read_named(path: Path, text: str, version: str, reading: Reading) -> None:
     try:
-        sources = reading.take(path, read_file(path, text, version))
+        read = read_file(path, text, version)
     except HalfstepError as error:
         reading.unreadable.append(error)
         return
+    sources = reading.take(path, read)
     reading.named += sources
+    reading.unreadable += refusal(path, read, reading.load_own)
     is_quiet = not sources and path.suffix != ".py" and path.name not in files.PIN_FILES
     reading.silent += [str(path)] if is_quiet else []
+
+
+def refusal(path: Path, read: FileReading, load_own: LoadOwn | None) -> list[HalfstepError]:
+    """What training would say of a config of halfstep's own; a user's own workload is not imported to hear it."""
+    found = [finding for source in read.sources for finding in source.findings]
+    has_findings = any(severity_of(finding) is not Severity.INFO for finding in found)
+    if load_own is None or has_findings or not read.workload or is_import_path(read.workload):
+        return []
+    try:
+        load_own(path)
+    except HalfstepError as error:
+        return [error]
+    return []
 
 
 def follow(reading: Reading, known: set[Path], version: str) -> None:

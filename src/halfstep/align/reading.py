@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from halfstep.align import files, links
-from halfstep.align.dialects import command_line, source_of
+from halfstep.align.dialects import command_line, own, source_of
 from halfstep.align.document import read_document
 from halfstep.align.findings import Finding
 from halfstep.align.ignore import Ignores
@@ -35,6 +35,8 @@ class FileReading:
     is_script: bool = False
     names: dict[str, list[str]] = field(default_factory=dict)
     """Files it names, by who names them: itself, or `run.sh:12` for a command."""
+    workload: str = ""
+    """Of halfstep's own YAML configs."""
 
 
 def read_found(paths: Sequence[Path], version: str, progress: Progress | None) -> Iterator[tuple[Path, FileReading]]:
@@ -78,6 +80,8 @@ def read_file(path: Path, text: str, version: str, *, lazily: bool = False) -> F
         source = source_of(root, lightning_version=version)
         reading.sources = [source] if source is not None else []
         reading.names = {name: links.names_in_config(root)}
+        if source is not None and source.dialect == own.NAME and path.suffix in (".yaml", ".yml"):
+            reading.workload = str(root.scalar_at("workload"))
     elif path.suffix not in (".txt", ".lock"):
         kinds = "YAML, JSON, TOML, Python and shell files"
         raise ConfigError(

@@ -78,6 +78,7 @@ def command(
                 commands=command_text or (),
                 device=device,
                 progress=progress,
+                load_own=load_own,
             )
 
     report = run()
@@ -98,6 +99,12 @@ def command(
     else:
         print_report(report)
     raise typer.Exit(report.exit_code)
+
+
+def load_own(path: Path) -> object:
+    from halfstep.workloads import load
+
+    return load(str(path))
 
 
 MIN_COUNTED = 100

@@ -15,6 +15,10 @@ from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.places import with_absolute_paths
 from halfstep.workloads import KINDS
 
+DEMO_NOTE = (
+    "no data folder was given: this is the plan of the DEMO, whose model may be smaller; yours with --data-dir DIR"
+)
+
 
 def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data where none are given, and decide for the hardware."""
@@ -32,7 +36,7 @@ def _plan(config: RunConfig, hardware: Hardware) -> Plan:
         data = Path(folder) / "demo"
         kind.write_demo(config.workload, data, seed=config.train.seed)
         with_data = config.model_copy(update={"data": config.data.model_copy(update={"dir": str(data)})})
-        return plan_for(with_data, build_workload(with_data), hardware)
+        return _with_warning(plan_for(with_data, build_workload(with_data), hardware), DEMO_NOTE)
 
 
 def _with_what_is_untimed(decided: Plan) -> Plan:
@@ -40,4 +44,8 @@ def _with_what_is_untimed(decided: Plan) -> Plan:
     if decided.granted != "fp8":
         return decided
     note = f"no layer was timed: on {decided.device_name} itself, layers or a step that fp8 does not speed up run bf16"
-    return dataclasses.replace(decided, warnings=(*decided.warnings, note))
+    return _with_warning(decided, note)
+
+
+def _with_warning(decided: Plan, line: str) -> Plan:
+    return dataclasses.replace(decided, warnings=(*decided.warnings, line))

@@ -8,13 +8,15 @@ from halfstep.align.statements import Draft, Source, Topic, is_on
 from halfstep.config.aliases import PRECISIONS, precision_name
 from halfstep.errors import ConfigError
 
+NAME = "halfstep"
+
 
 def recognises(root: Node) -> bool:
     return root.has("workload")
 
 
 def read(root: Node) -> Source:
-    draft = Draft(root, "halfstep")
+    draft = Draft(root, NAME)
     key = "precision.default" if root.has("precision.default") else "precision"
     if root.has(key):
         say_precision(draft, key)
