@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from typing import Any
 
 import pytest
@@ -63,6 +63,12 @@ class Constant(nn.Module):
         return x - self.mean
 
 
+def test_an_entry_of_a_dict_is_named_as_such() -> None:
+    nets = {"critic": nn.Linear(4, 1), "slow": with_norm()}
+    with pytest.warns(UserWarning, match=r"also=\[nets\['slow'\]\]"):
+        made(nets["critic"])(lambda x: nets["critic"](nets["slow"](x)).mean(), [X])
+
+
 def test_guarded_evaluated_and_unwritten_networks_are_left_in_peace() -> None:
     critic, guarded, evaluated, constant = nn.Linear(4, 1), with_norm(), with_norm().eval(), Constant()
     norm = nn.BatchNorm1d(4)
@@ -70,14 +76,17 @@ def test_guarded_evaluated_and_unwritten_networks_are_left_in_peace() -> None:
     step(lambda x: critic(constant(evaluated(norm(guarded(x))))).mean(), [X])
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_what_is_compiled_is_neither_hooked_nor_broken(hidden: bool) -> None:
+@pytest.mark.parametrize("way", ["itself", "in a dict", "in a partial"])
+def test_what_is_compiled_is_neither_hooked_nor_broken(way: str) -> None:
     critic, generator = nn.Linear(4, 1), with_norm()
-    holder = [torch.compile(lambda x: critic(generator(x).detach()).mean(), backend="eager", fullgraph=True)]
-    loss_fn = (lambda x: holder[0](x)) if hidden else holder[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        assert made(critic)(loss_fn, [X]).committed
+    nets = {"slow": torch.compile(generator, backend="eager", fullgraph=True)}
+    compiled = torch.compile(lambda x: critic(generator(x).detach()).mean(), backend="eager", fullgraph=True)
+    loss_fns = {
+        "itself": compiled,
+        "in a dict": lambda x: critic(nets["slow"](x).detach()).mean(),
+        "in a partial": functools.partial(compiled),
+    }
+    assert made(critic)(loss_fns[way], [X]).committed
     assert not modules_of_torch._global_forward_pre_hooks
 
 

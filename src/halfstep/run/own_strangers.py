@@ -9,7 +9,9 @@ put where torch.compile would trace it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +24,8 @@ from halfstep.run.user_line import warn_user
 from halfstep.step.forward_writes import ForwardWrites
 
 Buffers = dict[str, Tensor]
+MOST_ENTRIES = 100
+"""Of a list or dict that is looked through for networks: it may hold the data."""
 
 
 class Strangers:
@@ -37,7 +41,7 @@ class Strangers:
         named = _named_by(loss_fn)
         self.writes.places.refresh()
         own = set(self.writes.places.modules)
-        if any(map(_is_compiled, [loss_fn, *named.values(), *self.writes.places.roots])):
+        if any(map(_is_compiled, [*named.values(), *self.writes.places.roots])):
             yield
             return
         ran: dict[nn.Module, Buffers] = {}
@@ -83,23 +87,27 @@ def _differs(now: Tensor | None, then: Tensor) -> bool:
 
 
 def _named_by(loss_fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function can name: its closure, its globals, of a method its object; and their attributes."""
+    """What a function can name: its closure, its globals, of a method its object; and their parts."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
     function = inspect.unwrap(getattr(loss_fn, "__func__", loss_fn))
-    found = {"self": loss_fn.__self__} if hasattr(loss_fn, "__self__") else {}
+    found = {"loss_fn": loss_fn, **({"self": loss_fn.__self__} if hasattr(loss_fn, "__self__") else {})}
     if inspect.isfunction(function):
         with contextlib.suppress(ValueError):  # a variable of its closure has no value yet
             variables = inspect.getclosurevars(function)
             found.update(variables.globals)
             found.update(variables.nonlocals)
     holders = {name: value for name, value in found.items() if not inspect.ismodule(value)}
-    return found | {f"{name}.{key}": part for name, value in holders.items() for key, part in _parts(value).items()}
+    return found | {f"{name}{key}": part for name, value in holders.items() for key, part in _parts(value).items()}
 
 
 def _parts(value: object) -> dict[str, Any]:
-    """Without asking the object: a `__getattr__` of its own may do anything."""
-    held = getattr(value, "__dict__", {})
-    modules: dict[str, Any] = dict(value._modules) if isinstance(value, nn.Module) else {}
-    return {**held, **modules}
+    """Entries and attributes, as they follow its name. A `__getattr__` is not asked: it may do anything."""
+    if isinstance(value, (dict, list, tuple)):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        return {f"[{key!r}]": part for key, part in itertools.islice(entries, MOST_ENTRIES)}
+    held = {**getattr(value, "__dict__", {}), **(value._modules if isinstance(value, nn.Module) else {})}
+    return {f".{key}": part for key, part in held.items()}
 
 
 def _is_compiled(thing: object) -> bool:
