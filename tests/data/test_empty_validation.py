@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from halfstep.errors import DataError
-from halfstep.workloads import build, load
+from halfstep.run.assemble import build_workload
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 
 
@@ -24,7 +25,7 @@ def test_masks_and_images_that_are_all_bad_in_validation_are_an_error(tmp_path: 
     spoil(tmp_path / "val" / "imgs")
     small = ["data.image_size=16", "model.depth=1", "data.on_bad_file=skip", f"data.dir={tmp_path}"]
     with pytest.raises(DataError, match="left for validation: all 3 were left out") as refused:
-        build(load("unet", overrides=small).config)
+        build_workload(load("unet", overrides=small).config)
     assert "cannot read" in refused.value.why
 
 
@@ -37,4 +38,4 @@ def test_pictures_that_are_all_bad_in_validation_are_an_error(tmp_path: Path, ca
     spoil(tmp_path / "val")
     settings = ["data.on_bad_file=skip", f"data.dir={tmp_path}", "data.image_size=32", f"data.cache={cache}"]
     with pytest.raises(DataError, match="left for validation: all 2 were left out"):
-        build(load("resnet18", overrides=[*settings, "data.cache_size=32"]).config)
+        build_workload(load("resnet18", overrides=[*settings, "data.cache_size=32"]).config)

@@ -16,7 +16,8 @@ from halfstep.data.loader import Loader
 from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.resnet import ResNet, resnet
-from halfstep.workloads import build, load
+from halfstep.run.assemble import build_workload
+from halfstep.workloads import load
 from halfstep.workloads.classification.scores import ClassificationMetrics
 from halfstep.workloads.workload import Workload
 
@@ -40,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(folder: Path, *words: str, workload: str = "resnet18") -> Workload:
     torch.manual_seed(0)
-    return build(load(workload, overrides=[f"data.dir={folder}", *words]).config)
+    return build_workload(load(workload, overrides=[f"data.dir={folder}", *words]).config)
 
 
 def first_batch(workload: Workload, *, training: bool, batch_size: int = 6) -> dict[str, torch.Tensor]:
@@ -130,8 +131,8 @@ def test_validation_shows_all_of_a_cifar_image_and_the_middle_of_a_picture(folde
 
 def test_another_folder_is_evaluated_as_the_run_was(folder: Path) -> None:
     config = load("resnet18", overrides=[f"data.dir={folder}", *TINY]).config
-    stored = dict(build(config).store) | {"eval_share": 1.0}
-    middle, whole = (build(config, store).val_samples for store in (None, stored))
+    stored = dict(build_workload(config).store) | {"eval_share": 1.0}
+    middle, whole = (build_workload(config, store).val_samples for store in (None, stored))
     assert isinstance(middle, EvaluationFiles)
     assert isinstance(whole, EvaluationFiles)
     assert (middle.share, whole.share) == (0.875, 1.0)
@@ -139,10 +140,10 @@ def test_another_folder_is_evaluated_as_the_run_was(folder: Path) -> None:
 
 def test_classes_are_stored_and_other_classes_are_refused_by_name(folder: Path) -> None:
     config = load("resnet18", overrides=[f"data.dir={folder}", *TINY]).config
-    store = build(config).store
+    store = build_workload(config).store
     assert store["classes"] == ["blue", "green", "red"]
     with pytest.raises(DataError, match="2 classes|3 classes"):
-        build(config, {"classes": ["blue", "green", "pink"], "titles": {}})
+        build_workload(config, {"classes": ["blue", "green", "pink"], "titles": {}})
 
 
 TINY_VIT = ["model.depth=1", "model.heads=2", "model.dim=8"]
@@ -176,11 +177,11 @@ def test_a_stored_run_is_built_again_without_the_weights_it_started_from(folder:
     file = tmp_path / "start.pth"
     torch.save(resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=3).state_dict(), file)
     config = load("resnet18", overrides=[f"data.dir={folder}", *TINY, f"model.weights={file}"]).config
-    store = build(config).store
+    store = build_workload(config).store
     file.unlink()
-    build(config, store)
+    build_workload(config, store)
     with pytest.raises(ModelError, match="no weights at"):
-        build(config)
+        build_workload(config)
 
 
 def linear(num_classes: int, size: int = 32) -> nn.Module:
@@ -229,7 +230,7 @@ def test_a_model_that_does_not_fit_is_named_before_training(
 
 def test_no_folder_is_said_as_such() -> None:
     with pytest.raises(DataError, match="no data folder"):
-        build(load("resnet18").config)
+        build_workload(load("resnet18").config)
 
 
 def test_a_last_batch_that_batchnorm_cannot_learn_from_is_refused_before_training(folder: Path) -> None:

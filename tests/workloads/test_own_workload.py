@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import ConfigError
+from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
-from halfstep.workloads import build, load
+from halfstep.workloads import load
 
 TESTS = Path(__file__).resolve().parent.parent
 SETTINGS = ["device=cpu", "train.max_steps=1", "train.batch_size=4", "data.num_workers=0"]
@@ -61,5 +62,5 @@ def test_a_misspelled_module_beside_the_right_one_is_suggested(tmp_path: Path, m
     (tmp_path / "my_segmentation.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        build(load("my_segmentatoin:build").config)
+        build_workload(load("my_segmentatoin:build").config)
     assert "did you mean 'my_segmentation'?" in refused.value.fix

@@ -12,10 +12,11 @@ from PIL import Image
 from halfstep.data.loader import Batch, Loader
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.unet import UNet
+from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
-from halfstep.workloads import build, load
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.using import Wishes
@@ -48,7 +49,7 @@ def first_batch(workload: Workload) -> Batch:
 
 
 def test_the_workload_trains_and_scores_from_loader_to_metrics(demo: Path) -> None:
-    workload = build(config(demo))
+    workload = build_workload(config(demo))
     assert (len(workload.train_samples), len(workload.val_samples)) == (8, 2)
     batch = workload.prepare(first_batch(workload), key=(0, 0), training=True)
     assert batch["image"].dtype == torch.float32
@@ -62,7 +63,7 @@ def test_the_workload_trains_and_scores_from_loader_to_metrics(demo: Path) -> No
 
 
 def test_preparing_is_a_function_of_the_key_and_leaves_validation_alone(demo: Path) -> None:
-    workload = build(config(demo))
+    workload = build_workload(config(demo))
     raw = first_batch(workload)
     one, again, other = (workload.prepare(raw, key=(0, step), training=True)["image"] for step in (5, 5, 6))
     assert torch.equal(one, again)
@@ -73,20 +74,20 @@ def test_preparing_is_a_function_of_the_key_and_leaves_validation_alone(demo: Pa
 
 
 def test_the_store_is_plain_json_and_rebuilds_the_same_workload(demo: Path) -> None:
-    workload = build(config(demo))
+    workload = build_workload(config(demo))
     store = json.loads(json.dumps(dict(workload.store)))
     assert store["mask_values"] == [0, 255]
     assert store["resize"] == [0.5, 0.5]
-    assert build(config(demo), store).store == store
+    assert build_workload(config(demo), store).store == store
 
 
 def test_classes_auto_is_one_logit_a_class_and_one_is_the_binary_form(demo: Path) -> None:
-    assert build(config(demo)).store["num_classes"] == 2
-    binary = build(config(demo, model={"classes": 1}))
+    assert build_workload(config(demo)).store["num_classes"] == 2
+    binary = build_workload(config(demo, model={"classes": 1}))
     batch = binary.prepare(first_batch(binary), key=(0, 0), training=True)
     assert binary.forward(binary.model, batch).shape[1] == 1
     with pytest.raises(DataError, match=r"model\.classes is 5, the masks hold 2 values"):
-        build(config(demo, model={"classes": 5}))
+        build_workload(config(demo, model={"classes": 5}))
 
 
 def test_gray_files_make_a_gray_model(tmp_path: Path) -> None:
@@ -95,9 +96,9 @@ def test_gray_files_make_a_gray_model(tmp_path: Path) -> None:
         for i in range(3):
             pixels = np.full((32, 32), 255, dtype=np.uint8) * (np.arange(32) > 9 + i).astype(np.uint8)
             Image.fromarray(pixels).save(tmp_path / part / f"{i}{suffix}.png")
-    workload = build(config(tmp_path))
+    workload = build_workload(config(tmp_path))
     assert workload.store["channels"] == 1
-    assert first_batch_channels(build(config(tmp_path, data={"channels": 3}))) == 3
+    assert first_batch_channels(build_workload(config(tmp_path, data={"channels": 3}))) == 3
 
 
 def first_batch_channels(workload: Workload) -> int:
@@ -108,7 +109,7 @@ def test_weights_of_another_run_are_the_start(demo: Path, tmp_path: Path) -> Non
     torch.manual_seed(7)
     theirs = UNet(base_channels=2, depth=2)
     torch.save(theirs.state_dict() | {"mask_values": [0, 255]}, tmp_path / "start.pth")
-    workload = build(config(demo, model={"weights": str(tmp_path / "start.pth")}))
+    workload = build_workload(config(demo, model={"weights": str(tmp_path / "start.pth")}))
     assert all(torch.equal(a, b) for a, b in zip(workload.model.parameters(), theirs.parameters(), strict=True))
 
 
@@ -127,7 +128,7 @@ def test_skipped_files_are_told(demo: Path, tmp_path: Path) -> None:
     write_demo(tmp_path / "own", num_images=4)
     broken = tmp_path / "own" / "imgs" / "002.png"
     broken.write_bytes(broken.read_bytes()[:500])
-    workload = build(config(tmp_path / "own", data={"on_bad_file": "skip"}))
+    workload = build_workload(config(tmp_path / "own", data={"on_bad_file": "skip"}))
     assert len(workload.train_samples) + len(workload.val_samples) == 3
     assert len(workload.notes) == 1
     assert "002.png" in workload.notes[0]
@@ -145,18 +146,18 @@ def test_skipped_files_are_told(demo: Path, tmp_path: Path) -> None:
 )
 def test_a_wrong_setting_is_explained(demo: Path, change: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        build(config(demo, **change))
+        build_workload(config(demo, **change))
 
 
 def test_masks_with_grey_edges_are_told_and_their_values_are_not_all_listed(tmp_path: Path) -> None:
     write_demo(tmp_path / "own", num_images=4, side=16)
     mask = sorted((tmp_path / "own" / "masks").iterdir())[0]
     Image.fromarray((np.arange(256) % 200).astype(np.uint8).reshape(16, 16)).save(mask)
-    [note] = build(config(tmp_path / "own")).notes
+    [note] = build_workload(config(tmp_path / "own")).notes
     assert "the masks hold 201 different values" in note
     assert "and 193 more" in note
     with pytest.raises(DataError, match=r"model.classes is 2, the masks hold 201 values: 0, 1, .* and 193 more"):
-        build(config(tmp_path / "own", model={"classes": 2}))
+        build_workload(config(tmp_path / "own", model={"classes": 2}))
 
 
 def test_masks_of_one_value_are_refused(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_masks_of_one_value_are_refused(tmp_path: Path) -> None:
     for mask in (tmp_path / "own" / "masks").iterdir():
         Image.new("L", (64, 64)).save(mask)
     with pytest.raises(DataError, match="every mask holds only the value 0"):
-        build(config(tmp_path / "own"))
+        build_workload(config(tmp_path / "own"))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_masks_of_one_value_are_refused(tmp_path: Path) -> None:
 )
 def test_an_unknown_workload_is_explained(demo: Path, name: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(config(demo).model_copy(update={"workload": name}))
+        build_workload(config(demo).model_copy(update={"workload": name}))
     assert said in str(caught.value)
 
 
@@ -183,4 +184,4 @@ def test_a_workload_of_the_users_own_is_an_import_path(demo: Path, tmp_path: Pat
         "def build(config, store): return unet.build(config, store)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert build(config(demo).model_copy(update={"workload": "my_workload:build"})).name == "unet"
+    assert build_workload(config(demo).model_copy(update={"workload": "my_workload:build"})).name == "unet"
