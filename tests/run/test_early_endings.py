@@ -163,6 +163,12 @@ def test_a_run_whose_steps_were_all_skipped_says_so_and_ends_with_1(
     assert stopped.value.fix
 
 
+def test_a_run_that_only_went_back_to_its_start_has_trained_nothing(tmp_path: Path) -> None:
+    settings = {"train.max_steps": 8, "model.options": {"poisoned": list(range(50))}, "guard.on_fault": "rollback"}
+    with pytest.raises(TrainingStopped, match="nothing was trained"):
+        run(tmp_path / "run", settings)
+
+
 def test_an_fp16_run_that_is_too_short_to_find_its_scale_is_told_so(tmp_path: Path) -> None:
     settings = {"train.max_steps": 1, "precision.default": "fp16", "precision.simulate": True,
                 "scaler.init_scale": 2.0**40}  # fmt: skip

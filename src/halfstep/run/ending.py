@@ -45,8 +45,9 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
     """A run that went to its end without one committed step has trained nothing, whatever else it wrote."""
     end = Progress.of(loop.parts.step)
     num_steps, last = end.attempted - start.attempted, loop.journal.latest
-    went_back = loop.parts.guard.num_rollbacks > 0  # and its counter with it
-    if num_steps == 0 or end.committed > start.committed or last is None or not last.is_bad or went_back:
+    went_back = loop.parts.guard.num_rollbacks > 0  # and its counter with it, below the start of a resumed run
+    is_trained = end.committed > (0 if went_back else start.committed)
+    if num_steps == 0 or is_trained or last is None or not last.is_bad:
         return
     scaler = loop.parts.step.scaler
     is_search = last.reason.startswith("gradient norm") and float(scaler.value) > scaler.options.min_scale
