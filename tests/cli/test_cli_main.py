@@ -9,7 +9,7 @@ import pytest
 
 from halfstep import __version__
 from halfstep.cli.main import COMMANDS, app_with, main, names_for, with_dashes
-from halfstep.config.workloads import SCHEMAS
+from halfstep.workloads import KINDS
 
 EVERY_HELP = """
 import contextlib, io, sys
@@ -171,5 +171,5 @@ def test_help_names_every_workload_and_wraps_to_the_terminal(
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     out = capsys.readouterr().out
-    assert all(name in out for name in SCHEMAS)
+    assert all(name in out for name in KINDS)
     assert "or one of your own by import path" in out, "a line break of the docstring"

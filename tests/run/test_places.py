@@ -67,6 +67,8 @@ def test_a_moved_demo_run_is_resumed_with_the_data_in_its_folder(tmp_path: Path)
 
 def test_what_only_an_own_workload_understands_is_left_alone(home: Path) -> None:
     for value in ("cifar10", "s3://bucket/images"):
-        assert with_absolute_paths(load("my_mod:build", overrides=[f"data.dir={value}"]).config).data.dir == value
-    there = with_absolute_paths(load("my_mod:build", overrides=["data.dir=pictures"]).config)
+        assert (
+            with_absolute_paths(load("tiny_workload:build", overrides=[f"data.dir={value}"]).config).data.dir == value
+        )
+    there = with_absolute_paths(load("tiny_workload:build", overrides=["data.dir=pictures"]).config)
     assert there.data.dir == str(home / "pictures")

@@ -37,7 +37,7 @@ from halfstep.tune.memory_levers import optimizer_for
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, Way, asked_way, compiled
 from halfstep.tune.trial_time import total_steps_of
-from halfstep.workloads import KINDS
+from halfstep.workloads import build
 from halfstep.workloads.workload import Workload
 
 
@@ -118,7 +118,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
 def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Workload:
     """The workload with freshly seeded weights, or for a stored run with what its checkpoint knows of the data."""
     seed_everything(config.train.seed)
-    return KINDS.of(config.workload).build(config, store)
+    return build(config, store)
 
 
 def with_settled(config: RunConfig, workload: Workload) -> RunConfig:

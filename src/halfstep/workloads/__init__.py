@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from halfstep.config import load as configs
 from halfstep.workloads.kind import Kinds
+
+if TYPE_CHECKING:
+    from halfstep.config.schema import RunConfig
+    from halfstep.workloads.workload import Workload
 
 SEGMENTATION, CLASSIFICATION = (
     "halfstep.workloads.segmentation:KIND",
@@ -31,3 +37,8 @@ DEMO_WORKLOAD = "unet"
 
 load = partial(configs.load, kinds=KINDS)
 from_dict = partial(configs.from_dict, kinds=KINDS)
+
+
+def build(config: RunConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload that `config.workload` names; `store` of an earlier run fixes what was found in its data."""
+    return KINDS.of(config.workload).build(config, store)
