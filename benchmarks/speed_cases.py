@@ -24,7 +24,7 @@ SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What issue 5 asks for on one H200."""
+    """What is to be reached on one H200."""
 
     ms: float | None = None
     over_documented: float | None = None

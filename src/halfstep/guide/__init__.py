@@ -1,1 +1,1 @@
-"""TODO"""
+"""The interactive way in: questions, a look at the data, suggestions."""

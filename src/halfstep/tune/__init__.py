@@ -1,1 +1,1 @@
-"""TODO"""
+"""How steps are made fast or small, by measurement: modes, trials, memory levers, step cost."""

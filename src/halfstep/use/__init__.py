@@ -1,1 +1,1 @@
-"""TODO"""
+"""A stored run in use: opened, evaluated, asked to predict."""
