@@ -113,8 +113,6 @@ class Predictor:
 KIND = Kind(
     builder=build,
     config=MoonsConfig,
-    unit="points",
-    model=model,
     random_store=lambda config: {},
     random_batch=random_batch,
     over=over,

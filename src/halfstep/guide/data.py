@@ -14,7 +14,8 @@ from halfstep.data.files import OnBadFile, some_of
 from halfstep.data.loader import Samples
 from halfstep.errors import DataError
 from halfstep.workloads import KINDS, from_dict
-from halfstep.workloads.guiding import Guiding, Opened, folder_of, spread
+from halfstep.workloads.guiding import Guiding, Opened, spread
+from halfstep.workloads.other_data import any_folder
 
 Source = Literal["folder", "demo"]
 SIZED_FILES = 256
@@ -101,7 +102,7 @@ def save_grid(look: DataLook, path: Path) -> None:
 def _look(workload: str, folder: Path, source: Source, on_bad_file: OnBadFile) -> DataLook:
     # Without a folder the config has the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
-    config = folder_of(config, folder, on_bad_file=on_bad_file)
+    config = any_folder(config, folder, on_bad_file=on_bad_file)
     family: Guiding = KINDS.of(workload).part("guide")()
     opened = family.open(config)
     return DataLook(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
@@ -53,8 +52,3 @@ def spread(total: int, wanted: int) -> list[int]:
     """Indices over the whole set: files are sorted by class, so the first ones alone would all be of one."""
     num = min(total, wanted)
     return [index * total // num for index in range(num)]
-
-
-def folder_of(config: Any, folder: Path, **values: object) -> Any:
-    """The config with another data folder."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"dir": str(folder), **values})})

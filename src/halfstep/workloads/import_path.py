@@ -27,7 +27,10 @@ def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if found is None or not (callable(found) or hasattr(found, "builder")):
         own = [
-            key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module_name
+            key
+            for key, value in vars(module).items()
+            if (inspect.isfunction(value) and value.__module__ == module_name)
+            or (hasattr(value, "builder") and not isinstance(value, type))
         ]
         near = f"; {nearest(name, own)}" if own else ""
         raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}{near}")

@@ -18,8 +18,6 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.workloads.import_path import imported, refuse_other_form
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from halfstep.workloads.workload import Batch, Workload
 
 Part = str | Callable[..., Any]
@@ -40,14 +38,10 @@ class Kind:
     """The schema of its config files."""
     schemas: Mapping[str, type[RunConfig]] = field(default_factory=dict)
     """Other ones, by workload name."""
-    unit: str = "samples"
-    """What a batch counts: images, frames, tokens. Throughput, bars and reports speak it."""
     reads_packs: bool = False
     """Whether `data.cache_file` may be what `halfstep pack` made of an image folder."""
     demo: Part | None = None
     """(folder, *, seed): data in the layout of real ones."""
-    model: Part | None = None
-    """(config, store) -> nn.Module: the model without any data."""
     random_store: Part | None = None
     """(config) -> Store of made-up data."""
     random_batch: Part | None = None
@@ -102,10 +96,6 @@ class Kind:
         given = getattr(self, name)
         assert given is not None, f"the family has no {name}"
         return loaded(given, form=name)
-
-    def make_model(self, config: RunConfig, store: Store) -> nn.Module:
-        model: nn.Module = self.part("model")(config, store)
-        return model
 
     def make_batch(self, config: RunConfig, store: Store) -> Batch:
         batch: Batch = self.part("random_batch")(config, store)

@@ -23,9 +23,9 @@ SHOWN_VALUES = 8
 Config = TypeVar("Config", bound=RunConfig)
 
 
-def any_folder(config: Config, folder: Path) -> Config:
-    """The same settings with another folder."""
-    return _with_data(config, dir=str(folder))
+def any_folder(config: Config, folder: Path, **values: Any) -> Config:
+    """The same settings with another folder, and other values beside it."""
+    return _with_data(config, dir=str(folder), **values)
 
 
 def pairs_folder(config: Config, folder: Path) -> Config:
