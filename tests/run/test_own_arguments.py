@@ -15,23 +15,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.errors import ConfigError, HalfstepError, ModelError, PrecisionError
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr, fused=True)
-
-
-def made(**more: Any) -> tuple[nn.Module, hs.Step]:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    return model, hs.Step(model, sgd(model), more.pop("precision", "fp32"), **more)
-
-
-def loss_of(model: nn.Module) -> Any:
-    return lambda x: F.mse_loss(model(x), x)
-
-
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+from own_steps import X, loss_of, made, sgd
 
 # --- windows ---
 
