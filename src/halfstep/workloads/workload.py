@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.data.loader import Samples
 from halfstep.errors import printable
+from halfstep.workloads.phase import Phase
 
 Batch = dict[str, Tensor]
 
@@ -62,6 +63,9 @@ class Workload:
     """How the metrics are computed, where their names alone do not say it."""
     fragile: tuple[str, ...] = ()
     """Islands, as `name: reason`; rows of the plan."""
+    phases: tuple[Phase, ...] = ()
+    """Networks that train in turn, each with a loss of its own; empty: one, `forward` and `loss` over all parameters.
+    Validation uses `forward` and `loss` in any case."""
     store: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint must know to use the model later: classes, mask values, image format."""
     notes: tuple[str, ...] = ()
