@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from halfstep.workloads.parts import Group
     from halfstep.workloads.workload import Forward, Loss
 
 
@@ -30,7 +31,7 @@ class Phase:
     """Settings of the config's `optimizer` that differ."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the config's `schedule` that differ; it follows the steps of this phase."""
-    groups: tuple[Any, ...] = ()
+    groups: tuple[Group, ...] = ()
     """Parameters with a learning rate or schedule of their own."""
     compiles: bool = True
     """False for a loss that takes gradients itself, such as a gradient penalty: the compiler cannot."""

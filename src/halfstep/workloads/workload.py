@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from halfstep.data.loader import Samples
-from halfstep.errors import printable
+from halfstep.errors import ConfigError, printable
+from halfstep.islands import fp32_island
+from halfstep.workloads.parts import FrozenPart, Group
 from halfstep.workloads.phase import Phase
+from halfstep.workloads.scheduled import Scheduled
 
 Batch = dict[str, Tensor]
 
@@ -77,11 +81,39 @@ class Workload:
     settled: Mapping[str, Any] = field(default_factory=dict)
     """Settings by path that the data decided where the user had not; a run stores them with its config."""
 
+    frozen: Mapping[str, Any] = field(default_factory=dict)
+    """Parts that are used and not trained, by name: modules or FrozenParts; afterwards FrozenParts. `model` does not
+    hold them: forward, loss and prepare do. They are placed and cast in place, by the plan."""
+    groups: tuple[Group, ...] = ()
+    """Parameters with a learning rate or schedule of their own."""
+    values: Mapping[str, Scheduled] = field(default_factory=dict)
+    """What changes with the steps and is read in forward or loss."""
+    ema_parts: tuple[str, ...] = ()
+    """Names of modules or parameters that are averaged; empty: all."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "frozen", {name: _frozen(name, part) for name, part in self.frozen.items()})
         object.__setattr__(self, "val_names", tuple(printable(name) for name in self.val_names))
         object.__setattr__(self, "about", tuple((name, printable(value)) for name, value in self.about))
+
+    def prepared(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        """`prepare` as it runs everywhere: in fp32, outside autocast, without gradients."""
+        with torch.no_grad(), fp32_island():
+            return self.prepare(batch, key=key, training=training)
 
     def weighed_loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """Loss and weight; a loss that comes alone counts by the number of samples."""
         found: Any = self.loss(outputs, batch)
         return found if isinstance(found, tuple) else (found, len(next(iter(batch.values()))))
+
+
+def _frozen(name: str, part: Any) -> FrozenPart:
+    if not name.isidentifier():
+        raise ConfigError(
+            f"{name!r} is no name for a frozen part",
+            why="precision.modules and the run's folder name it",
+            fix="letters, digits and _",
+        )
+    if not isinstance(part, nn.Module | FrozenPart):
+        raise ConfigError(f"the frozen part {name!r} is a {type(part).__name__}", fix="give an nn.Module or FrozenPart")
+    return part if isinstance(part, FrozenPart) else FrozenPart(module=part)

@@ -1,0 +1,97 @@
+"""Random tensors as pure functions of (key, place of the sample, stream), drawn on the device.
+
+A generator's numbers depend on how many were drawn before, so on batch size, accumulation and order. Here they come
+from a counter (Philox4x32-10 of Salmon et al. 2011, the one torch uses on CUDA, written in int64 operations): row j
+depends on the key's root, on place + j and on the stream's name alone. Bits, uniforms and integers are the same on
+every device; normal and Gumbel numbers go through its log, sin and cos. Nothing waits, no generator moves.
+
+    eps = noise.normal(key, len(latents), latents.shape[1:], latents.device, stream="eps")
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.data.seeds import Key
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+Shape = Sequence[int]
+Device = torch.device | str
+
+
+def normal(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str = "eps") -> Tensor:
+    """Standard normal numbers (num, *shape), by Box and Muller's transform in fp32."""
+    words = _words(key, num, shape, device, stream)
+    # From 2^-24 on, so that its log is finite: the largest number is 5.8.
+    radius = ((words[:, :, :2] >> 8) + 1).float().mul_(2**-24).log_().mul_(-2).sqrt_()
+    angle = (words[:, :, 2:] >> 8).float().mul_(2 * math.pi * 2**-24)
+    return _rows(torch.cat([radius * angle.cos(), radius * angle.sin()], dim=2), num, shape)
+
+
+def uniform(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str = "uniform") -> Tensor:
+    """Numbers (num, *shape) in 0 <= x < 1."""
+    return _rows((_words(key, num, shape, device, stream) >> 8).float().mul_(2**-24), num, shape)
+
+
+def integers(
+    key: tuple[int, ...], num: int, high: int, device: Device, stream: str = "integers", shape: Shape = ()
+) -> Tensor:
+    """int64 numbers (num, *shape) in 0 <= x < high, for a high up to 2^31; each within 2^-32 of equally likely."""
+    assert 0 < high <= 2**31, high
+    return _rows((_words(key, num, shape, device, stream) * high) >> 32, num, shape)
+
+
+def gumbel(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str = "gumbel") -> Tensor:
+    """Standard Gumbel numbers (num, *shape), all finite: between -2.8 and 16.6."""
+    # 23 bits and a half: neither 0 nor, rounded, 1.
+    inside = ((_words(key, num, shape, device, stream) >> 9).float() + 0.5).mul_(2**-23)
+    return _rows(inside.log_().neg_().log_().neg_(), num, shape)
+
+
+def _words(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str) -> Tensor:
+    """32 random bits each, (num, blocks, 4): as many blocks as hold a row of this shape."""
+    root, place = (key.root, key.place) if isinstance(key, Key) else (key, 0)
+    blocks = torch.arange(-(-math.prod(shape) // 4), device=device)
+    places = torch.arange(place, place + num, device=device).view(-1, 1)
+    counter = [blocks.expand(num, -1), (places & MASK).expand(-1, len(blocks)), (places >> 32).expand(-1, len(blocks))]
+    return philox([*counter, torch.zeros_like(counter[0])], _seed(root, stream))
+
+
+def _seed(root: tuple[int, ...], stream: str) -> tuple[int, int]:
+    mixed = np.random.SeedSequence((len(root), *root, zlib.crc32(stream.encode())))
+    low, high = mixed.generate_state(2, np.uint32)
+    return int(low), int(high)
+
+
+def philox(counter: Sequence[Tensor], seed: tuple[int, int]) -> Tensor:
+    """Four random words for each counter of four words; all are 32 bits in int64, stacked last."""
+    device = counter[0].device
+    # Words 0 and 2 are multiplied, 1 and 3 are what the products are mixed with, then cut to 32 bits.
+    even, odd = torch.stack([counter[0], counter[2]]), torch.stack([counter[1], counter[3]])
+    multipliers, keys, weyl = (_pair(values, device, even.ndim) for values in (MULTIPLIERS, seed, WEYL))
+    for _ in range(ROUNDS):
+        product = (even * multipliers).flip(0)
+        even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(keys).bitwise_and_(MASK)
+        odd = product
+        keys = keys + weyl
+    odd = odd & MASK
+    return torch.stack([even[0], odd[0], even[1], odd[1]], dim=-1)
+
+
+def _pair(values: tuple[int, int], device: torch.device, ndim: int) -> Tensor:
+    """Filled on the device: a copy from the host would wait for it."""
+    return torch.stack([torch.full((1,) * (ndim - 1), value, device=device) for value in values])
+
+
+def _rows(drawn: Tensor, num: int, shape: Shape) -> Tensor:
+    return drawn.flatten(1)[:, : math.prod(shape)].reshape(num, *shape)

@@ -1,0 +1,35 @@
+"""A number that changes with the steps (a temperature, the weight of a loss), where forward and loss can read it.
+
+A Python number would be frozen by compiled code and by a captured CUDA graph, in silence. So it is a tensor on the
+run's device, refreshed from a table at the start of each step, by the number of committed steps, as the learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError
+
+
+class Scheduled:
+    """`tau = Scheduled(lambda step: max(0.1, 1 - step / 30_000))`, read as `tau.value` inside forward or loss."""
+
+    def __init__(self, at: Callable[[int], float]) -> None:
+        self.at = at
+        self.value: Tensor = torch.tensor(self(0), dtype=torch.float32)
+        """0-dim fp32, of the step that runs; on the CPU until a run places it."""
+
+    def __call__(self, step: int) -> float:
+        found: Any = self.at(step)
+        if isinstance(found, complex) or not math.isfinite(found):
+            raise ConfigError(
+                f"a scheduled value is {found} at step {step}",
+                why="it is tabulated before it is needed, so it has to be a finite number for every step",
+                fix="clamp its argument, as in max(0, 1 - step / total)",
+            )
+        return float(found)
