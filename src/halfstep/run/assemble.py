@@ -6,13 +6,11 @@ so that state_dict names stay as they are and the whole loss lies inside the com
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
@@ -20,20 +18,19 @@ from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.run.optimizing import optimizing, steps_per_epoch, taken
 from halfstep.run.snapshots import Snapshots
 from halfstep.run.stopping import EarlyStopping
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
 from halfstep.step.guard import Guard, GuardOptions
-from halfstep.step.optimizers import parameter_groups
 from halfstep.step.randomness import seed_everything
 from halfstep.step.scaler import ScalerOptions
-from halfstep.step.schedule import Plateau, ScheduleOptions, build_schedule
+from halfstep.step.schedule import Plateau
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import Step
 from halfstep.tune.fp8_trial import fp8_gains
 from halfstep.tune.layout import wants_channels_last
-from halfstep.tune.memory_levers import optimizer_for
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, Way, asked_way, compiled
 from halfstep.tune.trial_time import total_steps_of
@@ -82,10 +79,9 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     eager = _eager_region(workload, model)
     train_loader, val_loader = _loaders(config, workload)
     total_steps = total_steps_of(config, len(train_loader))
-    optimizer = _optimizer(config, model, setting)
-    step = _step(config, model, optimizer, plan, total_steps, len(train_loader))
+    step = _step(config, model, setting, plan, total_steps, steps_per_epoch(config, len(train_loader)))
     guard = Guard(
-        GuardOptions(**_taken(config.guard, GuardOptions)),
+        GuardOptions(**taken(config.guard, GuardOptions)),
         scaling=plan.needs_loss_scaling,
         min_scale=config.scaler.min_scale,
     )
@@ -154,39 +150,22 @@ def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
     return train, val
 
 
-def _optimizer(config: RunConfig, model: nn.Module, setting: MemorySetting) -> Optimizer:
-    o = config.optimizer
-    groups = parameter_groups(model, o.weight_decay, decay_all=o.decay_norms_and_biases)
-    peak_lr = o.peak_lr(config.train.batch_size * config.train.accumulate)
-    return optimizer_for(setting, o.name, groups, lr=peak_lr, options=o.options())
-
-
 def _step(
-    config: RunConfig, model: nn.Module, optimizer: Optimizer, plan: Plan, total_steps: int, num_batches: int
+    config: RunConfig, model: nn.Module, setting: MemorySetting, plan: Plan, total_steps: int, steps_per_epoch: int
 ) -> Step:
     guard, device = config.guard, torch.device(plan.device)
+    optimizer, schedules = optimizing(config, model, setting, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
     return Step(
         model,
         optimizer,
         plan,
         accumulate=config.train.accumulate,
         clip=Clip(limit=config.train.clip_norm, kind=config.train.clip_type),
-        schedules=[build_schedule(_schedule_options(config, total_steps, num_batches))],
-        scaler=ScalerOptions(**_taken(config.scaler, ScalerOptions)),
+        schedules=schedules,
+        scaler=ScalerOptions(**taken(config.scaler, ScalerOptions)),
         ema=Ema(model, **config.ema.model_dump(exclude={"enabled"})) if config.ema.enabled else None,
         spikes=SpikeMeter(device, threshold=guard.spike_threshold, size=guard.spike_window, skips=guard.skip_spikes),
     )
-
-
-def _schedule_options(config: RunConfig, total_steps: int, num_batches: int) -> ScheduleOptions:
-    s = config.schedule
-    steps_per_epoch = math.ceil(num_batches / config.train.accumulate)
-    warmup = s.warmup_steps if s.warmup_steps is not None else round(s.warmup_epochs * steps_per_epoch)
-    if s.warmup_steps is None:
-        # A warmup by epochs longer than a tenth of a short run would be most of it.
-        warmup = min(warmup, max(total_steps // 10, 1))
-    shape = {name: value for name, value in _taken(s, ScheduleOptions).items() if name != "warmup_steps"}
-    return ScheduleOptions(**shape, total_steps=total_steps, warmup_steps=warmup)
 
 
 def _plateau(config: RunConfig, workload: Workload) -> Plateau | None:
@@ -194,8 +173,3 @@ def _plateau(config: RunConfig, workload: Workload) -> Plateau | None:
     if s.name != "plateau":
         return None
     return Plateau(mode=workload.mode, cut=s.factor, patience=s.patience, floor=max(s.min_factor, 1e-6))
-
-
-def _taken(section: Any, options: type) -> dict[str, Any]:
-    """The values of a config section that an options class of the train room knows by the same name."""
-    return {name: value for name, value in section.model_dump().items() if name in options.__dataclass_fields__}  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -67,12 +67,22 @@ def _fast_form(name: str, device_type: str) -> dict[str, bool]:
     return {"capturable": True} if name in CAPTURABLE and device_type in ("cuda", "xpu") else {}
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, *, decay_all: bool = False) -> ParamGroups:
-    """Weights decay, norms and biases (everything with at most one dimension) do not, unless asked for."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+def parameter_groups(
+    model: nn.Module, weight_decay: float, *, decay_all: bool = False, parts: tuple[str, ...] = ()
+) -> ParamGroups:
+    """Weights decay, norms and biases (everything with at most one dimension) do not, unless asked for.
+
+    `parts` are the modules or parameters that are trained, by name; none: all."""
+    trained = [p for name, p in model.named_parameters() if p.requires_grad and (not parts or is_within(name, parts))]
     if not trained:
-        raise ConfigError("the model has no trainable parameters", fix="unfreeze a part of it")
+        where = f"{', '.join(parts)} of the model" if parts else "the model"
+        raise ConfigError(f"{where} has no trainable parameters", fix="unfreeze a part of it")
     decayed = [p for p in trained if decay_all or p.ndim > 1]
     plain = [p for p in trained if not (decay_all or p.ndim > 1)]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def is_within(name: str, parts: Iterable[str]) -> bool:
+    """Whether a parameter or buffer is one of these, or lies in one of these modules."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)

@@ -1,0 +1,148 @@
+"""Networks that train in turn, as those of a GAN: a guarded step for each phase, one iteration around them.
+
+    facts = {name: step.steps[name](loss_fn, window)}   each phase that is due: its own verdict, its own commit
+    step.close(facts)                                   the iteration: loss scale and counters, on the device
+
+A phase that is bad is dropped alone. Each step guards the buffers of the whole model: the forward pass of one network
+may run another, and write its BatchNorm statistics. To the rest of the house a `PhasedStep` is what a `Step` is: it
+counts (iterations), it has an average, a scaler and a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import CheckpointError
+from halfstep.step.batches import Batch, Window
+from halfstep.step.ema import Ema
+from halfstep.step.facts import Facts
+from halfstep.step.phase_facts import PhasedFacts
+from halfstep.step.shared_scaler import SharedScaler
+from halfstep.step.step import LossFn, Step
+from halfstep.step.step_state import load_into, refuse_unfit, state_of
+
+
+class PhaseStep(Step):
+    """A step that trains its own parameters only: all others of the model get no gradients while it runs."""
+
+    def judge(self, loss_fn: LossFn, window: Window) -> Facts:
+        with without_gradients_of_others(self.model, self._trained_parameters()):
+            return super().judge(loss_fn, window)
+
+
+@contextmanager
+def without_gradients_of_others(model: nn.Module, trained: Iterable[Tensor]) -> Iterator[None]:
+    """Autograd, eager or compiled, leaves out what does not require gradients: time and memory, not only `.grad`."""
+    own = {id(parameter) for parameter in trained}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+class Averages:
+    """The averages of all phases as one: each moves when its own phase commits."""
+
+    def __init__(self, own: Sequence[Ema]) -> None:
+        self.own = own
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        with ExitStack() as all_of_them:
+            for average in self.own:
+                all_of_them.enter_context(average.swapped_in())
+            yield
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: value for average in self.own for name, value in average.state_dict().items()}
+
+    def restarted(self) -> dict[str, Tensor]:
+        return {name: value for average in self.own for name, value in average.restarted().items()}
+
+
+class PhasedStep:
+    """The steps of all phases."""
+
+    def __init__(self, steps: Mapping[str, Step], scaler: SharedScaler) -> None:
+        self.steps, self.scaler = dict(steps), scaler
+        first = next(iter(self.steps.values()))
+        self.accumulate, self.device = first.accumulate, first.device
+        averages = [step.ema for step in self.steps.values() if step.ema is not None]
+        self.ema = Averages(averages) if averages else None
+        self.attempted = 0
+        """Iterations."""
+        self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
+        """Iterations in which a phase committed."""
+
+    def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+        return next(iter(self.steps.values())).windows(batches)
+
+    @torch.no_grad()
+    def close(self, facts: Mapping[str, Facts]) -> PhasedFacts:
+        """End an iteration in which these phases were due. Nothing is waited for."""
+        self.committed.add_(~torch.stack([own.bad for own in facts.values()]).all())
+        self.scaler.close()
+        self.attempted += 1
+        return PhasedFacts(self.attempted - 1, self.committed, facts)
+
+    def why_never_captured(self) -> str:
+        reasons = {name: step.why_never_captured() for name, step in self.steps.items()}
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+
+    def set_rate_factor(self, factor: float) -> None:
+        for step in self.steps.values():
+            step.set_rate_factor(factor)
+
+    def describe(self) -> list[tuple[str, str, int]]:
+        return [(f"{own} of {name}", *more) for name, step in self.steps.items() for own, *more in step.describe()]  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the phases share once, the rest by phase; waits for the device."""
+        return {
+            "attempted": self.attempted,
+            "committed": int(self.committed),
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema is not None else {},
+            "phases": {name: _without_shared(state_of(step)) for name, step in self.steps.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put a stored state back, or refuse it and change nothing."""
+        parts = self._parts(state)
+        for name, step in self.steps.items():
+            refuse_unfit(step, parts[name])
+        for name, step in self.steps.items():
+            load_into(step, parts[name])
+        self.attempted = int(state["attempted"])
+        self.committed.fill_(int(state["committed"]))
+
+    def _parts(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        stored = state.get("phases", {})
+        if stored.keys() != self.steps.keys():
+            raise CheckpointError(
+                f"the stored state is of the phases {', '.join(stored) or 'none'}, not {', '.join(self.steps)}",
+                fix="resume with the workload the run was started with",
+            )
+        averages = self._averages(state["ema"])
+        return {name: {**stored[name], "scaler": state["scaler"], "ema": averages[name]} for name in self.steps}
+
+    def _averages(self, stored: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Each phase's own; names that belong to none go to the first, which refuses them."""
+        own = {name: list(step.ema.state_dict()) if step.ema is not None else [] for name, step in self.steps.items()}
+        known = {key for names in own.values() for key in names}
+        first = next(iter(own))
+        own[first] += [key for key in stored if key not in known]
+        return {name: {key: stored[key] for key in keys if key in stored} for name, keys in own.items()}
+
+
+def _without_shared(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key not in ("scaler", "ema")}
