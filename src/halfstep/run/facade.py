@@ -357,8 +357,7 @@ class Step:
             return
         if verdict.action is Action.ROLLBACK and self._rollback is not None and self._rollback.to_before(verdict):
             return
-        self._guard.pending.clear()
-        self._guard.num_faults = self._guard.num_at_floor = 0
+        self._guard.acknowledge()
         raise TrainingStopped(
             f"training stopped: {verdict.reason}",
             why="the weights are as they were before those steps",

@@ -116,8 +116,7 @@ class Loop:
             self._roll_back(verdict)
         elif verdict.action is Action.STOP:
             # Said and done: a resumed run goes on with the next window and counts its faults from there.
-            self.parts.guard.pending.clear()
-            self.parts.guard.num_faults = self.parts.guard.num_at_floor = 0
+            self.parts.guard.acknowledge()
             path = self.save()
             raise TrainingStopped(
                 f"training stopped: {verdict.reason}",

@@ -24,7 +24,7 @@ def optimizing(
     steps_per_epoch: int,
     parts: tuple[str, ...] = (),
 ) -> tuple[Optimizer, list[Schedule]]:
-    """Over the parameters in `parts` (modules or parameters by name), or over all; a schedule for each group, or one."""
+    """Over the parameters in `parts` (modules or parameters by name), or over all; one schedule, or one a group."""
     o = config.optimizer
     groups = parameter_groups(model, o.weight_decay, decay_all=o.decay_norms_and_biases, parts=parts)
     peak_lr = o.peak_lr(config.train.batch_size * config.train.accumulate)

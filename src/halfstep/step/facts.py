@@ -83,8 +83,8 @@ class Facts:
 
     def send(self) -> None:
         """Start the copy to the host, behind the step's work."""
-        self._host = _to_host(self.packed)
-        self.ids = tuple(_to_host(ids.flatten()) for ids in self.ids)
+        self._host = to_host(self.packed)
+        self.ids = tuple(to_host(ids.flatten()) for ids in self.ids)
         if self.loss.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
@@ -115,7 +115,7 @@ class Facts:
         )
 
 
-def _to_host(values: Tensor) -> Tensor:
+def to_host(values: Tensor) -> Tensor:
     """Start a copy that nobody waits for; whoever reads it waits for the event behind it."""
     if not values.is_cuda:
         return values

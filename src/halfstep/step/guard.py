@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from halfstep.errors import CheckpointError, ConfigError, counted
 from halfstep.step.facts import Facts, Reading
+from halfstep.step.phase_facts import PhasedFacts, reading_from
 
 LAG = 2
 """Steps between a step and the guard's look at it: enough for the host to stay ahead of the device."""
@@ -99,11 +100,11 @@ class Guard:
     ) -> None:
         self.options = options or GuardOptions()
         self.scaling, self.min_scale, self.on_reading, self.advice = scaling, min_scale, on_reading, advice
-        self.pending: deque[Facts | Reading] = deque()
+        self.pending: deque[Facts | PhasedFacts | Reading] = deque()
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
         self.first_fault_committed = 0
 
-    def watch(self, facts: Facts) -> Verdict:
+    def watch(self, facts: Facts | PhasedFacts) -> Verdict:
         """Take the facts of the newest step; judge those of `LAG` steps ago."""
         self.pending.append(facts)
         return self._judge_oldest() if len(self.pending) > LAG else CONTINUE
@@ -119,6 +120,10 @@ class Guard:
     def rolled_back(self) -> None:
         """The run went back: what is in flight belongs to the abandoned path."""
         self.num_rollbacks += 1
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """A verdict was acted on: faults are counted anew, from the next step on."""
         self.num_faults = self.num_at_floor = 0
         self.pending.clear()
 
@@ -128,8 +133,12 @@ class Guard:
 
     def _judge_oldest(self) -> Verdict:
         oldest = self.pending.popleft()
-        reading = oldest.read() if isinstance(oldest, Facts) else oldest
+        reading = oldest if isinstance(oldest, Reading) else oldest.read()
         self.on_reading(reading)
+        return self.judge(reading)
+
+    def judge(self, reading: Reading) -> Verdict:
+        """Count a step and decide."""
         if not reading.is_bad:
             self.num_faults = self.num_at_floor = 0
             return CONTINUE
@@ -172,7 +181,7 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the facts not looked at yet as plain numbers: a resumed run judges them at the same step."""
-        pending = [item.read() if isinstance(item, Facts) else item for item in self.pending]
+        pending = [item if isinstance(item, Reading) else item.read() for item in self.pending]
         self.pending = deque(pending)
         return {"pending": [asdict(reading) for reading in pending], **{name: getattr(self, name) for name in COUNTERS}}
 
@@ -183,8 +192,7 @@ class Guard:
             raise CheckpointError(
                 f"the guard's stored state lacks {', '.join(missing)}", fix="give a state_dict()'s own"
             )
-        readings = ({**r, "sample_ids": tuple(r["sample_ids"])} for r in state["pending"])
-        self.pending = deque([Reading(**reading) for reading in readings])
+        self.pending = deque(map(reading_from, state["pending"]))
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
 

@@ -49,7 +49,7 @@ class PhasedGuard(Guard):
         stored = state.get("phases", {})
         if stored.keys() != self.phases.keys():
             raise CheckpointError(
-                f"the guard's stored state is of the phases {', '.join(stored) or 'none'}, not {', '.join(self.phases)}",
+                f"the guard's stored state is of {', '.join(stored) or 'no phases'}, not of {', '.join(self.phases)}",
                 fix="resume with the workload the run was started with",
             )
         super().load_state_dict(state)
