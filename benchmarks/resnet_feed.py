@@ -75,7 +75,7 @@ class Ways:
         return lambda: self.step(self.finished)
 
     def prepared(self, batch: Batch) -> Batch:
-        seen = self.parts.workload.prepare(batch, key=(0, next(self.numbers), 0), training=True)
+        seen = self.parts.workload.prepared(batch, key=(0, next(self.numbers), 0), training=True)
         return in_layout_of(self.parts.model, seen)
 
     def step(self, batch: Batch) -> object:

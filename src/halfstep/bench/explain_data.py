@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.bench.runner import Batch, Problem
 from halfstep.data.loader import Loader
+from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
 from halfstep.run.assemble import build_workload
 from halfstep.workloads import load
@@ -39,7 +40,7 @@ def on_own_data(problem: Problem, folder: str) -> Problem:
     size, seed = config.train.batch_size, config.train.seed
 
     def prepare(batch: Batch) -> Batch:
-        return workload.prepare(batch, key=(seed, 0, 0), training=True)
+        return workload.prepared(batch, key=Key.of_training(seed, 0), training=True)
 
     def loss(model: nn.Module, prepared: Batch) -> torch.Tensor:
         return workload.weighed_loss(workload.forward(model, prepared), prepared)[0]

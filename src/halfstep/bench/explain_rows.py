@@ -126,11 +126,11 @@ def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Way, 
             why="a simulation's time says nothing about it",
             fix="--precisions fp32",
         )
-    config, kind = runner.config, problem.device.type
+    config, kind, workload = runner.config, problem.device.type, runner.workload()
     optimizer = config.optimizer.name
     return (
         OUR_WAYS[runner.variant],
-        wants_channels_last(config, plan_for(config, runner.workload(), hardware)),
+        wants_channels_last(config, plan_for(config, workload, hardware), workload.model),
         optimizer in FUSED and kind in FUSED_DEVICES.get(optimizer, (kind,)),
         True,
     )

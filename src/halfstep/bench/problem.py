@@ -84,4 +84,4 @@ def _preparation(kind: Kind, workload: Workload, device: torch.device) -> Callab
     if kind.peer_prepare is not None:
         prepare: Callable[[Batch], Batch] = kind.part("peer_prepare")(device)
         return prepare
-    return lambda batch: workload.prepare(batch, key=(), training=True)
+    return lambda batch: workload.prepared(batch, key=(), training=True)

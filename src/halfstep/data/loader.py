@@ -81,7 +81,7 @@ class Loader:
             )
         self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle, drop_last=drop_last)
         self._fetch = _Fetch(samples, seed)
-        self.num_workers = num_workers
+        self.num_workers, self.seed = num_workers, seed
         self._workers: DataLoader[Batch | HalfstepError] | None = None
 
     def __len__(self) -> int:

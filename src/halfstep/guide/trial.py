@@ -91,7 +91,7 @@ def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Ca
     def batch(num_samples: int) -> Batch:
         sized = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": num_samples})})
         loaded = {name: value.to(device) for name, value in kind.make_batch(sized, store).items()}
-        return in_layout_of(model, workload.prepare(loaded, key=(), training=True))
+        return in_layout_of(model, workload.prepared(loaded, key=(), training=True))
 
     def step(num_samples: int) -> float:
         prepared = batch(num_samples)

@@ -30,7 +30,7 @@ from halfstep.step.schedule import Plateau
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import Step
 from halfstep.tune.fp8_trial import fp8_gains
-from halfstep.tune.layout import wants_channels_last
+from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, Way, asked_way, compiled
 from halfstep.tune.trial_time import total_steps_of
@@ -129,9 +129,7 @@ def with_settled(config: RunConfig, workload: Workload) -> RunConfig:
 def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
     """The model on its device, with the storage, compute and memory layout it trains and predicts in."""
     model = plan.apply(model.to(torch.device(plan.device)))
-    if wants_channels_last(config, plan):
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
+    return to_channels_last_(model) if wants_channels_last(config, plan, model) else model
 
 
 def _eager_region(workload: Workload, model: nn.Module) -> Region:

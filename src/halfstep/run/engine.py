@@ -11,7 +11,7 @@ those of a third shape (compiled_shapes.py), and no graph is captured of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
+from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
@@ -78,12 +79,14 @@ class Engine:
 
     def __call__(self, window: list[Batch]) -> Facts:
         """Prepare, compute and commit one window as it was loaded."""
-        parts, seed = self.parts, self.parts.config.train.seed
-        prepared = [
-            in_layout_of(parts.model, parts.workload.prepare(batch, key=(seed, parts.step.attempted, k), training=True))
-            for k, batch in enumerate(window)
-        ]
-        return self.step(prepared)
+        return self.step([in_layout_of(self.parts.model, batch) for batch in self._prepared(window)])
+
+    def _prepared(self, window: list[Batch]) -> Iterator[Batch]:
+        seed, place = self.parts.config.train.seed, 0
+        for k, batch in enumerate(window):
+            key = Key.of_training(seed, self.parts.step.attempted, k, place)
+            yield self.parts.workload.prepared(batch, key=key, training=True)
+            place += batch_length(batch)
 
     def step(self, prepared: list[Batch]) -> Facts:
         """Compute and commit a window that is ready for the model."""

@@ -10,7 +10,9 @@ from torch import nn
 
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
+from halfstep.data.seeds import Key
 from halfstep.precision.plan import Plan
+from halfstep.step.batches import batch_length
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import split_window
 from halfstep.workloads.workload import Workload
@@ -43,14 +45,18 @@ def validate(
     metrics = workload.metrics()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     weight_sum = torch.zeros((), dtype=torch.float64, device=device)
-    with evaluating(model), plan.forward():
+    index = 0
+    with evaluating(model):
         for batch in prefetch(loader.epoch(0), device):
-            prepared = in_layout_of(model, workload.prepare(batch, key=(), training=False))
-            for part in split_window([prepared], pieces):
-                outputs = workload.forward(model, part)
-                loss, weight = workload.weighed_loss(outputs, part)
-                loss_sum += loss.double() * weight
-                weight_sum += weight
-                metrics.update(outputs, part)
+            key = Key.of_validation(loader.seed, index)
+            index += batch_length(batch)
+            prepared = in_layout_of(model, workload.prepared(batch, key=key, training=False))
+            with plan.forward():
+                for part in split_window([prepared], pieces):
+                    outputs = workload.forward(model, part)
+                    loss, weight = workload.weighed_loss(outputs, part)
+                    loss_sum += loss.double() * weight
+                    weight_sum += weight
+                    metrics.update(outputs, part)
             advance()
     return {"loss": float(loss_sum / weight_sum), **metrics.compute()}

@@ -25,7 +25,7 @@ def fp8_gains(
     """Gain by module name, for `decide(..., fp8_gains=...)`; empty where nothing is to be measured."""
     if not _is_to_measure(config.precision) or not hardware.device or lacks("fp8", hardware):
         return {}
-    batch = workload.prepare(first_batch(config, workload), key=(), training=False)
+    batch = workload.prepared(first_batch(config, workload), key=(), training=False)
     directory = cache_directory(os.environ)
     return measured_gains(
         workload.model, lambda: workload.forward(workload.model, batch), hardware, directory, measure=measure

@@ -19,7 +19,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.precision.gain import Gain
 from halfstep.precision.plan import Plan
 from halfstep.tune.cudnn_trials import CUDNN_TRIALS_S, has_convolutions
-from halfstep.tune.layout import wants_channels_last
+from halfstep.tune.layout import convolves_images, wants_channels_last
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import COMPILE_S, KERNEL_TUNING_S, Way
 from halfstep.tune.trial_time import TrialTime
@@ -55,7 +55,7 @@ class WaySearch:
         self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
         self.fields: dict[str, Any] = {
             "way": "eager",
-            "channels_last": wants_channels_last(config, plan),
+            "channels_last": wants_channels_last(config, plan, workload.model),
             "tunes_kernels": config.train.tune_kernels is True,
             "cudnn_benchmark": False,
         }
@@ -91,10 +91,11 @@ class WaySearch:
     def _eager(self) -> Cost | None:
         """The eager step in the usual layout, and in the other where that is left open; the faster one is found."""
         usual = self.fields["channels_last"]
-        layouts = (usual,) if self.config.train.channels_last != "auto" else (usual, not usual)
+        is_open = self.config.train.channels_last == "auto" and convolves_images(self.workload.model)
+        layouts = (usual, not usual) if is_open else (usual,)
         tried: dict[bool, Cost] = {}
         for channels_last in layouts:
-            label = "eager" if channels_last else "eager NCHW"
+            label = "eager" if channels_last or not is_open else "eager NCHW"
             if channels_last != usual and not self._may_try(label):
                 continue
             with self._trial(channels_last=channels_last) as trial:

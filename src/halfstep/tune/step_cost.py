@@ -66,7 +66,7 @@ def step_cost(config: RunConfig, store: Store, precision: str) -> StepCost:
     small = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": SEEN})})
     with torch.device("meta"):
         workload: Workload = kind.part("over")(config, store, NoSamples())
-    batch = workload.prepare(kind.make_batch(small, store), key=(), training=True)
+    batch = workload.prepared(kind.make_batch(small, store), key=(), training=True)
     num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
     is_half = precision not in ("fp32", "tf32")
     a_parameter = FIXED_BYTES.get(config.optimizer.name, ADAM_FIXED_BYTES) + HALF_COPY_BYTES * is_half

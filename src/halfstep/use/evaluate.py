@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
+from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, DataError, HalfstepError, MemoryLimitError
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import memory_picture
@@ -186,7 +187,7 @@ def _look(workload: Workload, model: nn.Module, plan: Plan, seed: int) -> Look:
     def look(index: int) -> tuple[Batch, Any]:
         sample = workload.val_samples.sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
-        batch = workload.prepare(raw, key=(), training=False)
+        batch = workload.prepared(raw, key=Key.of_validation(seed, index), training=False)
         with evaluating(model), plan.forward():
             return batch, workload.forward(model, batch)
 

@@ -29,7 +29,9 @@ class Metrics(Protocol):
 
 
 class Prepare(Protocol):
-    """From a batch as loaded (uint8) to what the model sees; augments when training, by the key alone."""
+    """From a batch as loaded (uint8) to what the model sees: bytes, augmentation and noise, by the key alone.
+
+    It runs in fp32, outside autocast, without gradients. The key is data.seeds.Key; draw from it with data.noise."""
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch: ...
 
