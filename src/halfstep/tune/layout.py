@@ -37,7 +37,8 @@ def convolves_images(model: nn.Module) -> bool:
 
 def to_channels_last_(model: nn.Module) -> nn.Module:
     """Its kernels in that layout; those of video, in three dimensions, have no such one."""
-    return model._apply(lambda t: t.to(memory_format=torch.channels_last) if t.ndim == 4 else t)
+    model._apply(lambda t: t.to(memory_format=torch.channels_last) if t.ndim == 4 else t)
+    return model
 
 
 def in_layout_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
