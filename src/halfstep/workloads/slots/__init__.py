@@ -1,0 +1,1 @@
+"""Slots: objects in video, found without labels."""

@@ -1,0 +1,121 @@
+"""MOVi-like clips as real webdataset shards: textured shapes that move and hide each other on textured ground.
+
+Each clip has its own ground and objects; an object keeps its shape, colour and texture while it moves and turns, so
+that what belongs together is what looks alike and moves alike. Masks hold 0 for the ground and a number for each object,
+visible pixels only. Training shards have masks too: nothing reads them, and whoever looks at the data has them.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfstep.data.whole_folder import whole_folder
+
+Array = np.ndarray[Any, Any]
+
+NUM_TRAIN, NUM_VAL, PER_SHARD = 96, 16, 16
+FRAMES, SIDE = 12, 64
+OBJECTS = (3, 5)
+"""Fewest and most objects of a clip."""
+
+
+def write_demo(
+    folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL,
+    frames: int = FRAMES, side: int = SIDE, per_shard: int = PER_SHARD,
+) -> None:  # fmt: skip
+    """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … into `folder`, whole or not at all."""
+    with whole_folder(folder) as unfinished:
+        first = 0
+        for part, count in (("train", num_train), ("validation", num_val)):
+            for shard, start in enumerate(range(0, count, per_shard)):
+                samples = range(start, min(start + per_shard, count))
+                clips = [draw_clip(np.random.default_rng([seed, first + k]), frames, side) for k in samples]
+                write_shard(unfinished / f"demo-{part}-{shard:06d}.tar", clips, first=start)
+            first += count
+
+
+def write_shard(path: Path, clips: Sequence[tuple[Array, Array | None]], *, first: int = 0) -> None:
+    """Clips as samples of a shard: `NAME.video.npy` and, where there are masks, `NAME.segmentations.npy`."""
+    with tarfile.open(path, "w") as shard:
+        for number, (video, masks) in enumerate(clips, start=first):
+            _add(shard, f"{number:06d}.video.npy", video)
+            if masks is not None:
+                _add(shard, f"{number:06d}.segmentations.npy", masks[..., None])
+
+
+def _add(shard: tarfile.TarFile, name: str, array: Array) -> None:
+    content = io.BytesIO()
+    np.save(content, array)
+    member = tarfile.TarInfo(name)
+    member.size = content.tell()
+    content.seek(0)
+    shard.addfile(member, content)
+
+
+def draw_clip(rng: np.random.Generator, frames: int, side: int) -> tuple[Array, Array]:
+    """Frames (T, side, side, 3) and masks (T, side, side), both uint8."""
+    grid = (np.mgrid[:side, :side] + 0.5) / side
+    ground = _texture(rng, side, knots=4, strength=0.25) * 0.6 + 0.15
+    objects = [_Object(rng, side) for _ in range(rng.integers(OBJECTS[0], OBJECTS[1] + 1))]
+    video = np.empty((frames, side, side, 3))
+    masks = np.zeros((frames, side, side), dtype=np.uint8)
+    drift = rng.uniform(-0.6, 0.6, 2) * side / 64
+    for t in range(frames):
+        video[t] = np.roll(ground, tuple(np.round(drift * t).astype(int)), axis=(0, 1))
+        for number, thing in enumerate(objects, start=1):
+            inside, colour = thing.drawn(grid, t / max(frames - 1, 1))
+            video[t][inside], masks[t][inside] = colour[inside], number
+    video += rng.normal(0, 0.015, video.shape)
+    return (video.clip(0, 1) * 255).round().astype(np.uint8), masks
+
+
+class _Object:
+    """A disc, a box or a triangle with a colour and a texture of its own, on its way."""
+
+    def __init__(self, rng: np.random.Generator, side: int) -> None:
+        self.kind = rng.integers(3)
+        self.size = rng.uniform(0.12, 0.2)
+        self.start, self.end = rng.uniform(0.15, 0.85, 2), rng.uniform(0.15, 0.85, 2)
+        self.angles = rng.uniform(0, 2 * np.pi) + np.array([0, rng.uniform(-1.5, 1.5)])
+        hue = rng.uniform(0, 1, 3)
+        self.colour = 0.25 + 0.75 * (hue - hue.min()) / np.ptp(hue)
+        self.texture = _texture(rng, side, knots=10, strength=0.5)
+
+    def drawn(self, grid: Array, time: float) -> tuple[Array, Array]:
+        centre = self.start + (self.end - self.start) * time
+        angle = self.angles[0] + self.angles[1] * time
+        y, x = grid - centre[:, None, None]
+        u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
+        side = len(grid[0])
+        at = [((part + 0.5) * side).astype(int).clip(0, side - 1) for part in (v, u)]
+        return self._inside(u, v), self.colour * (0.55 + 0.6 * self.texture[at[0], at[1]])
+
+    def _inside(self, u: Array, v: Array) -> Array:
+        if self.kind == 0:
+            return np.asarray(np.hypot(u, v) < self.size)
+        if self.kind == 1:
+            return np.asarray((abs(u) < self.size) & (abs(v) < 0.75 * self.size))
+        return np.asarray((v > -0.6 * self.size) & (v + 1.7 * abs(u) < 1.3 * self.size))
+
+
+def _texture(rng: np.random.Generator, side: int, *, knots: int, strength: float) -> Array:
+    """Smooth colours with finer noise on top (side, side, 3) in 0..1."""
+    coarse = np.stack([_smooth(rng, side, knots) for _ in range(3)], axis=-1)
+    fine = _smooth(rng, side, 4 * knots)[..., None]
+    return np.asarray((1 - strength) * coarse + strength * fine)
+
+
+def _smooth(rng: np.random.Generator, side: int, knots: int) -> Array:
+    """Random values at `knots` points a side, in between linear."""
+    values = rng.random((knots, knots))
+    at = np.linspace(0, knots - 1, side)
+    low = np.minimum(at.astype(int), knots - 2)
+    part = at - low
+    rows = values[low] * (1 - part)[:, None] + values[low + 1] * part[:, None]
+    return np.asarray(rows[:, low] * (1 - part) + rows[:, low + 1] * part)
