@@ -1,8 +1,8 @@
 """MOVi-like clips as real webdataset shards: textured shapes that move and hide each other on textured ground.
 
 Each clip has its own ground and objects; an object keeps its shape, colour and texture while it moves and turns, so
-that what belongs together is what looks alike and moves alike. Masks hold 0 for the ground and a number for each object,
-visible pixels only. Training shards have masks too: nothing reads them, and whoever looks at the data has them.
+that what belongs together is what looks alike and moves alike. Masks hold 0 for the ground and a number for each
+object, visible pixels only. Training shards have masks too: nothing reads them, and whoever looks at the data has them.
 """
 
 from __future__ import annotations
