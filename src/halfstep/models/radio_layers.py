@@ -1,0 +1,182 @@
+"""Layers of RadioDiff's U-Net. What the public code makes depend on the input's type is the same for all here: epsilons
+are 1e-5 always (there 1e-3 for anything but fp32, so autocast changes the function), statistics are fp32, and the
+Fourier filter runs on an island, sized by its map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.islands import fp32_island, in_fp32
+
+EPSILON = 1e-5
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """A convolution whose weights have mean 0 and variance 1 for each output (Qiao et al. 2019)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, standardised(self.weight), self.bias)  # type: ignore[no-any-return]
+
+
+@in_fp32
+def standardised(weight: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
+    return (weight - mean) * (variance + EPSILON).rsqrt()
+
+
+class ChannelNorm(nn.Module):
+    """Normalises each position over its channels; a scale, no shift."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1, channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _normalised_over_channels(x, self.g).to(x.dtype)
+
+
+@in_fp32
+def _normalised_over_channels(x: Tensor, scale: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x, dim=1, correction=0, keepdim=True)
+    return (x - mean) * (variance + EPSILON).rsqrt() * scale
+
+
+class ConvNormSilu(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.proj = StandardisedConv2d(inputs, outputs, 3, padding=1)
+        self.norm = nn.GroupNorm(8, outputs)
+
+    def forward(self, x: Tensor, scale_shift: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        x = self.norm(self.proj(x))
+        if scale_shift is not None:
+            scale, shift = scale_shift
+            x = x * (scale + 1) + shift
+        return F.silu(x)
+
+
+class TimedBlock(nn.Module):
+    """Two convolutions and a shortcut; the time scales and shifts between them."""
+
+    def __init__(self, inputs: int, outputs: int, time_dim: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(time_dim, 2 * outputs))
+        self.block1, self.block2 = ConvNormSilu(inputs, outputs), ConvNormSilu(outputs, outputs)
+        self.res_conv = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        scale, shift = self.mlp(time)[:, :, None, None].chunk(2, dim=1)
+        h = self.block2(self.block1(x, (scale, shift)))
+        return h + self.res_conv(x)  # type: ignore[no-any-return]
+
+
+HEADS, HEAD_DIM = 4, 32
+
+
+class LinearAttention(nn.Module):
+    """Attention at a cost linear in the positions: queries over channels, keys over positions (Shen et al. 2021)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = ChannelNorm(channels)
+        self.to_qkv = nn.Conv2d(channels, 3 * HEADS * HEAD_DIM, 1, bias=False)
+        self.to_out = nn.Sequential(nn.Conv2d(HEADS * HEAD_DIM, channels, 1), ChannelNorm(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, height, width = x.shape
+        q, k, v = self.to_qkv(self.norm(x)).view(batch, 3, HEADS, HEAD_DIM, height * width).unbind(1)
+        found = linear_attention(q, k, v).to(q.dtype)
+        return x + self.to_out(found.reshape(batch, HEADS * HEAD_DIM, height, width))  # type: ignore[no-any-return]
+
+
+@in_fp32
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """All (B, heads, dim, positions). In fp32: keys are near 1 / positions, and values divided by positions as well
+    fall below fp16's smallest number."""
+    q = q.softmax(dim=-2) * q.shape[-2] ** -0.5
+    context = k.softmax(dim=-1) @ (v / v.shape[-1]).transpose(-2, -1)
+    return context.transpose(-2, -1) @ q
+
+
+class PositionAttention(nn.Module):
+    """Four heads over all positions, with a shortcut."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = ChannelNorm(channels)
+        self.to_qkv = nn.Conv2d(channels, 3 * HEADS * HEAD_DIM, 1, bias=False)
+        self.to_out = nn.Conv2d(HEADS * HEAD_DIM, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, height, width = x.shape
+        qkv = self.to_qkv(self.norm(x)).view(batch, 3, HEADS, HEAD_DIM, height * width)
+        q, k, v = qkv.transpose(-2, -1).unbind(1)
+        found = F.scaled_dot_product_attention(q, k, v).transpose(-2, -1)
+        return x + self.to_out(found.reshape(batch, HEADS * HEAD_DIM, height, width))  # type: ignore[no-any-return]
+
+
+class FourierFilter(nn.Module):
+    """A learned factor for each frequency of each channel: irfft2(rfft2(x) * weight).
+
+    The weight fits the half spectrum of the map, (H, W // 2 + 1). The transforms are products with sine and cosine
+    matrices: bottleneck maps have some 8×8 values, complex numbers would break up compiled code, and cuFFT and the CPU
+    disagree about spectra that are not Hermitian, as these are after the product; here the imaginary parts that no real
+    map has are ignored everywhere, as torch's FFT does on a CPU.
+    """
+
+    def __init__(self, channels: int, size: Sequence[int]) -> None:
+        super().__init__()
+        self.size = (size[0], size[1])
+        self.complex_weight = nn.Parameter(0.02 * torch.randn(channels, size[0], size[1] // 2 + 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[2:] == self.size, f"a filter for maps of {self.size} got {tuple(x.shape[2:])}"
+        return filtered(x, self.complex_weight).to(x.dtype)
+
+
+@in_fp32
+def filtered(x: Tensor, weight: Tensor) -> Tensor:
+    height, width = x.shape[2:]
+    half = weight.shape[2]
+    cos_h, sin_h = _waves(height, height, x.device)
+    cos_w, sin_w = _waves(width, half, x.device)
+    real, imaginary = x @ cos_w, x @ -sin_w
+    real, imaginary = cos_h @ real + sin_h @ imaginary, cos_h @ imaginary - sin_h @ real
+    a, b = weight.unbind(-1)
+    real, imaginary = real * a - imaginary * b, real * b + imaginary * a
+    real, imaginary = cos_h @ real - sin_h @ imaginary, cos_h @ imaginary + sin_h @ real
+    # Frequencies that stand for their mirror images too count twice.
+    place = torch.arange(half, device=x.device)
+    count = torch.where((place == 0) | (2 * place == width), 1.0, 2.0) / (height * width)
+    return (real * count) @ cos_w.T - (imaginary * count) @ sin_w.T
+
+
+def _waves(length: int, num_frequencies: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (length, frequencies); the angle is reduced as an integer, so that it is exact."""
+    places, frequencies = torch.arange(length, device=device), torch.arange(num_frequencies, device=device)
+    angle = (places[:, None] * frequencies[None, :] % length).float() * (2 * math.pi / length)
+    return angle.cos(), angle.sin()
+
+
+class TimeEmbedding(nn.Module):
+    """Random Fourier features of log(t) / 4, then two layers."""
+
+    W: Tensor
+
+    def __init__(self, dim: int, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("W", torch.randn(dim // 2) * scale)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, 4 * dim))
+
+    def forward(self, time: Tensor) -> Tensor:
+        # Angles reach hundreds of radians: in bf16 they would be off by whole turns.
+        with fp32_island():
+            angle = (time.float().log() / 4)[:, None] * self.W.float()[None, :] * (2 * math.pi)
+            waves = torch.cat([angle.sin(), angle.cos()], dim=-1)
+        return self.mlp(waves)  # type: ignore[no-any-return]

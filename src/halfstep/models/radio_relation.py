@@ -1,0 +1,112 @@
+"""How the condition enters RadioDiff's U-Net: cross-attention between window means of the two maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HEADS = 8
+
+
+class Relation(nn.Module):
+    """A feature map that has looked at the condition: `(condition, features) -> features`."""
+
+    def __init__(
+        self, condition_dim: int, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float
+    ) -> None:
+        super().__init__()
+        self.input_conv1, self.input_conv2 = _normed_conv(condition_dim, dim), _normed_conv(dim, dim)
+        self.attention = WindowMeanAttention(dim, windows, dropout)
+
+    def forward(self, condition: Tensor, features: Tensor) -> Tensor:
+        return self.attention(self.input_conv1(condition), self.input_conv2(features))  # type: ignore[no-any-return]
+
+
+def _normed_conv(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1), nn.BatchNorm2d(outputs, momentum=0.03, eps=1e-3))
+
+
+class WindowMeanAttention(nn.Module):
+    """Means of the condition's windows ask, means of the features' windows answer; all see the result, interpolated.
+
+    The logits are not scaled by the head's size: the public model's are not.
+    """
+
+    def __init__(self, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float) -> None:
+        super().__init__()
+        self.windows = tuple((rows, columns) for rows, columns in windows)
+        self.q_lin, self.k_lin, self.v_lin = (nn.Linear(dim, dim) for _ in range(3))
+        self.mlp = Mlp(dim, 2 * dim, dropout)
+        self.concat_conv, self.out_conv = nn.Conv2d(2 * dim, dim, 1), nn.Conv2d(dim, dim, 1)
+        self.gn = nn.GroupNorm(8, dim)
+        self.apply(_initialise)
+
+    def forward(self, condition: Tensor, features: Tensor) -> Tensor:
+        size = features.shape[2:]
+        both = torch.cat([_resized(condition, size), features], dim=1)
+        shortcut = self.gn(features + self.concat_conv(both))
+        asking = _window_means(condition, self.windows[0])
+        answering = _window_means(features, self.windows[1])
+        asking = asking + self._attended(asking, answering)
+        asking = asking + self.mlp(asking)
+        return shortcut + self.out_conv(_resized(asking, size))  # type: ignore[no-any-return]
+
+    def _attended(self, asking: Tensor, answering: Tensor) -> Tensor:
+        queries, known = _tokens(asking), _tokens(answering)
+        q, k, v = (
+            part(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part, tokens in ((self.q_lin, queries), (self.k_lin, known), (self.v_lin, known))
+        )
+        found = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        return found.transpose(1, 2).flatten(2).transpose(1, 2).reshape(asking.shape)
+
+
+class Mlp(nn.Module):
+    def __init__(self, dim: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Conv2d(dim, hidden, 1), nn.Conv2d(hidden, dim, 1)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(F.relu(self.fc1(x)))))  # type: ignore[no-any-return]
+
+
+def _window_means(x: Tensor, window: tuple[int, int]) -> Tensor:
+    rows, columns = window
+    x = F.pad(x, (0, -x.shape[3] % columns, 0, -x.shape[2] % rows))
+    return F.avg_pool2d(x, (rows, columns))
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """(B, positions, C), with sines of their places."""
+    return x.flatten(2).transpose(1, 2) + sine_positions(x.shape[2], x.shape[3], x.shape[1], x.device).to(x.dtype)
+
+
+def sine_positions(height: int, width: int, channels: int, device: torch.device) -> Tensor:
+    """(positions, channels): half of the channels tell the row and half the column, both counted from 1."""
+    pair = torch.arange(channels // 4, device=device)
+    frequencies = torch.exp(pair * (-4 * math.log(10000) / channels))
+
+    def waves(length: int) -> Tensor:
+        angle = torch.arange(1, length + 1, device=device)[:, None] * frequencies
+        return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
+
+    rows, columns = waves(height)[:, None].expand(-1, width, -1), waves(width)[None].expand(height, -1, -1)
+    return torch.cat([rows, columns], dim=-1).flatten(0, 1)
+
+
+def _resized(x: Tensor, size: torch.Size) -> Tensor:
+    return x if x.shape[2:] == size else F.interpolate(x, size=size, mode="bilinear", align_corners=True)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight)
+    elif isinstance(module, nn.Linear):
+        nn.init.xavier_normal_(module.weight)
+    if isinstance(module, (nn.Conv2d, nn.Linear)) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,168 @@
+"""RadioDiff's denoiser: one encoder, and a decoder each for the clean part C and the noise of a latent.
+
+A pyramid of the condition (models/swin.py) enters at every level through window attention (models/radio_relation.py).
+The two decoders part at the bottleneck, each behind a Fourier filter of its own. Their outputs are mixed with the
+noisy latent x at time t: C = (1 - t) x + t h1 / sqrt(t² + 1), noise = sqrt(t) x + sqrt(1 - t) h2 / sqrt(t² + 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.islands import in_fp32
+from halfstep.models.radio_layers import (
+    FourierFilter,
+    LinearAttention,
+    PositionAttention,
+    TimedBlock,
+    TimeEmbedding,
+)
+from halfstep.models.radio_relation import Relation
+from halfstep.models.swin import SwinPyramid
+
+Windows = Sequence[Sequence[int]]
+WINDOWS = ((8, 8), (4, 4), (2, 2), (1, 1))
+
+
+class Level(nn.Module):
+    """Block, relation to the condition, block, attention, and a convolution to the next level."""
+
+    def __init__(self, block1: TimedBlock, relation: Relation, block2: TimedBlock, end: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.block1, self.relation, self.block2 = block1, relation, block2
+        self.attention = LinearAttention(dim)
+        self.end = end
+
+
+def _levels(part: nn.Module) -> list[Level]:
+    return list(cast("Iterable[Level]", part.levels))
+
+
+class Decoder(nn.Module):
+    """From the bottleneck back to the latent's size; `dims` are the widths of the levels, the finest first."""
+
+    def __init__(
+        self,
+        dims: Sequence[int],
+        out_channels: int,
+        size: tuple[int, int],
+        windows: tuple[Windows, Windows],
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        mid, time_dim = dims[-1], 4 * dims[0]
+        self.filter = nn.Sequential(
+            nn.GroupNorm(min(mid // 4, 8), mid), nn.Conv2d(mid, mid, 3, padding=1), FourierFilter(mid, size)
+        )
+        self.levels = nn.ModuleList(
+            Level(
+                TimedBlock(dims[place + 1] + dims[place], dims[place + 1], time_dim),
+                Relation(dims[place], dims[place + 1], (windows[0][place], windows[1][place]), dropout),
+                TimedBlock(dims[place + 1] + dims[place], dims[place + 1], time_dim),
+                _up(dims[place + 1], dims[place], doubles=place > 0),
+                dims[place + 1],
+            )
+            for place in reversed(range(len(dims) - 1))
+        )
+        self.final_block = TimedBlock(2 * dims[0], dims[0], time_dim)
+        self.final_conv = nn.Conv2d(dims[0], out_channels, 1)
+
+    def forward(
+        self, x: Tensor, stem: Tensor, skips: Sequence[Tensor], conditions: Sequence[Tensor], time: Tensor
+    ) -> Tensor:
+        x, left = x + self.filter(x), list(skips)
+        for level, condition in zip(_levels(self), reversed(conditions), strict=True):
+            x = level.block1(torch.cat([x, left.pop()], dim=1), time)
+            x = level.relation(condition, x)
+            x = level.block2(torch.cat([x, left.pop()], dim=1), time)
+            x = level.end(level.attention(x))
+        return self.final_conv(self.final_block(torch.cat([x, stem], dim=1), time))  # type: ignore[no-any-return]
+
+
+def _up(inputs: int, outputs: int, *, doubles: bool) -> nn.Sequential:
+    """The convolution stands second, doubled or not, so that both have one name."""
+    first = nn.Upsample(scale_factor=2, mode="nearest") if doubles else nn.Identity()
+    return nn.Sequential(first, nn.Conv2d(inputs, outputs, 3, padding=1))
+
+
+def _down(inputs: int, outputs: int, *, halves: bool) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 4, 2, 1) if halves else nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+class RadioUNet(nn.Module):
+    """`(x, time, image) -> C, noise`, both fp32; `image` is the condition at full size."""
+
+    def __init__(
+        self,
+        condition: SwinPyramid,
+        *,
+        channels: int = 3,
+        dim: int = 128,
+        multipliers: Sequence[int] = (1, 2, 4, 4),
+        latent_size: Sequence[int] = (64, 64),
+        windows: tuple[Windows, Windows] = (WINDOWS, WINDOWS),
+        fourier_scale: float = 16.0,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        dims, time_dim = [dim, *(dim * factor for factor in multipliers)], 4 * dim
+        num_levels = len(multipliers)
+        assert len(condition.widths) == num_levels, "one condition map for each level"
+        self.condition = condition
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels + condition.widths[0], dim, 7, padding=3), nn.GroupNorm(min(dim // 4, 8), dim)
+        )
+        self.projections = nn.ModuleList(
+            nn.Conv2d(width, level_dim, 1) for width, level_dim in zip(condition.widths, dims, strict=False)
+        )
+        self.time = TimeEmbedding(dim, fourier_scale)
+        self.levels = nn.ModuleList(
+            Level(
+                TimedBlock(dims[place], dims[place], time_dim),
+                Relation(dims[place], dims[place], (windows[0][place], windows[1][place]), dropout),
+                TimedBlock(dims[place], dims[place], time_dim),
+                _down(dims[place], dims[place + 1], halves=place < num_levels - 1),
+                dims[place],
+            )
+            for place in range(num_levels)
+        )
+        self.mid_block1, self.mid_block2 = (TimedBlock(dims[-1], dims[-1], time_dim) for _ in range(2))
+        self.mid_attention = PositionAttention(dims[-1])
+        halvings = 2 ** (num_levels - 1)
+        mid_size = (latent_size[0] // halvings, latent_size[1] // halvings)
+        self.decoders = nn.ModuleList(Decoder(dims, channels, mid_size, windows, dropout) for _ in range(2))
+
+    def forward(self, x: Tensor, time: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        return self.denoise(x, time, self.condition(image))
+
+    def denoise(self, x: Tensor, time: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """From the condition's features on, which a sampler computes once for all its steps."""
+        embedded = self.time(time)
+        finest = features[0]
+        if finest.shape[2:] != x.shape[2:]:
+            finest = F.interpolate(finest, size=x.shape[2:], mode="bilinear")
+        stem = self.stem(torch.cat([x.to(finest.dtype), finest], dim=1))
+        conditions = [project(feature) for project, feature in zip(self.projections, features, strict=True)]
+        h, skips = stem, []
+        for level, condition in zip(_levels(self), conditions, strict=True):
+            h = level.block1(h, embedded)
+            skips.append(h)
+            h = level.attention(level.block2(level.relation(condition, h), embedded))
+            skips.append(h)
+            h = level.end(h)
+        h = self.mid_block2(self.mid_attention(self.mid_block1(h, embedded)), embedded)
+        h1, h2 = (decoder(h, stem, skips, conditions, embedded) for decoder in self.decoders)
+        return mixed(x, time, h1, h2)
+
+
+@in_fp32
+def mixed(x: Tensor, time: Tensor, h1: Tensor, h2: Tensor) -> tuple[Tensor, Tensor]:
+    """C and noise, from the noisy latent and what the two decoders say."""
+    t = time.view(-1, 1, 1, 1)
+    scale = (t.square() + 1).rsqrt()
+    return (1 - t) * x + t * scale * h1, t.sqrt() * x + (1 - t).sqrt() * scale * h2

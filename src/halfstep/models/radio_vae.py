@@ -1,0 +1,183 @@
+"""RadioDiff's first stage: the latent-diffusion autoencoder (Rombach et al. 2022) on one-channel maps.
+
+Levels halve the map, GroupNorm and SiLU come before each convolution, one head attends over all positions in the
+middle. Parts have LDM's names, so weights of that family load as they are. Left out: attention inside levels
+(`attn_resolutions`, empty in every public radio config).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.models.gaussian import Gaussian
+
+GROUPS = 32
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """LDM's 32 groups; as many as fit where channels are few."""
+    return nn.GroupNorm(math.gcd(GROUPS, channels), channels, eps=1e-6)
+
+
+def conv3(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = group_norm(inputs), conv3(inputs, outputs)
+        self.norm2, self.conv2 = group_norm(outputs), conv3(outputs, outputs)
+        self.dropout = nn.Dropout(dropout)
+        self.nin_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(self.dropout(F.silu(self.norm2(h))))
+        return self.nin_shortcut(x) + h  # type: ignore[no-any-return]
+
+
+class PositionAttention(nn.Module):
+    """One head over all positions."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = group_norm(channels)
+        self.q, self.k, self.v, self.proj_out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        q, k, v = (part(normed).flatten(2).transpose(1, 2).unsqueeze(1) for part in (self.q, self.k, self.v))
+        found = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2)
+        return x + self.proj_out(found.reshape(x.shape))  # type: ignore[no-any-return]
+
+
+class Middle(nn.Module):
+    def __init__(self, channels: int, dropout: float) -> None:
+        super().__init__()
+        self.block_1 = ResidualBlock(channels, channels, dropout)
+        self.attn_1 = PositionAttention(channels)
+        self.block_2 = ResidualBlock(channels, channels, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block_2(self.attn_1(self.block_1(x)))  # type: ignore[no-any-return]
+
+
+class Halve(nn.Module):
+    """A convolution of stride 2 that pads on the right and at the bottom only, as LDM does."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x, (0, 1, 0, 1)))  # type: ignore[no-any-return]
+
+
+class Double(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = conv3(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))  # type: ignore[no-any-return]
+
+
+class DownLevel(nn.Module):
+    def __init__(self, inputs: int, outputs: int, num_blocks: int, dropout: float, *, is_last: bool) -> None:
+        super().__init__()
+        widths = [inputs, *[outputs] * num_blocks]
+        self.block = nn.Sequential(*(ResidualBlock(a, b, dropout) for a, b in zip(widths, widths[1:], strict=False)))
+        self.downsample = nn.Identity() if is_last else Halve(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.downsample(self.block(x))  # type: ignore[no-any-return]
+
+
+class UpLevel(nn.Module):
+    def __init__(self, inputs: int, outputs: int, num_blocks: int, dropout: float, *, is_last: bool) -> None:
+        super().__init__()
+        widths = [inputs, *[outputs] * num_blocks]
+        self.block = nn.Sequential(*(ResidualBlock(a, b, dropout) for a, b in zip(widths, widths[1:], strict=False)))
+        self.upsample = nn.Identity() if is_last else Double(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.upsample(self.block(x))  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
+        super().__init__()
+        first, *levels = widths
+        self.conv_in = conv3(channels, first)
+        pairs = list(zip([first, *levels], levels, strict=False))
+        self.down = nn.ModuleList(
+            DownLevel(a, b, num_blocks, dropout, is_last=place == len(pairs) - 1) for place, (a, b) in enumerate(pairs)
+        )
+        self.mid = Middle(levels[-1], dropout)
+        self.norm_out, self.conv_out = group_norm(levels[-1]), conv3(levels[-1], 2 * z_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for level in self.down:
+            x = level(x)
+        return self.conv_out(F.silu(self.norm_out(self.mid(x))))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Levels are numbered from the finest, as in the encoder, and run from the coarsest."""
+
+    def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
+        super().__init__()
+        levels = list(widths[1:])
+        self.conv_in = conv3(z_channels, levels[-1])
+        self.mid = Middle(levels[-1], dropout)
+        self.up = nn.ModuleList(
+            UpLevel(a, b, num_blocks + 1, dropout, is_last=place == 0)
+            for place, (a, b) in enumerate(zip([*levels[1:], levels[-1]], levels, strict=True))
+        )
+        self.norm_out, self.conv_out = group_norm(levels[0]), conv3(levels[0], channels)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.mid(self.conv_in(z))
+        for level in reversed(self.up):
+            x = level(x)
+        return self.conv_out(F.silu(self.norm_out(x)))  # type: ignore[no-any-return]
+
+
+class RadioVAE(nn.Module):
+    """An autoencoder of maps (B, channels, H, W) in -1..1 with a Gaussian in between."""
+
+    def __init__(
+        self,
+        *,
+        channels: int = 1,
+        width: int = 128,
+        multipliers: Sequence[int] = (1, 2, 4),
+        num_blocks: int = 2,
+        z_channels: int = 3,
+        latent_channels: int = 3,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        widths = [width, *(width * factor for factor in multipliers)]
+        self.latent_channels, self.reduction = latent_channels, 2 ** (len(multipliers) - 1)
+        self.encoder = Encoder(channels, z_channels, widths, num_blocks, dropout)
+        self.decoder = Decoder(channels, z_channels, widths, num_blocks, dropout)
+        self.quant_conv = nn.Conv2d(2 * z_channels, 2 * latent_channels, 1)
+        self.post_quant_conv = nn.Conv2d(latent_channels, z_channels, 1)
+
+    def encode(self, maps: Tensor) -> Gaussian:
+        return Gaussian.of_moments(self.quant_conv(self.encoder(maps)))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return self.decoder(self.post_quant_conv(latents))  # type: ignore[no-any-return]
+
+    def forward(self, maps: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Reconstruction of a draw, and mean and log variance of the latents."""
+        posterior = self.encode(maps)
+        return self.decode(posterior.draw(noise)), posterior.mean, posterior.log_variance

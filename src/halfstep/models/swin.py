@@ -1,0 +1,181 @@
+"""A Swin transformer (Liu et al. 2021) as a pyramid: the map after each stage, at 1/4, 1/8, 1/16 and 1/32.
+
+Parts have torchvision's names and its numbers (`swin_t`, `swin_s`, `swin_b` weights load; their last norm and head are
+not part of a pyramid). Any size works: windows are padded, and a shift that a small map has no room for is not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MASKED = -100.0
+"""Added to the logits of two positions that are neighbours only because the map was rolled."""
+
+
+class WindowAttention(nn.Module):
+    """Attention inside windows of a map (B, H, W, C), shifted by half a window in every second block."""
+
+    relative_position_index: Tensor
+
+    def __init__(self, dim: int, num_heads: int, window: int, shift: int) -> None:
+        super().__init__()
+        self.num_heads, self.window, self.shift = num_heads, window, shift
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
+        self.register_buffer("relative_position_index", relative_positions(window).flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, height, width, _ = x.shape
+        window = self.window
+        x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
+        shifts = tuple(0 if window >= side else self.shift for side in x.shape[1:3])
+        if any(shifts):
+            x = torch.roll(x, shifts=(-shifts[0], -shifts[1]), dims=(1, 2))
+        x = self._merged(self._attended(self._windows(x), (x.shape[1], x.shape[2]), shifts), x.shape)
+        if any(shifts):
+            x = torch.roll(x, shifts=shifts, dims=(1, 2))
+        return x[:, :height, :width].contiguous()
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """(B, number of windows, positions, C)."""
+        batch, height, width, channels = x.shape
+        tiles = x.view(batch, height // self.window, self.window, width // self.window, self.window, channels)
+        return tiles.transpose(2, 3).reshape(batch, -1, self.window**2, channels)
+
+    def _merged(self, windows: Tensor, shape: torch.Size) -> Tensor:
+        batch, height, width, channels = shape
+        tiles = windows.view(batch, height // self.window, width // self.window, self.window, self.window, channels)
+        return tiles.transpose(2, 3).reshape(shape)
+
+    def _attended(self, windows: Tensor, size: tuple[int, int], shifts: tuple[int, ...]) -> Tensor:
+        batch, number, positions, channels = windows.shape
+        q, k, v = self.qkv(windows).view(batch, number, positions, 3, self.num_heads, -1).permute(3, 0, 1, 4, 2, 5)
+        logits = (q * (channels // self.num_heads) ** -0.5) @ k.transpose(-2, -1) + self._bias()
+        if any(shifts):
+            logits = logits + shift_mask(size, self.window, shifts, windows.device).unsqueeze(1).to(logits.dtype)
+        weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(v.dtype)
+        return self.proj((weights @ v).transpose(2, 3).reshape(windows.shape))  # type: ignore[no-any-return]
+
+    def _bias(self) -> Tensor:
+        """(heads, positions, positions)."""
+        bias = self.relative_position_bias_table[self.relative_position_index]
+        return bias.view(self.window**2, self.window**2, self.num_heads).permute(2, 0, 1)
+
+
+def relative_positions(window: int) -> Tensor:
+    """For each two positions of a window the row of the bias table that belongs to their distance."""
+    rows = torch.arange(window).repeat_interleave(window)
+    columns = torch.arange(window).repeat(window)
+    down, right = rows[:, None] - rows[None, :], columns[:, None] - columns[None, :]
+    return (down + window - 1) * (2 * window - 1) + right + window - 1
+
+
+def shift_mask(size: tuple[int, int], window: int, shifts: tuple[int, ...], device: torch.device) -> Tensor:
+    """(number of windows, positions, positions): `MASKED` between what was not adjacent before the roll."""
+    regions = [_regions(side, window, shift, device) for side, shift in zip(size, shifts, strict=True)]
+    tiles = (3 * regions[0][:, None] + regions[1][None, :]).view(size[0] // window, window, size[1] // window, window)
+    positions = tiles.transpose(1, 2).reshape(-1, window**2)
+    return (positions[:, None, :] != positions[:, :, None]) * MASKED
+
+
+def _regions(side: int, window: int, shift: int, device: torch.device) -> Tensor:
+    """0, 1 or 2 for each row: before the last window, in it, and the part that came round from the other end."""
+    place = torch.arange(side, device=device)
+    # Without a shift Python's slice [-0:] is everything, and torchvision's regions come from such slices.
+    return (place >= side - window).int() + (place >= side - shift).int() if shift else place.new_full((side,), 2)
+
+
+class StochasticDepth(nn.Module):
+    """A branch that is left out for a sample with this probability in training, and scaled up to make up for it."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if not self.training or self.probability == 0:
+            return branch
+        kept = 1 - self.probability
+        is_kept = torch.rand(len(branch), device=branch.device) < kept
+        return branch * (is_kept / kept).view(-1, *[1] * (branch.ndim - 1)).to(branch.dtype)
+
+
+class SwinBlock(nn.Module):
+    def __init__(self, dim: int, num_heads: int, window: int, shift: int, depth_drop: float) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(dim), WindowAttention(dim, num_heads, window, shift)
+        self.norm2 = nn.LayerNorm(dim)
+        # Dropouts of probability 0 keep torchvision's places: its MLP counts 0 to 4.
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Identity(), nn.Linear(4 * dim, dim))
+        self.stochastic_depth = StochasticDepth(depth_drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.stochastic_depth(self.attn(self.norm1(x)))
+        return x + self.stochastic_depth(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+
+
+class PatchMerging(nn.Module):
+    """Four neighbours become one position of twice the channels."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.reduction, self.norm = nn.Linear(4 * dim, 2 * dim, bias=False), nn.LayerNorm(4 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        corners = [x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
+        return self.reduction(self.norm(torch.cat(corners, dim=-1)))  # type: ignore[no-any-return]
+
+
+class ToLastDim(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+class SwinPyramid(nn.Module):
+    """Feature maps (B, dim * 2^i, H / 2^(i+2), W / 2^(i+2)) of an image, the finest first. Defaults are Swin-B's."""
+
+    def __init__(
+        self,
+        *,
+        channels: int = 3,
+        dim: int = 128,
+        depths: Sequence[int] = (2, 2, 18, 2),
+        num_heads: Sequence[int] = (4, 8, 16, 32),
+        window: int = 7,
+        patch: int = 4,
+        stochastic_depth: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.widths = tuple(dim * 2**stage for stage in range(len(depths)))
+        drops = iter(torch.linspace(0, stochastic_depth, sum(depths)).tolist())
+        layers: list[nn.Module] = [
+            nn.Sequential(nn.Conv2d(channels, dim, patch, stride=patch), ToLastDim(), nn.LayerNorm(dim))
+        ]
+        for stage, (width, depth, heads) in enumerate(zip(self.widths, depths, num_heads, strict=True)):
+            if stage:
+                layers.append(PatchMerging(width // 2))
+            shifts = [0 if place % 2 == 0 else window // 2 for place in range(depth)]
+            layers.append(nn.Sequential(*(SwinBlock(width, heads, window, shift, next(drops)) for shift in shifts)))
+        self.features = nn.ModuleList(layers)
+        self.apply(_initialise)
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        x, found = self.features[0](image), []
+        for place, layer in enumerate(self.features[1:], start=1):
+            x = layer(x)
+            if place % 2 == 1:
+                found.append(x.permute(0, 3, 1, 2))
+        return found
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

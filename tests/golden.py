@@ -1,0 +1,33 @@
+"""Golden data: numbers of the public originals, in the folder that HALFSTEP_GOLDEN names. Tests skip loudly without."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def golden(case: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a case."""
+    folder = os.environ.get("HALFSTEP_GOLDEN")
+    if not folder:
+        pytest.skip("golden data: set HALFSTEP_GOLDEN to the folder that holds them")
+    path = Path(folder) / case
+    return load_file(path.with_suffix(".safetensors")), json.loads(path.with_suffix(".json").read_text())
+
+
+def group(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def assert_golden(found: Tensor, expected: Tensor, *, within: float = 1e-5, scale: float = 0.0, name: str = "") -> None:
+    """Equal within a share of the largest value: the tensor's own, or `scale` where a group's largest is given."""
+    assert found.shape == expected.shape, name
+    largest = scale or float(expected.abs().max())
+    gap = float((found.detach().double() - expected.double()).abs().max())
+    assert gap <= within * largest, f"{name}: off by {gap / largest:.1e} of {largest:.3g}, allowed {within:.0e}"

@@ -1,0 +1,82 @@
+"""RadioDiff's autoencoder."""
+
+from __future__ import annotations
+
+import torch
+
+from golden import assert_golden, golden, group
+from halfstep.models.gaussian import Gaussian
+from halfstep.models.radio_names import vae_name
+from halfstep.models.radio_vae import RadioVAE
+
+VAE_TOLERANCE = 5e-5
+"""The original's own drift with other kernels reaches 1e-5 here."""
+
+
+def test_golden_moments_reconstruction_and_gradients() -> None:
+    tensors, facts = golden("radiodiff_vae_tiny")
+    sizes = facts["config"]["ddconfig"]
+    vae = RadioVAE(width=sizes["ch"], multipliers=sizes["ch_mult"], num_blocks=sizes["num_res_blocks"])
+    vae.load_state_dict({vae_name(name): value for name, value in group(tensors, "state/").items()})
+    image, expected = tensors["in/image"], group(tensors, "out/")
+
+    posterior = vae.encode(image)
+    latents = posterior.draw(tensors["noise/posterior"])
+    reconstruction = vae.decode(latents)
+    found = {
+        "moments": vae.quant_conv(vae.encoder(image)),
+        "mean": posterior.mean,
+        "logvar": posterior.log_variance,
+        "z": latents,
+        "recon": reconstruction,
+        "recon_mode": vae.decode(posterior.mean),
+        "kl": posterior.kl(),
+    }
+    assert set(found) == set(expected)
+    for name, value in found.items():
+        assert_golden(value, expected[name], within=VAE_TOLERANCE, name=name)
+
+    error = image - reconstruction
+    nll = (error.abs() + error.square()).sum() / len(image)
+    loss = nll + 1e-6 * posterior.kl().sum() / len(image)
+    assert abs(loss.item() / facts["scalars"]["loss"] - 1) < VAE_TOLERANCE
+    loss.backward()
+    gradients = group(tensors, "grad/")
+    largest = max(float(value.abs().max()) for value in gradients.values())
+    on_group = {name.removeprefix("grad/") for name in facts["rounding"]["compare_on_group_scale"]}
+    parameters = dict(vae.named_parameters())
+    for name, value in gradients.items():
+        grad = parameters[vae_name(name) or ""].grad
+        assert grad is not None
+        assert_golden(grad, value, within=VAE_TOLERANCE, scale=largest if name in on_group else 0.0, name=name)
+    for name, norms in facts["gradients_not_stored"].items():
+        grad = parameters[name].grad
+        assert grad is not None
+        assert abs(float(grad.norm()) / norms["l2_norm"] - 1) < VAE_TOLERANCE
+
+
+def test_a_latent_is_a_quarter_of_the_map_and_odd_widths_have_their_groups() -> None:
+    vae = RadioVAE(width=12, multipliers=(1, 2, 4), num_blocks=1)
+    maps = torch.randn(2, 1, 24, 16)
+    reconstruction, mean, log_variance = vae(maps, torch.zeros(2, 3, 6, 4))
+    assert reconstruction.shape == maps.shape
+    assert mean.shape == log_variance.shape == (2, 3, 6, 4)
+    assert vae.reduction == 4
+
+
+def test_the_kl_of_a_wide_gaussian_is_finite_under_half_autocast() -> None:
+    """exp of the largest log variance is 4.9e8, beyond fp16."""
+    moments = torch.full((2, 2, 4, 4), 25.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        posterior = Gaussian.of_moments(moments.bfloat16())
+        found = posterior.kl()
+    expected = 0.5 * 16 * (25.0**2 + torch.tensor(20.0).exp() - 1 - 20)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.expand(2))
+
+
+def test_a_draw_has_the_moments_it_was_drawn_from() -> None:
+    posterior = Gaussian(torch.tensor([[2.0]]), torch.tensor([[0.0]]) + 2 * torch.tensor(0.5).log())
+    draws = posterior.draw(torch.randn(100_000, 1, generator=torch.Generator().manual_seed(0)))
+    assert abs(float(draws.mean()) - 2.0) < 0.01
+    assert abs(float(draws.std()) - 0.5) < 0.01
