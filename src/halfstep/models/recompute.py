@@ -138,12 +138,12 @@ def run(block: Run, *inputs: Tensor) -> Tensor:
 
 def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
     """Call the block and keep only its inputs."""
-    return _recomputed(block, *inputs, context_fn=lambda: (contextlib.nullcontext(), _spare_statistics(block)))
+    return recomputed(block, *inputs, context_fn=lambda: (contextlib.nullcontext(), _spare_statistics(block)))
 
 
 def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
     """The same inside a compiled region."""
-    return _recomputed(block, *inputs)
+    return recomputed(block, *inputs)
 
 
 def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
@@ -154,17 +154,18 @@ def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
         return keeping, _both(_spare_statistics(block), replaying)
 
     with _no_autocast_cache():
-        return _recomputed(block, *inputs, context_fn=contexts)
+        return recomputed(block, *inputs, context_fn=contexts)
 
 
 def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:
     """The same for a whole region inside compiled code."""
-    return _recomputed(
+    return recomputed(
         region, *inputs, context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_in_partitioner)
     )
 
 
-def _recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
+def recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
+    """Call a function that draws nothing and keep only its inputs."""
     out = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
     assert isinstance(out, Tensor)
     return out
