@@ -6,7 +6,6 @@ weights depend on. Attention is torch's fused kernel; a causal mask is a flag of
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -45,7 +44,8 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        apart: Tensor = x.unflatten(2, (self.heads, -1))
+        return apart.transpose(1, 2)
 
 
 class EncoderBlock(nn.Module):

@@ -50,4 +50,5 @@ def mixed(x: Tensor) -> Tensor:
 
 def _shifted(x: Tensor, by: int) -> Tensor:
     """To the right, filled with zeros: torch's shift of a negative number fills with ones."""
-    return (x >> by) & (2 ** (32 - by) - 1)
+    shifted: Tensor = (x >> by) & ((1 << 32 - by) - 1)
+    return shifted

@@ -6,7 +6,7 @@
                 Less than half the memory of a convolutional model, for a few passes over what was kept
     blocks      only the inputs of blocks are kept, their forward pass runs twice: least memory
 
-No layer draws random numbers, so the RNG state need not be kept.
+Blocks with dropout draw the same numbers again: eager mode keeps the generators' state for them, compiled code its seeds.
 
 Eager and compiled code differ twice. A compiled model is one region, in which the partitioner interleaves recomputing
 with backward; in eager mode a region is recomputed at once, so it must not be larger than a block, or everything it
@@ -138,7 +138,8 @@ def run(block: Run, *inputs: Tensor) -> Tensor:
 
 def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
     """Call the block and keep only its inputs."""
-    return recomputed(block, *inputs, context_fn=lambda: (contextlib.nullcontext(), _spare_statistics(block)))
+    contexts = lambda: (contextlib.nullcontext(), _spare_statistics(block))  # noqa: E731
+    return recomputed(block, *inputs, context_fn=contexts, preserve_rng_state=_draws(block))
 
 
 def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
         return keeping, _both(_spare_statistics(block), replaying)
 
     with _no_autocast_cache():
-        return recomputed(block, *inputs, context_fn=contexts)
+        return recomputed(block, *inputs, context_fn=contexts, preserve_rng_state=_draws(block))
 
 
 def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:
@@ -165,10 +166,16 @@ def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:
 
 
 def recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
-    """Call a function that draws nothing and keep only its inputs."""
-    out = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+    """Call a function and keep only its inputs; one that draws nothing, unless `preserve_rng_state` is given."""
+    out = checkpoint(function, *inputs, use_reentrant=False, **{"preserve_rng_state": False} | options)
     assert isinstance(out, Tensor)
     return out
+
+
+def _draws(block: Run) -> bool:
+    """Whether a block drops values at random now."""
+    assert isinstance(block, nn.Module)
+    return any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in block.modules())
 
 
 def _keep_expensive(_context: Any, op: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -54,7 +54,7 @@ class WordDecoder(nn.Module):
         self.bos = nn.Parameter(torch.empty(1, 1, dim))
         nn.init.xavier_uniform_(self.bos)
         # Upstream's table has a place for the last word too, which is never an input.
-        self.pos = Positions(1 + num_positions, dim, dropout=0.1 if dropout else 0.0)
+        self.pos = Positions(1 + num_positions, dim, dropout=dropout)
         self.tf = Decoder(num_blocks, dim, heads, dropout=dropout, checkpointing=checkpointing)
         self.head = linear(dim, vocabulary, bias=False)
 
