@@ -6,7 +6,7 @@
                 Less than half the memory of a convolutional model, for a few passes over what was kept
     blocks      only the inputs of blocks are kept, their forward pass runs twice: least memory
 
-Blocks with dropout draw the same numbers again: eager mode keeps the generators' state for them, compiled code its seeds.
+Blocks with dropout draw the same numbers again: eager mode keeps the generators' state for that, compiled code seeds.
 
 Eager and compiled code differ twice. A compiled model is one region, in which the partitioner interleaves recomputing
 with backward; in eager mode a region is recomputed at once, so it must not be larger than a block, or everything it
