@@ -79,7 +79,7 @@ def test_every_class_is_listed_and_the_worst_median_and_best_images_are_drawn(un
 
 def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_path: Path) -> None:
     """The demo's images have 64 pixels a side, the model sees 32."""
-    found = evaluated(unet, full_size=True, out=tmp_path / "out")
+    found = evaluated(unet, options={"full_size": True}, out=tmp_path / "out")
     names = {Path(name).stem for name in read_names(unet)}
     images = [path for path in sorted((unet / "data" / "imgs").iterdir()) if path.stem in names]
     wishes = Wishes(out=tmp_path / "masks")
@@ -98,9 +98,9 @@ def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_pat
 
 def test_full_size_is_refused_where_it_means_nothing(unet: Path, resnet: Path) -> None:
     with pytest.raises(ConfigError, match="--full-size means nothing for resnet18"):
-        evaluated(resnet, full_size=True)
+        evaluated(resnet, options={"full_size": True})
     with pytest.raises(ConfigError, match="--batch-size 4 means nothing with --full-size"):
-        evaluated(unet, full_size=True, batch_size=4)
+        evaluated(unet, options={"full_size": True}, batch_size=4)
 
 
 def test_the_background_rule_is_the_runs_own_and_is_said(unet: Path, tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def large(unet: Path, tmp_path: Path) -> Path:
     return path
 
 
-def predicted(run: Path, *inputs: Path, **wishes: Any) -> Predictions:
-    return predict(run, inputs, report=Told(run).report, wishes=Wishes(**wishes))
+def predicted(run: Path, *inputs: Path, out: Path | None = None, **options: Any) -> Predictions:
+    return predict(run, inputs, report=Told(run).report, wishes=Wishes(out=out, options=options))
 
 
 def mask_of(answer: Answer) -> np.ndarray[Any, Any]:
@@ -92,7 +92,9 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
     model.register_forward_pre_hook(refuse_wide_images)
     told, item = Told(unet), Input(path=large, name=Path(large.name))
     bar = Bar("Predicting", 1)
-    (answer,) = predictor.answers([item], in_use(model, plan, told.report), Wishes(out=tmp_path / "out"), bar)
+    (answer,) = predictor.answers(
+        [item], in_use(model, plan, told.report), Wishes(out=tmp_path / "out", options={"tile": None}), bar
+    )
     shown = next(part for part in bar.parts() if part.startswith("tile "))
     assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
     assert isinstance(answer, Answer)

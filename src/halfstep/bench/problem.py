@@ -55,6 +55,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
         weight_decay=config.optimizer.weight_decay,
         clip_norm=config.train.clip_norm,
         samples=samples,
+        unit=kind.unit_of(config, workload.store),
     )
 
 

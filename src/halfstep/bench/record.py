@@ -11,6 +11,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.disk import write_whole
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
+from halfstep.workloads import KINDS
 
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
 """Names under which a peer may be installed."""
@@ -62,6 +64,8 @@ def circumstances(problem: Problem, request: Request, hardware: Hardware, flops:
         "device": hardware.name,
         "versions": versions(hardware, request.against),
         "problem": identity(problem, flops),
+        "unit": asdict(problem.unit),
+        "sample_size": KINDS.of(problem.config.workload).size_of_sample(problem.config),
         "steps": request.schedule.steps,
         "window_steps": request.schedule.window,
         "memory": memory_meaning(hardware),

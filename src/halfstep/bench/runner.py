@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
+from halfstep.workloads.kind import Unit
 from halfstep.workloads.workload import Workload
 
 Batch = dict[str, Tensor]
@@ -29,9 +30,9 @@ class Problem:
     make_model: Callable[[], nn.Module]
     """The same seeded weights each time, on the host, in fp32 and contiguous layout."""
     host_batch: Batch
-    """What a loader delivers: uint8 images and targets in (pinned) host memory; copied to the device in every step."""
+    """What a loader delivers: samples in (pinned) host memory; copied to the device in every step."""
     prepare: Callable[[Batch], Batch]
-    """On the device: uint8 to what the model sees, without augmentation."""
+    """On the device: to what the model sees, without augmentation."""
     loss: Callable[[nn.Module, Batch], Tensor]
     """Forward and loss of a prepared batch; islands inside."""
     device: torch.device
@@ -40,6 +41,8 @@ class Problem:
     clip_norm: float
     samples: int
     """In one step."""
+    unit: Unit = Unit()
+    """What throughput counts."""
     own_data: Workload | None = None
     """The user's own, to be read as in a run; None where one random batch comes over and over."""
 

@@ -9,6 +9,7 @@ import typer
 
 
 def command(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")],
     data: Annotated[
         Path | None,
@@ -20,9 +21,6 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
     precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Default: the run's.")] = None,
-    full_size: Annotated[
-        bool, typer.Option("--full-size", help="U-Net: score masks at each image's own size, as predict writes them.")
-    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="New folder for pictures.", show_default="RUN/report/evaluation")
     ] = None,
@@ -33,7 +31,7 @@ def command(
     Without --data these are the numbers that training saw when it wrote the checkpoint. Of other data everything is
     evaluated, or their own validation part where they have one. Nothing is overwritten.
 
-    U-Net is scored at data.image_size, as in training; --full-size compares the masks that predict writes.
+    `halfstep evaluate RUN --help` shows what the run's workload takes besides.
 
     Example:
 
@@ -57,7 +55,7 @@ def command(
         device=device,
         precision=precision,
         batch_size=batch_size,
-        full_size=full_size,
+        options=context.obj,
         out=out,
     )
     if as_json:

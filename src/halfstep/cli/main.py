@@ -13,6 +13,7 @@ import typer
 
 from halfstep.cli.once import OnceCommand
 from halfstep.cli.output import flush_or_drop, make_patient
+from halfstep.cli.run_command import RunCommand
 from halfstep.cli.usage import USAGE_ERROR, refused
 from halfstep.errors import HalfstepError, Interrupted
 
@@ -21,6 +22,9 @@ COMMANDS = ("bench", "check", "detect", "evaluate", "formats", "guide", "pack", 
 
 SETTINGS = {"formats": {"ignore_unknown_options": True}}
 """`formats -3.5`: a number may look like an option."""
+
+CLASSES = {"evaluate": RunCommand, "predict": RunCommand}
+"""Commands whose options depend on the run they are given."""
 
 
 def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
@@ -36,7 +40,8 @@ def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
     for name in names:
         module = importlib.import_module(f"halfstep.cli.{name}")
         text = unwrapped(module.command.__doc__)
-        app.command(name, help=text, cls=OnceCommand, context_settings=SETTINGS.get(name))(module.command)
+        kind = CLASSES.get(name, OnceCommand)
+        app.command(name, help=text, cls=kind, context_settings=SETTINGS.get(name))(module.command)
     return app
 
 

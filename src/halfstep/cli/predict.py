@@ -9,28 +9,27 @@ import typer
 
 
 def command(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")],
-    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT", help="Files, or folders of them.")],
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="INPUT", help="Files, or folders of them; none for a workload that needs none."),
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="New folder; masks/ and overlays/ in it.", show_default="RUN/predictions"),
+        typer.Option(metavar="DIR", help="New folder for what is written.", show_default="RUN/predictions"),
     ] = None,
     checkpoint: Annotated[str, typer.Option(metavar="best|last|NAME", help="Which checkpoint, or its step.")] = "best",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
     precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
-    tile: Annotated[
-        int | None, typer.Option(min=1, help="U-Net: largest side computed at once, in pixels.", show_default="1024")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Classifiers: how many classes per file.", show_default="5")
-    ] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a new file as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
 ) -> None:
-    """Use a trained model on files of any size, or on folders of them.
+    """Use a trained model on files, or on folders of them; one that draws samples needs none.
 
     U-Net writes masks with the values and size of the originals, and overlays; classifiers give the most probable
-    classes. Files that cannot be read are named and left out (exit code 1). Nothing is overwritten.
+    classes. `halfstep predict RUN --help` shows what the run's workload takes besides. Files that cannot be read are
+    named and left out (exit code 1). Nothing is overwritten.
 
     Example:
 
@@ -50,8 +49,10 @@ def command(
         refuse_existing(csv)
     # Progress and warnings go to stderr: what is printed can be piped.
     report = RunReport(run, console=Console(stderr=True))
-    wishes = Wishes(out=out, tile=tile, top_k=top_k)
-    made = predict(run, inputs, report=report, wishes=wishes, checkpoint=checkpoint, device=device, precision=precision)
+    wishes = Wishes(out=out, options=context.obj)
+    made = predict(
+        run, inputs or [], report=report, wishes=wishes, checkpoint=checkpoint, device=device, precision=precision
+    )
     if csv:
         write_csv(made, csv)
     if as_json:

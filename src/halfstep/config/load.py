@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS, precision_name
+from halfstep.config.foreign import translated
 from halfstep.config.interpolate import Interpolation, references
 from halfstep.config.keys import canonical, field_at, fields_of, is_empty
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
@@ -29,7 +30,7 @@ from halfstep.config.statements import DEFAULT, LAYERS, OPEN_SECTIONS, Override,
 from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 from halfstep.config.workers import num_cores
 from halfstep.config.workloads import Schemas, is_import_path, schema_for
-from halfstep.config.yaml_source import read_yaml
+from halfstep.config.yaml_source import Document, read_yaml
 from halfstep.errors import ConfigError, counted, nearest
 
 
@@ -57,9 +58,25 @@ def load(
     given = {**(flags or {}), **({"preset": preset} if preset else {})}
     said = [*override_statements(overrides), *flag_statements(given)]
     if is_file(target, kinds):
-        return resolve([*file_statements(read_yaml(Path(target))), *said], kinds)
+        document = read_yaml(Path(target))
+        if strongest("workload", said) is None and "workload" not in document.values:
+            return from_foreign(document, overrides, given, kinds)
+        return resolve([*file_statements(document), *said], kinds)
     named = Statement(path="workload", value=target, source=Source(layer="flag", where=target, key="WORKLOAD"))
     return resolve([named, *said], kinds)
+
+
+def from_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
+    """The config for a file that names no workload: another project's, where a family knows it."""
+    found = translated(document, overrides, kinds.translators())
+    if found is None:
+        raise ConfigError(
+            f"{document.name}: no workload is named",
+            why="and no family knows it as another project's config",
+            fix="add `workload: unet` to the file",
+        )
+    loaded = resolve([*found.said, *override_statements(found.overrides), *flag_statements(flags)], kinds)
+    return replace(loaded, notes=(*found.notes, *loaded.notes))
 
 
 def from_dict(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from halfstep.config.foreign import Translator
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, nearest
 
@@ -16,8 +17,12 @@ class HasSchema(Protocol):
     def schema(self, workload: str) -> type[RunConfig]: ...
 
 
-Schemas = Mapping[str, HasSchema]
-"""By workload name; import paths of the user's own are found in it, too."""
+class Schemas(Protocol):
+    """Families by workload name; import paths of the user's own are found in it, too."""
+
+    def __getitem__(self, workload: str) -> HasSchema: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def translators(self) -> Iterable[Translator]: ...
 
 
 def is_import_path(name: str) -> bool:

@@ -20,6 +20,8 @@ from halfstep.errors import ConfigError, suggested
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 40
+ALLOWED_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "int", "float", "bool", "null")}
+"""`!!float 1e-4`, as some projects write it, says what we read anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +145,7 @@ class Walk:
         if self.visited > MAX_NODES or len(self.ancestors) >= MAX_DEPTH:
             why = f"a config has at most {MAX_NODES:,} values, {MAX_DEPTH} levels deep, aliases expanded"
             raise ConfigError(f"{self.name}:{line}: too large or nested too deeply", why=why)
-        if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.split(":")[-1] not in ("str", "map", "seq"):
+        if node.tag not in ALLOWED_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
         self.ancestors.append(node)

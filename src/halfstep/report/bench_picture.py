@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import counted
-from halfstep.report.bench_table import digits, title
+from halfstep.report.bench_table import OLDER_UNIT, digits, title
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
     figure.suptitle(title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     has_memory = any(row["peak_bytes"] for row in rows)
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if has_memory else [figure.subplots()]
-    _draw_times(panels[0], rows)
+    _draw_times(panels[0], rows, record.get("unit", OLDER_UNIT))
     if has_memory:
         _draw_memory(panels[1], rows)
     if notes := list(_notes(record, len(rows), has_memory=has_memory)):
@@ -47,10 +47,10 @@ def _notes(record: Mapping[str, Any], num_drawn: int, *, has_memory: bool) -> It
         yield f"not drawn: {counted(left_out, 'row')} that could not be measured, or whose format is simulated here"
 
 
-def _draw_times(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_times(axes: Axes, rows: Sequence[Row], unit: Mapping[str, Any]) -> None:
     _bars(axes, rows, [row["ms"] for row in rows], "time per step, ms (line: fastest to slowest window)")
     _spreads(axes, rows)
-    _labels(axes, [row["ms_max"] for row in rows], [_time_label(row) for row in rows])
+    _labels(axes, [row["ms_max"] for row in rows], [_time_label(row, unit) for row in rows])
 
 
 def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
@@ -84,7 +84,8 @@ def _labels(axes: Axes, ends: Sequence[float], labels: Sequence[str]) -> None:
         axes.annotate(label, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
 
 
-def _time_label(row: Row) -> str:
-    facts = [f"{digits(row['ms'], 4)} ms", f"{digits(row['samples_per_s'], 4)}/s"]
+def _time_label(row: Row, unit: Mapping[str, Any]) -> str:
+    rate = digits(row["samples_per_s"] * unit["per_sample"], 4)
+    facts = [f"{digits(row['ms'], 4)} ms", f"{rate} {unit['name']}s/s"]
     facts += [f"{row['speedup_fp32']:.1f}x fp32"] if row["speedup_fp32"] is not None else []
     return "  ".join(facts)

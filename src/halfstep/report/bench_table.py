@@ -15,6 +15,8 @@ from halfstep.report.tables import columns_table
 Record = Mapping[str, Any]
 NOTHING = "-"
 WHO = ("who", "way", "precision")
+OLDER_UNIT = {"name": "sample", "per_sample": 1}
+"""Of a stored bench that does not say what it counts."""
 GAP = 2
 """Blanks between two columns."""
 
@@ -24,7 +26,7 @@ def show_bench(record: Record, console: Console) -> None:
     rows = record["rows"]
     console.print(Text(title(record), style="bold"), soft_wrap=True)
     measured = [row for row in rows if row["window_ms"]]
-    columns = _columns(measured)
+    columns = _columns(measured, record.get("unit", OLDER_UNIT))
     for table in fitting(columns, console.width) if measured else ():
         console.print(columns_table(table, left=WHO))
     for line in (*_not_measured(rows), *_remarks(measured), *_meanings(record, measured, columns)):
@@ -43,9 +45,11 @@ def title(record: Record) -> str:
 def problem_title(record: Record) -> str:
     """`unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1`."""
     problem = record["problem"]
+    # Benches stored before families said it themselves were all of images.
+    size = record.get("sample_size", f"{problem['image_size']} pixels")
     return (
         f"{problem['workload']}, {_count(problem['parameters'])} parameters, batch {problem['batch_size']}, "
-        f"{problem['image_size']} pixels, {problem['optimizer']}, clip {problem['clip_norm']:g}"
+        f"{f'{size}, ' if size else ''}{problem['optimizer']}, clip {problem['clip_norm']:g}"
     )
 
 
@@ -83,7 +87,7 @@ def fitting(columns: Mapping[str, Sequence[str]], width: int) -> list[dict[str, 
     return tables
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def _columns(rows: Sequence[Mapping[str, Any]], unit: Mapping[str, Any]) -> dict[str, list[str]]:
     def each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
         return [digits(None if row[name] is None else row[name] * scale, significant) for row in rows]
 
@@ -93,12 +97,12 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         "precision": [row["precision"] for row in rows],
         "ms/step": each("ms", significant=4),
         "windows": [f"{digits(row['ms_min'], 4)}–{digits(row['ms_max'], 4)}" for row in rows],
-        "samples/s": each("samples_per_s", significant=4),
+        f"{unit['name']}s/s": each("samples_per_s", unit["per_sample"], significant=4),
         "x fp32": [_times(row, "speedup_fp32") for row in rows],
         "x tf32": [_times(row, "speedup_tf32") for row in rows],
         "peak GB": each("peak_bytes", 1e-9),
         "reserved": each("reserved_bytes", 1e-9),
-        "J/sample": each("joules_per_sample"),
+        f"J/{unit['name']}": each("joules_per_sample", 1 / unit["per_sample"]),
         "of floor": [NOTHING if row["floor_share"] is None else f"{row['floor_share']:.0%}" for row in rows],
         "loss": each("loss", significant=4),
         "start s": [start(row) for row in rows],
@@ -125,7 +129,7 @@ def _meanings(record: Record, rows: Sequence[Mapping[str, Any]], columns: Iterab
         return []
     meanings = {
         "ms/step": f"median of {len(rows[0]['window_ms'])} windows of {counted(record['window_steps'], 'step')}, "
-        "copy of the batch to the device included; windows: fastest to slowest; samples/s: at that median",
+        "copy of the batch to the device included; windows: fastest to slowest; the rate: at that median",
         **{f"x {name}": f"times as fast as {label}" for name, label in record["speedup_bases"].items()},
         "loss": f"after {counted(record['steps'], 'step')} on one random batch, held against "
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",

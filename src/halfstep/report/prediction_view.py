@@ -67,10 +67,11 @@ def show_predictions(made: Predictions, console: Console) -> None:
     """A row a file, then where the results are and what was left out."""
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
     rows = [_printable({"file": answer.file, **answer.brief}) for answer in answers]
-    table = columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
-    for column in table.columns:
-        column.no_wrap, column.overflow = False, "fold"  # the end of a path is what tells it apart
-    console.print(table)
+    if rows:
+        table = columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
+        for column in table.columns:
+            column.no_wrap, column.overflow = False, "fold"  # the end of a path is what tells it apart
+        console.print(table)
     if len(answers) < len(made.answers):
         console.print(Text(f"and {len(made.answers) - len(answers):,} more", style="dim"))
     how = f"{made.precision}{' (simulated)' if made.simulated else ''} on {made.device}"
@@ -99,7 +100,7 @@ def write_csv(made: Predictions, path: Path) -> None:
     rows = [_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
     try:
         with path.open("x", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, fieldnames=list(rows[0]))
+            table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["file"])
             table.writeheader()
             table.writerows(rows)
     except OSError as error:

@@ -27,8 +27,8 @@ PACE_WINDOW_S = 10.0
 """The shown rate is that of the last seconds, so a slow first step does not spoil it for long."""
 BAR_WIDTHS = (5, 24)
 """Cells: below the first it no longer reads as a bar, beyond the second it only takes room from numbers."""
-NAMELESS_FIELDS = {"precision", "memory"}
-"""Fields whose value explains itself: `bf16`, `4.8 GB`."""
+NAMELESS_FIELDS = {"precision", "memory", "speed"}
+"""Fields whose value explains itself: `bf16`, `4.8 GB`, `310 images/s`."""
 
 
 class Bar:

@@ -34,7 +34,8 @@ from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, Way, asked_way, compiled
 from halfstep.tune.trial_time import total_steps_of
-from halfstep.workloads import build
+from halfstep.workloads import KINDS, build
+from halfstep.workloads.kind import Unit
 from halfstep.workloads.workload import Workload
 
 
@@ -61,6 +62,8 @@ class Assembly:
     train_loader: Loader
     val_loader: Loader
     total_steps: int
+    unit: Unit
+    """What throughput counts."""
 
 
 def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
@@ -108,6 +111,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         train_loader=train_loader,
         val_loader=val_loader,
         total_steps=total_steps,
+        unit=KINDS.of(config.workload).unit_of(config, workload.store),
     )
 
 

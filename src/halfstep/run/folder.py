@@ -1,4 +1,4 @@
-"""A run's folder: `config.yaml plan.json metrics.jsonl checkpoints/ report/`. Never overwritten, never half-made."""
+"""A run's folder: `config.yaml plan.json metrics.jsonl checkpoints/ report/ model/`; never overwritten or half-made."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """The trained model in a form that others read, where the family has one."""
+        return self.path / "model"
 
     @property
     def report(self) -> Path:

@@ -20,6 +20,7 @@ from halfstep.run.stopping import EarlyStopping
 from halfstep.run.waiting import Waiting
 from halfstep.step.facts import Reading
 from halfstep.step.guard import Guard, Verdict
+from halfstep.workloads.kind import Unit
 
 METRIC_EVERY_S = 2.0
 """The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""
@@ -40,9 +41,10 @@ class Journal:
         metric: str,
         samples: Samples | None = None,
         hint: Callable[[Mapping[str, float]], str] = lambda scores: "",
+        unit: Unit = Unit(),  # noqa: B008  frozen
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
-        self._hint = hint
+        self._hint, self.unit = hint, unit
         self._named = samples if isinstance(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
@@ -101,9 +103,16 @@ class Journal:
                 "committed": r.committed,
                 "skipped": self.num_skipped,
                 "samples_per_s": round(self._samples_per_s, 2),
+                **self._units_per_s(),
                 "memory_bytes": peak_memory_bytes(self.device),
             }
         )
+
+    def _units_per_s(self) -> dict[str, float]:
+        """Where a sample is many units, such as tokens, a reader wants those."""
+        if self.unit.per_sample == 1:
+            return {}
+        return {f"{self.unit.name}s_per_s": round(self._samples_per_s * self.unit.per_sample, 2)}
 
     def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
         # What stands on a finished bar is not that of a step long ago.
@@ -121,6 +130,8 @@ class Journal:
             self._shown_metric = f"{value:.3f}"
             self._since_metric.restart()
         fields = {"loss": f"{r.loss:.4f}", self.metric: self._shown_metric, "lr": f"{r.lr:.1e}"}
+        if self._samples_per_s:
+            fields["speed"] = self.unit.rate(self._samples_per_s)
         if waiting.is_worth_saying:
             fields["data"] = f"{waiting.share:.0%}"
         fields["precision"] = self._precision

@@ -21,6 +21,7 @@ from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import validate
 from halfstep.run.waiting import Waiting
+from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts
 from halfstep.step.guard import Action, Verdict
 from halfstep.tune.memory_limit import OutOfMemory, explained
@@ -85,7 +86,7 @@ class Loop:
                 # Before the guard's word, which may be to save and stop: this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
-                self._after_step(Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s))
+                self._after_step(window, Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s))
                 if self.is_done:
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s)
@@ -95,10 +96,10 @@ class Loop:
         self.journal.attempted = self.parts.step.attempted
         return facts
 
-    def _after_step(self, waiting: Waiting) -> None:
+    def _after_step(self, window: list[dict[str, Tensor]], waiting: Waiting) -> None:
         parts, train = self.parts, self.parts.config.train
         attempted = parts.step.attempted
-        samples = train.batch_size * train.accumulate
+        samples = sum(map(batch_length, window))
         self.num_samples += samples
         self.throughput.add(samples)
         self.journal.stepped(attempted, self.throughput.per_s(), waiting)

@@ -68,12 +68,13 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
     rows = [
         (f"best {parts.workload.metric}", best_metric),
         ("time", _duration(elapsed_s)),
-        ("speed", f"{loop.num_samples / max(elapsed_s, 1e-9):.1f} samples/s, validation included"),
+        ("speed", f"{parts.unit.rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),
         ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
         ("skipped steps", str(loop.journal.num_skipped)),
     ]
     if joules is not None:
-        rows.append(("energy", f"{joules:.0f} J, {joules / max(loop.num_samples, 1):.2f} J per sample"))
+        each = joules / max(loop.num_samples * parts.unit.per_sample, 1)
+        rows.append(("energy", f"{joules:.0f} J, {each:.3g} J per {parts.unit.name}"))
     if loop.waiting.is_worth_saying:
         faster = way_out(parts.config, parts.workload.train_samples, num_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))

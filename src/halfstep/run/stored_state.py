@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
 from halfstep.run.assemble import Assembly
@@ -64,6 +64,16 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
     if parts.snapshots is not None and state["snapshots"] and not changes.touch("optimizer.", "precision."):
         parts.snapshots.load_state_dict(state["snapshots"])
     return [*notes, *restore_generators(state["generators"]), *_use_threads(parts, int(state["threads"]))]
+
+
+def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """A checkpoint's weights as validation used them: the averaged ones where the run keeps them."""
+    model.load_state_dict(checkpoint.model)
+    put_back(model, checkpoint.state.get("buffers", {}))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, average in checkpoint.ema.items():
+            tensors[name].copy_(average)
 
 
 def _average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> dict[str, Tensor]:

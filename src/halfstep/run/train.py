@@ -32,6 +32,7 @@ from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.disk_space import check_disk
 from halfstep.run.ending import Progress, ended_early, left_nothing, refuse_only_skips
+from halfstep.run.export import export, is_exported
 from halfstep.run.folder import RunFolder
 from halfstep.run.hints import hint_about
 from halfstep.run.interrupts import interrupts, raised_at_once
@@ -48,7 +49,7 @@ from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.workload import Workload
 
-DEMO_NOTE = "no data folder was given: this is the DEMO, on images generated into {}; yours go in with --data-dir DIR"
+DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
 
 
 def train(loaded: Loaded, *, out: Path | None = None, resume: Path | None = None, allow_changes: bool = False) -> Path:
@@ -116,7 +117,7 @@ def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
         KINDS.of(config.workload).write_demo(config.workload, place, seed=config.train.seed)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the demo's images into {place}: {error.strerror}",
+            f"cannot write the demo's data into {place}: {error.strerror}",
             fix="make room there, or choose another place for the run with --out",
         ) from error
     data = config.data.model_copy(update={"dir": str(place)})
@@ -142,7 +143,7 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         checkpoints = folder.checkpoints()
         checkpoints.clean_up()
         path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
-        if (finished := why_finished(config, checkpoint.state)) and _is_tidy(folder, path, checkpoint):
+        if (finished := why_finished(config, checkpoint.state)) and _is_tidy(folder, path, checkpoint, config.workload):
             RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
         workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
@@ -157,10 +158,10 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
     return folder.path
 
 
-def _is_tidy(folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
+def _is_tidy(folder: RunFolder, path: Path, checkpoint: Checkpoint, workload: str) -> bool:
     """Whether a kill between the last checkpoint and the end left nothing undone."""
     is_marked = not checkpoint.state["is_best"] or folder.checkpoints().best() == path
-    return is_marked and (folder.report / "curves.png").is_file()
+    return is_marked and (folder.report / "curves.png").is_file() and is_exported(workload, folder)
 
 
 def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes) -> Plan:
@@ -196,6 +197,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         metric=parts.workload.metric,
         samples=parts.workload.train_samples,
         hint=partial(hint_about, config.workload),
+        unit=parts.unit,
     )
     parts.guard.on_reading = journal.on_reading
     with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
@@ -214,6 +216,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             loop.run()
             refuse_only_skips(loop, start)
             _draw(folder, report)
+            export(parts, folder)
             show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = ended_early(error, loop, folder, is_new=is_new)

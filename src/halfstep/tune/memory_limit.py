@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError
 from halfstep.measure.memory import memory_picture
+from halfstep.workloads import KINDS
 
 OutOfMemory = torch.OutOfMemoryError
 
@@ -52,8 +53,9 @@ def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: tor
     if config.train.memory != "low":
         ways.append("train.memory=low (measures what saves memory here for at most 10 % more time)")
     ways.append("train.activation_checkpointing=true (one more forward pass in each step)")
+    each = KINDS.of(config.workload).size_of_sample(config)
     return MemoryLimitError(
-        f"out of memory on {device} with batch size {size} at {config.data.image_size} pixels",
+        f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}",
         why="\n       ".join([first_line(error), *memory_picture(device).splitlines()]),
         fix="one of:\n       " + "\n       ".join(ways),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
-from halfstep.errors import ConfigError, DataError, HalfstepError, MemoryLimitError
+from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import memory_picture
 from halfstep.precision.plan import Plan
@@ -26,6 +27,7 @@ from halfstep.step.randomness import algorithms
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.use.open_run import OpenedRun, fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
 from halfstep.workloads import KINDS
+from halfstep.workloads.options import with_defaults
 from halfstep.workloads.other_data import any_folder
 from halfstep.workloads.using import Evaluation as Evaluating
 from halfstep.workloads.using import Look, PlainEvaluation
@@ -41,7 +43,7 @@ def evaluate(
     device: str | None = None,
     precision: str | None = None,
     batch_size: int | None = None,
-    full_size: bool = False,
+    options: Mapping[str, Any] | None = None,
     out: Path | None = None,
 ) -> Evaluation:
     """Metrics as in training, results of each class, and pictures in a folder of their own."""
@@ -49,8 +51,7 @@ def evaluate(
     run = open_run(path, checkpoint=checkpoint)
     kind = KINDS.of(run.config.workload)
     evaluating_as: Any = PlainEvaluation if kind.evaluation is None else kind.part("evaluation")
-    if full_size:
-        _refuse_full_size(run.config.workload, kind.evaluate_options, batch_size)
+    wanted = with_defaults(kind.evaluate_options, options or {}, run.config.workload)
     config, workload = _with_data(run, evaluating_as, data, report)
     plan = plan_for_use(run, workload.model, device=device, precision=precision)
     for note in (*run.notes, *plan.warnings, *workload.notes):
@@ -62,10 +63,9 @@ def evaluate(
     ):
         model = with_weights(run, workload.model, plan)
         counted = replace(workload, metrics=lambda: evaluation.metrics)
-        if full_size:
-            with report.phase("Evaluating", len(workload.val_samples)) as bar:
-                metrics = evaluation.score_full_size(config, in_use(model, plan, report), bar)
-        else:
+        trained = in_use(model, plan, report)
+        metrics = evaluation.scored(config, trained, wanted, report.phase, batch_size) if wanted else None
+        if metrics is None:
             pieces = int(run.checkpoint.state["pieces"]) if batch_size is None else 1
             size = batch_size or config.train.batch_size
             metrics = _validated(config, counted, model, plan, report, batch_size=size, pieces=pieces)
@@ -131,17 +131,6 @@ def _moved(run: OpenedRun, data: Path) -> tuple[RunConfig, Workload] | None:
         return None
     found = [len(workload.train_samples), len(workload.val_samples)]
     return (config, workload) if found == list(run.checkpoint.state["num_samples"]) and found[1] else None
-
-
-def _refuse_full_size(workload: str, options: frozenset[str], batch_size: int | None) -> None:
-    if "full_size" not in options:
-        raise ConfigError(f"--full-size means nothing for {workload}", why="only masks have a size", fix="leave it out")
-    if batch_size is not None:
-        raise ConfigError(
-            f"--batch-size {batch_size} means nothing with --full-size",
-            why="images of different sizes are taken one at a time",
-            fix="leave one of them out",
-        )
 
 
 def _validated(

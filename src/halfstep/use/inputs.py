@@ -1,4 +1,4 @@
-"""The files that prediction is asked for: named ones, and all pictures below named folders."""
+"""The files that prediction is asked for: named ones, and all below named folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Inp
     for place in asked:
         below = _inputs(place, endings)
         if not below:
-            why = f"no pictures in it ({' '.join(endings)})" if place.is_dir() else "there is no such file or folder"
+            why = (
+                f"nothing in it that can be read ({' '.join(endings)})"
+                if place.is_dir()
+                else "there is no such file or folder"
+            )
             failed.append(Failure(file=str(place), why=why))
         for item in below:
             found.setdefault(item.path.resolve(), item)

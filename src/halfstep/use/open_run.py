@@ -22,7 +22,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import placed
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder
-from halfstep.run.loose_buffers import put_back
+from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
 from halfstep.workloads import load as load_config
 from halfstep.workloads.using import Trained
@@ -82,12 +82,7 @@ def with_weights(run: OpenedRun, model: nn.Module, plan: Plan) -> nn.Module:
     """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
     model = placed(run.config, model, plan)
     try:
-        model.load_state_dict(run.checkpoint.model)
-        put_back(model, run.checkpoint.state.get("buffers", {}))
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        with torch.no_grad():
-            for name, average in run.checkpoint.ema.items():
-                tensors[name].copy_(average)
+        load_for_use(model, run.checkpoint)
     except (RuntimeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{run.path.name} does not hold the weights of this run's {run.config.workload}",

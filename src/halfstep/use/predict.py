@@ -16,6 +16,8 @@ from halfstep.step.randomness import algorithms
 from halfstep.use.inputs import find_inputs
 from halfstep.use.open_run import fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
 from halfstep.workloads import KINDS
+from halfstep.workloads.kind import Kind
+from halfstep.workloads.options import with_defaults
 from halfstep.workloads.using import Input, Predictor, Wishes
 
 
@@ -40,16 +42,18 @@ def predict(
             why="its Kind has no predictor",
             fix=f"give it one (examples/own_workload.py); it knows {able}",
         )
-    _refuse_other_wishes(kind.predict_options, wishes, run.config.workload)
+    wishes = replace(wishes, options=with_defaults(kind.predict_options, wishes.options, run.config.workload))
+    _refuse_wrong_inputs(kind, asked, run.config.workload)
     predictor: Predictor = kind.part("predictor")(run.config, run.store)
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
         _tell(failure, report)
-    _some_must_be_left(inputs, failed)
+    if kind.needs_input:
+        _some_must_be_left(inputs, failed)
     plan = plan_for_use(run, predictor.model, device=device, precision=precision)
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
-    has_folder = wishes.out is not None or "out" in kind.predict_options
+    has_folder = wishes.out is not None or kind.writes_files
     place = fresh_folder(wishes.out, run.folder.path / "predictions") if has_folder else nullcontext()
     with place as folder, algorithms(deterministic=run.config.train.deterministic):
         model = with_weights(run, predictor.model, plan)
@@ -62,7 +66,8 @@ def predict(
                     failed.append(result)
                     _tell(result, report)
                 bar.advance()
-        _some_must_be_left(answers, failed)
+        if failed:
+            _some_must_be_left(answers, failed)
         made = Predictions(
             run=str(path),
             workload=run.config.workload,
@@ -81,10 +86,13 @@ def predict(
     return made
 
 
-def _refuse_other_wishes(options: frozenset[str], wishes: Wishes, workload: str) -> None:
-    for name, value in (("tile", wishes.tile), ("top_k", wishes.top_k)):
-        if value is not None and name not in options:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} means nothing for {workload}", fix="leave it out")
+def _refuse_wrong_inputs(kind: Kind, asked: Sequence[Path], workload: str) -> None:
+    if kind.needs_input and not asked:
+        raise ConfigError(
+            "no input to predict", why=f"{workload} answers for files", fix="name files, or folders of them, after RUN"
+        )
+    if asked and not kind.needs_input:
+        raise ConfigError(f"{asked[0]} means nothing for {workload}", why="it needs no input", fix="leave it out")
 
 
 def _tell(failure: Failure, report: RunReport) -> None:
@@ -96,5 +104,5 @@ def _some_must_be_left(usable: Sequence[Input | Answer], failed: Sequence[Failur
         raise DataError(
             f"none of the inputs can be used: {some_of(failure.file for failure in failed)}",
             why=failed[0].why,
-            fix="name picture files, or folders that hold some",
+            fix="name files that it can read, or folders that hold some",
         )

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.config.foreign import Foreign
 from halfstep.config.schema import RunConfig
 from halfstep.config.workloads import is_import_path, unknown_workload
 from halfstep.errors import ConfigError, DataError
 from halfstep.workloads.import_path import imported, refuse_other_form
+from halfstep.workloads.options import Option
 
 if TYPE_CHECKING:
     from halfstep.workloads.workload import Batch, Workload
@@ -26,6 +28,18 @@ Store = Mapping[str, Any]
 """What a model must know of the data: classes, channels, vocabulary. Stored with the run."""
 
 BUILD = "build(config, store) -> halfstep.workloads.workload.Workload"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What throughput is counted in."""
+
+    name: str = "sample"
+    per_sample: int = 1
+
+    def rate(self, samples_per_s: float, digits: int = 1) -> str:
+        """`12.3 images/s`."""
+        return f"{samples_per_s * self.per_sample:,.{digits}f} {self.name}s/s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +66,26 @@ class Kind:
     """(device) -> (batch) -> batch: preparation as a user of another framework writes it."""
     evaluation: Part | None = None
     """(workload) -> what evaluates it class by class and draws pictures."""
-    evaluate_options: frozenset[str] = frozenset()
-    """Options of `halfstep evaluate` that the evaluation takes."""
+    evaluate_options: tuple[Option, ...] = ()
+    """Options of `halfstep evaluate` beside the general ones; with some, the evaluation has `scored` (using.py)."""
     predictor: Part | None = None
-    """(config, store) -> what answers for files."""
-    predict_options: frozenset[str] = frozenset()
-    """Options of `halfstep predict` that the predictor takes."""
+    """(config, store) -> what answers for files, or without any (`needs_input`)."""
+    predict_options: tuple[Option, ...] = ()
+    """Options of `halfstep predict` beside the general ones; they reach the predictor as `wishes.options`."""
+    needs_input: bool = True
+    """Whether `halfstep predict RUN` must name files; one that draws samples needs none."""
+    writes_files: bool = False
+    """Whether the predictor writes files: `wishes.out` is then a new folder always, else only where --out names one."""
+    export: Part | None = None
+    """(model, config, store, folder): the best weights in a form that others read; called when training ends."""
+    foreign: Part | None = None
+    """(document, name) -> Foreign, or None for a file that is not its own: another project's config (no torch)."""
+    unit: str = "sample"
+    """What throughput counts: image, token, frame."""
+    units_per_sample: Part | None = None
+    """(config, store) -> int; without it a sample is one unit."""
+    sample_size: Part | None = None
+    """(config) -> how large a sample is, in words: `512 pixels`, `1024 tokens`."""
     hint: Part | None = None
     """(scores) -> a sentence to somebody who has seen many runs, or nothing."""
     guide: Part | None = None
@@ -97,6 +125,17 @@ class Kind:
         assert given is not None, f"the family has no {name}"
         return loaded(given, form=name)
 
+    def unit_of(self, config: RunConfig, store: Store) -> Unit:
+        return Unit(self.unit, self.part("units_per_sample")(config, store) if self.units_per_sample else 1)
+
+    def size_of_sample(self, config: RunConfig) -> str:
+        return str(self.part("sample_size")(config)) if self.sample_size else ""
+
+    def claim(self, document: Mapping[str, Any], name: str) -> Foreign | None:
+        """Another project's config in our settings, where the family knows that project."""
+        found: Foreign | None = self.part("foreign")(document, name) if self.foreign else None
+        return found
+
     def make_batch(self, config: RunConfig, store: Store) -> Batch:
         batch: Batch = self.part("random_batch")(config, store)
         return batch
@@ -125,6 +164,10 @@ class Kinds(Mapping[str, Kind]):
             return self[workload]
         except KeyError:
             raise unknown_workload(workload, self.paths, where) from None
+
+    def translators(self) -> Iterator[Kind]:
+        """Each family once."""
+        return map(_kind_at, dict.fromkeys(self.paths.values()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -37,6 +37,7 @@ class Trained:
 
 # --- evaluation ---
 
+Phase: TypeAlias = Callable[[str, int], AbstractContextManager[Bar]]
 Look: TypeAlias = Callable[[int], tuple[Batch, Any]]
 """One validation sample as the model saw it, in a batch of one, and what the model says."""
 
@@ -73,6 +74,19 @@ class Evaluation(Protocol):
 
     def classes(self) -> tuple[dict[str, Cell], ...]: ...
     def draw(self, folder: Path, look: Look) -> list[Path]: ...
+
+
+class OptionalScores(Protocol):
+    """An evaluation whose Kind has `evaluate_options`."""
+
+    def scored(
+        self, config: RunConfig, trained: Trained, options: Mapping[str, Any], phase: Phase, batch_size: int | None
+    ) -> dict[str, float] | None:
+        """Scores that the options ask for in place of validation's; None where they ask for none.
+
+        `with phase("Drawing", total) as bar` shows a bar; `batch_size` is None where the user named none.
+        """
+        ...
 
 
 class PlainEvaluation:
@@ -112,11 +126,12 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What the user may ask for beside the files; None where nothing was said."""
+    """What the user may ask for beside the files."""
 
     out: Path | None = None
-    tile: int | None = None
-    top_k: int | None = None
+    """A new folder for what is written; None where nothing is (`Kind.writes_files`) and none was named."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The Kind's `predict_options` by name; a predictor finds each of them, with its default where nothing was said."""
 
 
 class Predictor(Protocol):
@@ -129,11 +144,12 @@ class Predictor(Protocol):
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Files of a folder that count."""
+        """Files of a folder that count; empty where there are no inputs."""
         ...
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """One for each input, in order; the bar counts inputs, and may show how far one of them is."""
+        """One for each input, in order; the bar counts inputs, and may show how far one of them is. Without inputs
+        (`Kind.needs_input`) as many as the options ask for; set `bar.total` first."""
         ...
 
 

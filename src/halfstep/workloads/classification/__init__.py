@@ -2,6 +2,7 @@
 
 from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS
 from halfstep.workloads.kind import Kind
+from halfstep.workloads.options import Option
 
 _HERE = "halfstep.workloads.classification"
 
@@ -16,7 +17,9 @@ KIND = Kind(
     peer_prepare=f"{_HERE}.random_data:peer_prepare",
     evaluation=f"{_HERE}.evaluate:ClassificationEvaluation",
     predictor=f"{_HERE}.predict:ClassPredictor",
-    predict_options=frozenset({"top_k"}),
+    predict_options=(Option("top_k", int, 5, "How many classes per file", least=1),),
+    unit="image",
+    sample_size=lambda config: f"{config.data.image_size} pixels",
     guide=f"{_HERE}.guide:Guide",
     task="classification",
     about="one label a picture: train/<class>/*.jpg",

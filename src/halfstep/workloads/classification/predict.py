@@ -20,7 +20,6 @@ from halfstep.workloads.classification.config import ClassifierConfig
 from halfstep.workloads.classification.data import evaluation_share, evaluation_size
 from halfstep.workloads.classification.evaluate import class_names
 from halfstep.workloads.classification.per_image import probabilities
-from halfstep.workloads.classification.scores import TOP
 from halfstep.workloads.kind import Store
 from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 
@@ -37,7 +36,7 @@ class ClassPredictor:
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """Answers in the order of the files; a batch is as large as in training."""
-        top_k, size = wishes.top_k or TOP, self.config.train.batch_size
+        top_k, size = wishes.options["top_k"], self.config.train.batch_size
         with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
             for start in range(0, len(inputs), size):
                 chunk = inputs[start : start + size]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,6 +12,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.images import read_image
 from halfstep.data.masks import Array, read_mask
 from halfstep.data.segmentation import SegmentationData
+from halfstep.errors import ConfigError
 from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
 from halfstep.workloads.other_data import pairs_folder, with_all_pairs
@@ -18,7 +21,7 @@ from halfstep.workloads.segmentation.per_image import SegmentationDetails
 from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, predicted_classes
 from halfstep.workloads.segmentation.whole_images import WholeImages
-from halfstep.workloads.using import Look, Trained
+from halfstep.workloads.using import Look, Phase, Trained
 from halfstep.workloads.workload import Workload
 
 SHOWN_EACH = 3
@@ -47,8 +50,22 @@ class SegmentationEvaluation:
         side = self.workload.store["image_size"]
         return f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
 
-    def score_full_size(self, config: UNetConfig, trained: Trained, bar: Bar) -> dict[str, float]:
-        """Count every validation image at its own size; there is no loss to report."""
+    def scored(
+        self, config: UNetConfig, trained: Trained, options: Mapping[str, Any], phase: Phase, batch_size: int | None
+    ) -> dict[str, float] | None:
+        """With --full-size every validation image at its own size; there is no loss to report."""
+        if not options["full_size"]:
+            return None
+        if batch_size is not None:
+            raise ConfigError(
+                f"--batch-size {batch_size} means nothing with --full-size",
+                why="images of different sizes are taken one at a time",
+                fix="leave one of them out",
+            )
+        with phase("Evaluating", len(self.workload.val_samples)) as bar:
+            return self._score_full_size(config, trained, bar)
+
+    def _score_full_size(self, config: UNetConfig, trained: Trained, bar: Bar) -> dict[str, float]:
         assert isinstance(self.workload.val_samples, SegmentationData)
         images = WholeImages(trained, store=self.workload.store, depth=config.model.depth)
         self._at_full_size = FullSize(self.workload.val_samples, images, bar)

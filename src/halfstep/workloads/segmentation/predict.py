@@ -34,7 +34,7 @@ class MaskPredictor:
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """Each file's mask, written as it is found."""
         assert wishes.out is not None
-        images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=wishes.tile)
+        images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=wishes.options["tile"])
         for item in inputs:
             try:
                 yield self._written(item, images.classes(item.path, bar), wishes.out)

@@ -1,0 +1,65 @@
+"""A family of a test's own that draws: predicts without input, has options, exports, and counts pixels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiny_workload
+from halfstep.report.prediction_view import Answer
+from halfstep.workloads.kind import Kind
+from halfstep.workloads.options import Option
+from halfstep.workloads.using import PlainEvaluation
+
+
+class Drawer:
+    endings = ()
+
+    def __init__(self, config: Any, store: Mapping[str, Any]) -> None:
+        self.model = tiny_workload.Net()
+
+    def answers(self, inputs: list[Any], trained: Any, wishes: Any, bar: Any) -> Iterator[Answer]:
+        bar.total = wishes.options["num"]
+        for k in range(wishes.options["num"]):
+            scores = trained(torch.full((1, 2, 8, 8), float(k))).flatten().tolist()
+            path = wishes.out / f"{k}.json"
+            path.write_text(json.dumps([wishes.options["style"], *scores]))
+            yield Answer(file=str(path), found={"scores": scores}, cells={"k": k}, brief={"k": str(k)})
+
+
+class Evaluation(PlainEvaluation):
+    def scored(self, config: Any, trained: Any, options: Mapping[str, Any], phase: Any, batch_size: Any) -> Any:
+        if not options["draws"]:
+            return None
+        with phase("Drawing", options["draws"]) as bar:
+            for _ in range(options["draws"]):
+                bar.advance()
+        return {"drawn": float(options["draws"])}
+
+
+def export(model: torch.nn.Module, config: Any, store: Mapping[str, Any], folder: Path) -> None:
+    torch.save(model.state_dict(), folder / "weights.pt")
+    (folder / "about.json").write_text(json.dumps({"training": model.training, **store}))
+
+
+KIND = Kind(
+    builder=tiny_workload.build,
+    evaluation=Evaluation,
+    evaluate_options=(Option("draws", int, 0, "How many to draw", least=0),),
+    predictor=Drawer,
+    predict_options=(
+        Option("num", int, 2, "How many to draw", least=1),
+        Option("style", str, "plain", "In which style"),
+        Option("loud", bool, False, "Louder"),
+    ),
+    needs_input=False,
+    writes_files=True,
+    export=export,
+    unit="pixel",
+    units_per_sample=lambda config, store: 64,
+    task="drawing",
+)
