@@ -20,8 +20,8 @@ from halfstep.run.tree import pack
 from halfstep.workloads import load
 from tiny_training import assert_same_bits
 
-TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True, "train.batch_size": 4,
-        "precision.default": "fp32"}  # fmt: skip
+TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.quiet": True, "log.curves": False,
+        "train.batch_size": 4, "precision.default": "fp32"}  # fmt: skip
 """22 samples: six steps an epoch."""
 
 

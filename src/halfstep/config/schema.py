@@ -103,6 +103,7 @@ class LogConfig(Section):
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard events into the run's folder")
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
+    curves: bool = Field(default=True, description="Draw report/curves.png when the run ends, a second or two")
 
 
 PRESET_NAMES = ("fast", "quality", "lowmem", "stable", "debug")

@@ -24,7 +24,7 @@ INK, FAINT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 TRAIN, VALIDATION, BAD = "#2f6fde", "#e8710a", "#d62f3a"
 METRIC_COLOURS = ("#12805c", "#8e44ad", "#0b9ac0", "#b7791f")
 """Four at most: more curves in one quarter of a page cannot be told apart."""
-NOT_METRICS = {"step", "epoch", "loss"}
+NOT_METRICS = {"step", "epoch", "loss", "elapsed_s"}
 TRAINING_TWIN = "train_"
 """How a validation record names the same metric over the epoch's training samples."""
 SKIPS = {"skipped", "overflow"}

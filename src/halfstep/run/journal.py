@@ -59,6 +59,12 @@ class Journal:
         self._is_compiling = False
         self._shown_metric = ""
         self._since_metric = Stopwatch()
+        self._clock, self._before_s = Stopwatch(), 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of the whole run, those before it was resumed included."""
+        return self._before_s + self._clock.elapsed_s
 
     # --- one step ---
 
@@ -207,7 +213,8 @@ class Journal:
         if hint := self._hint(val):
             self.report.notice(f"hint: {hint}")
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
-        self._log({"kind": "val", "step": attempted, "epoch": epoch + 1, **val, **trained, "best": is_best})
+        place = {"kind": "val", "step": attempted, "epoch": epoch + 1, "elapsed_s": round(self.elapsed_s, 3)}
+        self._log({**place, **val, **trained, "best": is_best})
         self.loss_sum, self.num_losses = 0.0, 0
 
     # --- rare things ---
@@ -243,6 +250,7 @@ class Journal:
             "num_losses": self.num_losses,
             "num_skipped": self.num_skipped,
             "num_spikes": self.num_spikes,
+            "elapsed_s": self.elapsed_s,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -251,6 +259,7 @@ class Journal:
         self.num_records = int(state["num_records"])
         self.loss_sum, self.num_losses = float(state["loss_sum"]), int(state["num_losses"])
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
+        self._clock, self._before_s = Stopwatch(), float(state.get("elapsed_s", 0.0))  # older runs stored none
 
 
 def _few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:

@@ -78,7 +78,9 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
     if loop.waiting.is_worth_saying:
         faster = way_out(parts.config, parts.workload.train_samples, num_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
-    rows += [("best checkpoint", str(best) if best else "none"), ("curves", str(folder.report / "curves.png"))]
+    rows.append(("best checkpoint", str(best) if best else "none"))
+    if parts.config.log.curves:
+        rows.append(("curves", str(folder.report / "curves.png")))
     rows.append(("look closer", suggested("evaluate", folder.path)))
     report.finish("done", rows)
 

@@ -42,6 +42,7 @@ from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.rehearse import rehearsal
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
+from halfstep.run.summary import write_summary
 from halfstep.step.randomness import algorithms
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.compiler_threads import forget_compiled
@@ -143,7 +144,7 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         checkpoints = folder.checkpoints()
         checkpoints.clean_up()
         path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
-        if (finished := why_finished(config, checkpoint.state)) and _is_tidy(folder, path, checkpoint, config.workload):
+        if (finished := why_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
             RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
         workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
@@ -158,10 +159,11 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
     return folder.path
 
 
-def _is_tidy(folder: RunFolder, path: Path, checkpoint: Checkpoint, workload: str) -> bool:
+def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
     """Whether a kill between the last checkpoint and the end left nothing undone."""
     is_marked = not checkpoint.state["is_best"] or folder.checkpoints().best() == path
-    return is_marked and (folder.report / "curves.png").is_file() and is_exported(workload, folder)
+    is_drawn = not config.log.curves or (folder.report / "curves.png").is_file()
+    return is_marked and is_drawn and is_exported(config.workload, folder)
 
 
 def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes) -> Plan:
@@ -215,13 +217,15 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             start = Progress.of(parts.step)
             loop.run()
             refuse_only_skips(loop, start)
-            _draw(folder, report)
+            _draw(config, folder, report)
             export(parts, folder)
-            show_summary(report, folder, loop, clock.elapsed_s, energy.joules())
+            elapsed_s, joules = clock.elapsed_s, energy.joules()
+            write_summary(folder, loop, elapsed_s, joules)
+            show_summary(report, folder, loop, elapsed_s, joules)
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = ended_early(error, loop, folder, is_new=is_new)
             if folder.path.is_dir():
-                _draw(folder, report)
+                _draw(config, folder, report)
             if shown is error:
                 raise
             raise shown from error
@@ -246,8 +250,10 @@ def _say_unless(quiet: bool) -> Say:
     return (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def _draw(folder: RunFolder, report: RunReport) -> None:
+def _draw(config: RunConfig, folder: RunFolder, report: RunReport) -> None:
     """The curves are a by-product: a disk too full for them must not hide why the run ended."""
+    if not config.log.curves:
+        return
     try:
         draw_curves(read(folder.metrics), folder.report / "curves.png")
     except HalfstepError as error:

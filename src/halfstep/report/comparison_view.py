@@ -1,0 +1,121 @@
+"""A comparison as a table and as curves with bands."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
+from halfstep.report.tables import columns_table
+
+COLOURS = ("#1f2933", "#2f6fde", "#e8710a", "#12805c", "#8e44ad", "#0b9ac0")
+"""Distinct for colour-blind readers too; the baseline is the dark one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One row of the table; None where nothing was measured, or not by a run alone on the device."""
+
+    name: str
+    seconds_per_epoch: float | None
+    samples_per_s: float | None
+    memory_bytes: float | None
+    joules: float | None
+    money: float | None
+    values: Sequence[float]
+    verdict: str
+    interval: tuple[float, float] | None
+    to_quality_s: float | None
+    not_reached: int
+    curves: Sequence[Sequence[tuple[int, float]]] = ()
+    """(step, metric) of each seed."""
+
+
+def comparison_table(lines: Sequence[Line], metric: str) -> Table:
+    columns: dict[str, list[str]] = {"row": [line.name for line in lines]}
+    measured: Mapping[str, list[str]] = {
+        "s/epoch": [_number(line.seconds_per_epoch) for line in lines],
+        "samples/s": [_number(line.samples_per_s) for line in lines],
+        "memory": [_gigabytes(line.memory_bytes) for line in lines],
+        "J/run": [_number(line.joules) for line in lines],
+        "money/run": [_number(line.money) for line in lines],
+    }
+    # A column that nobody could measure says nothing.
+    columns |= {title: cells for title, cells in measured.items() if any(cells)}
+    columns[metric] = [_spread(line.values) for line in lines]
+    columns["difference"] = [_interval(line.interval) for line in lines]
+    columns["time to\nsame quality"] = [_quality(line) for line in lines]
+    columns["verdict"] = [line.verdict for line in lines]
+    return columns_table(columns, left=("row", "verdict"))
+
+
+def show_comparison(lines: Sequence[Line], metric: str, notes: Sequence[str], console: Console) -> None:
+    console.print(comparison_table(lines, metric))
+    for note in notes:
+        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
+    """The metric over steps: the mean over seeds as a line, the seeds' range as a band."""
+    figure = new_figure((8.4, 4.8))
+    axes = figure.subplots()
+    for line, colour in zip(lines, _cycled(len(lines)), strict=True):
+        steps, means, lows, highs = _band(line.curves)
+        if steps:
+            axes.plot(steps, means, color=colour, linewidth=1.8, marker="o", markersize=3, label=line.name)
+            axes.fill_between(steps, lows, highs, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xlabel("step", color=FAINT)
+    axes.set_ylabel(metric, color=INK)
+    axes.grid(color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_title("mean over seeds, band: smallest to largest", color=FAINT, fontsize=9, loc="left")
+    if axes.lines:
+        axes.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def _band(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float], list[float], list[float]]:
+    """At the steps that every seed has."""
+    if not curves:
+        return [], [], [], []
+    found = [dict(curve) for curve in curves]
+    steps = sorted(set.intersection(*(set(one) for one in found)))
+    values = [[one[step] for one in found] for step in steps]
+    return steps, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
+
+
+def _cycled(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _gigabytes(value: float | None) -> str:
+    return "" if not value else f"{value / 1e9:.2f} GB"
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values or not all(map(math.isfinite, values)):
+        return "not finite" if values else "no run"
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.4f} ± {deviation:.4f}"
+
+
+def _interval(bounds: tuple[float, float] | None) -> str:
+    return "" if bounds is None or not all(map(math.isfinite, bounds)) else f"{bounds[0]:+.4f} … {bounds[1]:+.4f}"
+
+
+def _quality(line: Line) -> str:
+    if line.to_quality_s is None:
+        return "not reached" if line.not_reached else ""
+    return f"{line.to_quality_s:.1f} s" + (f" ({line.not_reached} not)" if line.not_reached else "")

@@ -1,0 +1,310 @@
+"""`compare`: are rows of settings equally good, and what does each cost?
+
+    pilot    five runs of the baseline, where no margin was given: they fix it and are no part of the comparison
+    looks    runs with paired seeds up to a number, then a verdict; decided rows end it, or the last look, or the budget
+    table    time, memory, energy, money, final metric, verdict, time to the same quality
+
+Everything is in `comparison.json` as soon as it is known, so an interrupted comparison goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfstep.disk import write_whole
+from halfstep.errors import CheckpointError, ConfigError, counted
+from halfstep.measure.clock import Stopwatch
+from halfstep.run.folder import RunFolder
+from halfstep.use.compare_run import Outcome, Row, loaded_for, one_run
+from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
+
+PILOT_SEED = 1_000_000
+"""Pilot runs count from here: no seed of theirs is one of the comparison's."""
+FILE = "comparison.json"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is compared; fixed before the first run."""
+
+    target: str
+    overrides: tuple[str, ...]
+    rows: tuple[Row, ...]
+    looks: tuple[int, ...] = LOOKS
+    margin: float | None = None
+    budget_s: float | None = None
+    at_once: int = 1
+    price: float | None = None
+    """Of an hour of the device."""
+
+    @property
+    def baseline(self) -> Row:
+        return self.rows[0]
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Request:
+        rows = tuple(Row(name=row["name"], overrides=tuple(row["overrides"])) for row in record["rows"])
+        known = {**record, "rows": rows, "looks": tuple(record["looks"]), "overrides": tuple(record["overrides"])}
+        return cls(**known)
+
+
+@dataclass(kw_only=True, slots=True)
+class Comparison:
+    """A request with what was found so far."""
+
+    request: Request
+    margin: float | None = None
+    margin_from: str = ""
+    pilot: list[Outcome] = field(default_factory=list)
+    runs: list[Outcome] = field(default_factory=list)
+    spent_s: float = 0.0
+    ended: str = ""
+    """Why no further seeds are run."""
+
+    @property
+    def metric(self) -> str:
+        """The headline metric, as the runs name it."""
+        return self._of_runs("metric", "metric")
+
+    @property
+    def mode(self) -> str:
+        return self._of_runs("mode", "max")
+
+    @property
+    def in_points(self) -> bool:
+        """Whether the metric is a share of 1, such as accuracy or IoU, whose margin is given in points."""
+        values = [run.value for run in (*self.pilot, *self.runs) if math.isfinite(run.value)]
+        return self.mode == "max" and all(0 <= value <= 1 for value in values)
+
+    def _of_runs(self, key: str, unknown: str) -> str:
+        return next((run.summary[key] for run in (*self.pilot, *self.runs) if key in run.summary), unknown)
+
+    @classmethod
+    def from_json(cls, text: str) -> Comparison:
+        record = json.loads(text)
+        lists = {name: [Outcome.from_json(one) for one in record[name]] for name in ("pilot", "runs")}
+        return cls(**{**record, **lists, "request": Request.from_json(record["request"])})
+
+    def to_json(self) -> str:
+        record = {name: getattr(self, name) for name in self.__slots__}
+        lists = {name: [one.to_json() for one in record[name]] for name in ("pilot", "runs")}
+        return json.dumps({**record, **lists, "request": asdict(self.request)}, indent=1) + "\n"
+
+    def outcome(self, row: str, seed: int) -> Outcome | None:
+        return next((run for run in self.runs if run.row == row and run.seed == seed), None)
+
+    def outcomes(self, row: str) -> list[Outcome]:
+        """In the order of their seeds, which is how they pair."""
+        return sorted((run for run in self.runs if run.row == row), key=lambda run: run.seed)
+
+    def whole_seeds(self) -> int:
+        """Seeds with a run of every row."""
+        seeds = [{run.seed for run in self.runs if run.row == row.name} for row in self.request.rows]
+        return len(set.intersection(*seeds))
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Each row against the baseline, over the seeds that all rows have."""
+        assert self.margin is not None
+        count = self.whole_seeds()
+        values = {row.name: [run.value for run in self.outcomes(row.name)[:count]] for row in self.request.rows}
+        baseline = values.pop(self.request.baseline.name)
+        return verdicts(baseline, values, self.margin, looks=self.request.looks)
+
+
+def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison]:
+    """A folder for it, once every row is known to be right."""
+    refuse_bad_rows(request)
+    loaded = [loaded_for(request.target, request.overrides, row, 0) for row in request.rows]
+    name = re.sub(r"[:/]", "-", loaded[0].config.workload)
+    folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
+    comparison = Comparison(request=request, margin=request.margin)
+    comparison.margin_from = "--margin" if request.margin is not None else ""
+    _write(folder, comparison)
+    return folder, comparison
+
+
+def open_comparison(folder: Path) -> Comparison:
+    path = folder / FILE
+    try:
+        return Comparison.from_json(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} holds no comparison",
+            why=f"{FILE} is not there",
+            fix="name a folder that `halfstep compare` made",
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", fix="compare anew, into another folder") from error
+
+
+def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
+    """All that is missing, until the rows are decided, the last look is done or the budget is spent."""
+    clock, before_s = Stopwatch(), comparison.spent_s
+
+    def is_spent() -> bool:
+        comparison.spent_s = before_s + clock.elapsed_s
+        return comparison.request.budget_s is not None and comparison.spent_s >= comparison.request.budget_s
+
+    comparison.ended = ""
+    if comparison.margin is None:
+        _fix_margin(folder, comparison, say)
+    for count in comparison.request.looks:
+        for outcome in _missing(folder, comparison, count):
+            comparison.runs.append(outcome)
+            is_done = is_spent()
+            _write(folder, comparison)
+            say(_said(comparison, outcome))
+            if is_done and comparison.whole_seeds() < count:
+                return _end(folder, comparison, f"the budget of {comparison.request.budget_s:.0f} s is spent")
+        if all(verdict.is_decided for verdict in comparison.verdicts().values()):
+            return _end(folder, comparison, f"every row was decided with {counted(count, 'seed')}")
+    return _end(folder, comparison, f"{counted(comparison.request.looks[-1], 'seed')} were asked for")
+
+
+def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
+    """From runs of the baseline that the comparison never sees."""
+    request = comparison.request
+    say(f"pilot: {FEWEST_SEEDS} runs of {request.baseline.name} fix the margin (--margin X spares them)")
+    for number in range(len(comparison.pilot), FEWEST_SEEDS):
+        seed = PILOT_SEED + number
+        place = folder / "runs" / f"pilot-{number}"
+        outcome = one_run(request.target, request.overrides, request.baseline, seed, place)
+        comparison.pilot.append(outcome)
+        _write(folder, comparison)
+        say(_said(comparison, outcome))
+    values = [run.value for run in comparison.pilot]
+    if not all(map(math.isfinite, values)):
+        raise ConfigError(
+            f"the pilot ended with {comparison.metric} = {', '.join(f'{v:g}' for v in values)}",
+            why="a margin cannot come from runs that failed",
+            fix="mend the baseline first (a lower optimizer.lr), or give --margin X",
+        )
+    _refuse_constant(values, comparison.metric)
+    comparison.margin = default_margin(values, in_points=comparison.in_points)
+    rule = "half a point" if comparison.in_points else "1 % of the mean"
+    comparison.margin_from = f"the larger of {rule} and twice the deviation of {FEWEST_SEEDS} pilot runs"
+    _write(folder, comparison)
+    deviation = max(_deviation(values), 1e-12) * math.sqrt(2)
+    chance = power(deviation, comparison.margin, looks=request.looks, num_rows=len(request.rows) - 1)
+    say(
+        f"margin: {comparison.margin:.4g} ({comparison.margin_from}); chance to show two equal rows equal: {chance:.0%}"
+    )
+
+
+def _missing(folder: Path, comparison: Comparison, count: int) -> Iterator[Outcome]:
+    """The runs that are missing up to this many seeds, one seed after the other, or several beside each other."""
+    request = comparison.request
+    jobs = [
+        (request.target, request.overrides, row, seed, folder / "runs" / f"{_file_name(row.name)}-{seed}")
+        for seed in range(count)
+        for row in request.rows
+        if comparison.outcome(row.name, seed) is None
+    ]
+    if request.at_once == 1:
+        for job in jobs:
+            yield one_run(*job)
+        return
+    # Not forked: a process that has used the GPU cannot hand it down.
+    with ProcessPoolExecutor(request.at_once, mp_context=multiprocessing.get_context("spawn")) as processes:
+        yield from processes.map(_beside_others, jobs)
+
+
+def _beside_others(job: tuple[Any, ...]) -> Outcome:
+    return one_run(*job, alone=False)
+
+
+def _end(folder: Path, comparison: Comparison, why: str) -> None:
+    comparison.ended = why
+    _write(folder, comparison)
+
+
+def called_wide(comparison: Comparison) -> bool:
+    """Whether "same" within this margin says little."""
+    values = [run.value for run in comparison.outcomes(comparison.request.baseline.name) if math.isfinite(run.value)]
+    margin = comparison.margin
+    return bool(values) and margin is not None and is_wide(margin, values, in_points=comparison.in_points)
+
+
+def seconds_to_quality(comparison: Comparison, row: str) -> list[float | None]:
+    """For each seed, when a run of this row first was as good as the baseline ends, less the margin; None: never."""
+    assert comparison.margin is not None
+    finals = [run.value for run in comparison.outcomes(comparison.request.baseline.name) if math.isfinite(run.value)]
+    if not finals:
+        return []
+    sign = 1 if comparison.mode == "max" else -1
+    bar = sign * sum(finals) / len(finals) - comparison.margin
+    return [
+        next((seconds for _, seconds, value in run.curve if sign * value >= bar), None)
+        for run in comparison.outcomes(row)
+    ]
+
+
+def refuse_bad_rows(request: Request) -> None:
+    names = [row.name for row in request.rows]
+    if len(names) < 2:
+        raise ConfigError(f"one row, {names[0]!r}, is no comparison", fix="--precisions fp32,bf16, or a second --rows")
+    twice = next((name for name in names if names.count(name) > 1), "")
+    if twice:
+        raise ConfigError(f"two rows are called {twice!r}", fix="give each its own name")
+    if request.looks[-1] < FEWEST_SEEDS:
+        raise ConfigError(
+            f"--seeds {request.looks[-1]} cannot show anything",
+            why=f"below {FEWEST_SEEDS} paired seeds an interval is wider than any margin worth having",
+            fix=f"--seeds {FEWEST_SEEDS}, or leave it out: then looks come after {', '.join(map(str, LOOKS))} seeds",
+        )
+    if request.margin is not None and not 0 < request.margin < math.inf:
+        raise ConfigError(f"--margin {request.margin:g} is no margin", fix="a positive number in the metric's unit")
+
+
+def differing_keys(request: Request, row: Row) -> list[str]:
+    """Every setting in which the row differs from the baseline: what it says, and what follows from it."""
+    ours, theirs = (
+        _flat(loaded_for(request.target, request.overrides, one, 0).config.model_dump())
+        for one in (row, request.baseline)
+    )
+    return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        found |= _flat(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+    return found
+
+
+def _refuse_constant(values: Sequence[float], metric: str) -> None:
+    if len(set(values)) == 1:
+        raise ConfigError(
+            f"{metric} is {values[0]:g} in all {len(values)} pilot runs",
+            why="a metric that never moves tells nothing about precision: too little data, or too few steps",
+            fix="train longer, validate on more data, or name a margin with --margin",
+        )
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _said(comparison: Comparison, run: Outcome) -> str:
+    aside = f"({run.stopped})" if run.stopped else f"{run.summary['elapsed_s']:.1f} s"
+    return f"{run.row}, seed {run.seed}: {comparison.metric} {run.value:.4f}, {aside}"
+
+
+def _file_name(row: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", row)
+
+
+def _write(folder: Path, comparison: Comparison) -> None:
+    write_whole(folder / FILE, comparison.to_json())

@@ -1,0 +1,103 @@
+"""One run of a comparison: trained, or resumed where it stood, and read back as numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.config.load import Loaded
+from halfstep.errors import TrainingStopped
+from halfstep.report.metrics_file import read
+from halfstep.run.summary import read_summary
+from halfstep.run.train import train
+from halfstep.workloads import load
+
+QUIET = ("log.quiet=true", "log.curves=false")
+"""A comparison has one table and one picture, of all its runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table: a name, and what it changes."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one run came to. Plain numbers: it is stored as JSON."""
+
+    row: str
+    seed: int
+    value: float
+    """The headline metric at the last validation; NaN where the guard stopped the run."""
+    curve: tuple[tuple[int, float, float], ...]
+    """(step, seconds, value) of each validation."""
+    summary: dict[str, Any]
+    alone: bool
+    """Whether nothing else ran beside it: only then time, memory and energy are its own."""
+    stopped: str = ""
+    """Why the guard ended it."""
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Outcome:
+        value = math.nan if record["value"] is None else float(record["value"])
+        curve = tuple((int(step), float(seconds), float(found)) for step, seconds, found in record["curve"])
+        return cls(**{**record, "value": value, "curve": curve})
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "value": self.value if math.isfinite(self.value) else None}
+
+
+def loaded_for(target: str, overrides: Sequence[str], row: Row, seed: int) -> Loaded:
+    """What is common, then what the row changes, then the seed: the later word wins, so each key is said once."""
+    said = {word.split("=", 1)[0]: word for word in (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)}
+    return load(target, overrides=list(said.values()))
+
+
+def one_run(target: str, overrides: Sequence[str], row: Row, seed: int, folder: Path, *, alone: bool = True) -> Outcome:
+    """Train this row with this seed; what an interruption left of it goes on from its checkpoint."""
+    loaded = loaded_for(target, overrides, row, seed)
+    stopped = ""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+        try:
+            if list(folder.glob("checkpoints/step-*")):
+                train(loaded, resume=folder)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)  # it was interrupted before its first checkpoint
+                train(loaded, out=folder)
+        except TrainingStopped as error:
+            stopped = error.what
+    outcome = _outcome(folder, row, seed, alone=alone, stopped=stopped)
+    _keep_the_records(folder)
+    return outcome
+
+
+def _outcome(folder: Path, row: Row, seed: int, *, alone: bool, stopped: str) -> Outcome:
+    summary = {} if stopped else read_summary(folder) or {}
+    validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
+    curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
+    value = curve[-1][2] if curve else math.nan
+    return Outcome(
+        row=row.name,
+        seed=seed,
+        value=value,
+        curve=tuple(point for point in curve if math.isfinite(point[2])),
+        summary=summary,
+        alone=alone,
+        stopped=stopped,
+    )
+
+
+def _keep_the_records(folder: Path) -> None:
+    """Twenty seeds of three rows are sixty models; their numbers are what is asked for."""
+    for name in ("checkpoints", "data", "model", "frozen"):
+        shutil.rmtree(folder / name, ignore_errors=True)

@@ -1,0 +1,107 @@
+"""A comparison's numbers, row by row, for the table, the picture and `--json`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from halfstep.errors import counted
+from halfstep.report.comparison_view import Line
+from halfstep.use.compare import Comparison, called_wide, differing_keys, seconds_to_quality
+from halfstep.use.compare_run import Outcome
+from halfstep.use.equivalence import Verdict
+
+
+def lines_of(comparison: Comparison) -> list[Line]:
+    found = comparison.verdicts()
+    return [_line(comparison, row.name, found.get(row.name)) for row in comparison.request.rows]
+
+
+def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
+    runs = comparison.outcomes(row)
+    # Beside others, or in a format that is only simulated, a run says nothing about time or memory.
+    alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
+    seconds = _median(alone, "elapsed_s")
+    price = comparison.request.price
+    times = seconds_to_quality(comparison, row) if len(alone) == len(runs) else []
+    reached = [time for time in times if time is not None]
+    return Line(
+        name=row,
+        seconds_per_epoch=_median(alone, "elapsed_s", per="epochs"),
+        samples_per_s=_median(alone, "samples_per_s"),
+        memory_bytes=_median(alone, "peak_memory_bytes"),
+        joules=_median(alone, "joules"),
+        money=None if price is None or seconds is None else price * seconds / 3600,
+        values=[run.value for run in runs],
+        verdict=_word(verdict, is_wide=called_wide(comparison)),
+        interval=None if verdict is None else (verdict.low, verdict.high),
+        # The median over all seeds: where half of them never get there, neither does the median.
+        to_quality_s=statistics.median(reached) if len(reached) * 2 > len(times) else None,
+        not_reached=len(times) - len(reached),
+        curves=[[(step, value) for step, _, value in run.curve] for run in runs],
+    )
+
+
+def _word(verdict: Verdict | None, *, is_wide: bool) -> str:
+    if verdict is None:
+        return "baseline"
+    return f"{verdict}, wide margin" if verdict.word == "same" and is_wide else str(verdict)
+
+
+def _median(runs: Sequence[Outcome], key: str, *, per: str = "") -> float | None:
+    values = [run.summary[key] / (run.summary[per] if per else 1) for run in runs if run.summary.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+def notes_of(comparison: Comparison) -> list[str]:
+    """What a reader must know to believe the table."""
+    request, margin = comparison.request, comparison.margin
+    notes = [f"margin {margin:.4g} in {comparison.metric}: {comparison.margin_from}"]
+    if called_wide(comparison):
+        notes.append('this margin is wide: "same" within it says little; more data or steps make seeds differ less')
+    looks = ", ".join(map(str, request.looks))
+    rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
+    notes.append(f"{counted(comparison.whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all")
+    for row in request.rows[1:]:
+        notes.append(f"{row.name} differs from {request.baseline.name} in {', '.join(differing_keys(request, row))}")
+    for name, verdict in comparison.verdicts().items():
+        if verdict.why:
+            more = f"; about {counted(verdict.seeds_needed, 'seed')} would decide" if verdict.seeds_needed else ""
+            notes.append(f"{name}: not shown, {verdict.why}{more}")
+    stopped = [run for run in comparison.runs if run.stopped]
+    notes += [f"{run.row}, seed {run.seed}: {run.stopped}" for run in stopped]
+    if any(not run.alone for run in comparison.runs):
+        notes.append("runs were beside each other: time, memory and energy are left out")
+    if any(run.summary.get("simulated") for run in comparison.runs):
+        notes.append("simulated formats show numerics, never speed: their time and memory are left out")
+    return [*notes, f"ended: {comparison.ended}"]
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    verdicts = comparison.verdicts()
+    return {
+        "metric": comparison.metric,
+        "margin": comparison.margin,
+        "margin_from": comparison.margin_from,
+        "seeds": comparison.whole_seeds(),
+        "ended": comparison.ended,
+        "rows": [
+            {
+                "row": line.name,
+                "values": list(line.values),
+                "verdict": line.verdict,
+                "difference": None if line.interval is None else list(line.interval),
+                "seeds_needed": verdicts[line.name].seeds_needed if line.name in verdicts else None,
+                "seconds_per_epoch": line.seconds_per_epoch,
+                "samples_per_s": line.samples_per_s,
+                "memory_bytes": line.memory_bytes,
+                "joules": line.joules,
+                "money": line.money,
+                "seconds_to_same_quality": line.to_quality_s,
+                "seeds_that_never_reached_it": line.not_reached,
+            }
+            for line in lines_of(comparison)
+        ],
+        "notes": notes_of(comparison),
+    }

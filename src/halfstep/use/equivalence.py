@@ -1,0 +1,212 @@
+"""Are two settings equally good? Paired seeds, a margin fixed beforehand, looks that may come before the last seed.
+
+Two one-sided tests (TOST): the word is "same" where the interval of the mean difference lies inside +-margin. Looking
+several times at growing data would call differences as large as the margin "same" in 15 of 100 comparisons; each look
+therefore has a stricter level, calibrated by simulation so that all looks together keep LEVEL. Several rows are judged
+by Holm's rule. Everything that decides is `verdicts`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfstep.errors import ConfigError
+
+LEVEL = 0.05
+"""Chance of calling a difference as large as the margin "same", over all looks and rows."""
+LOOKS = (5, 8, 12, 20)
+"""Numbers of seeds at which a sequential comparison looks."""
+FEWEST_SEEDS = 5
+MOST_SEEDS = 400
+"""Beyond it a number of seeds is no answer."""
+NUM_SIMULATED = 200_000
+
+Word = Literal["same", "lower", "higher", "not shown"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the seeds so far show of one row against the baseline."""
+
+    word: Word
+    mean: float
+    """Mean difference, row less baseline."""
+    low: float
+    high: float
+    """The interval that was judged."""
+    margin: float
+    num_seeds: int
+    seeds_needed: int | None = None
+    """Seeds that would show "same" if mean and deviation stay; None where no number would, or none is needed."""
+    why: str = ""
+
+    @property
+    def is_decided(self) -> bool:
+        return self.word != "not shown"
+
+    def __str__(self) -> str:
+        aside = f" ({'lower' if self.mean < 0 else 'higher'} by {abs(self.mean):.3g})"
+        return self.word + (aside if self.word == "same" and not self.low <= 0 <= self.high else "")
+
+
+# --- the margin ---
+
+POINTS = 0.005
+"""Half a point of a metric between 0 and 1."""
+RELATIVE = 0.01
+WIDE_POINTS, WIDE_RELATIVE = 0.02, 0.05
+
+
+def default_margin(pilot: Sequence[float], *, in_points: bool) -> float:
+    """The larger of half a point (of a loss: 1 % of its mean) and twice the deviation between the pilot's seeds."""
+    if len(pilot) < FEWEST_SEEDS:
+        raise ConfigError(f"a margin from {len(pilot)} runs", fix=f"{FEWEST_SEEDS} pilot runs at least, or --margin X")
+    smallest = POINTS if in_points else RELATIVE * abs(statistics.mean(pilot))
+    return max(smallest, 2 * statistics.stdev(pilot))
+
+
+def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> bool:
+    """Whether "same" within it says little."""
+    return margin > (WIDE_POINTS if in_points else WIDE_RELATIVE * abs(statistics.mean(baseline)))
+
+
+# --- the verdicts ---
+
+
+def verdicts(
+    baseline: Sequence[float],
+    rows: Mapping[str, Sequence[float]],
+    margin: float,
+    *,
+    looks: Sequence[int] = (),
+) -> dict[str, Verdict]:
+    """Each row against the baseline, seed by seed. `looks` are all that were planned; none: this is the only one."""
+    levels = {name: _p_same(_differences(baseline, values), margin) for name, values in rows.items()}
+    found: dict[str, Verdict] = {}
+    still_same = True
+    for place, name in enumerate(sorted(levels, key=lambda name: levels[name])):
+        # Holm: the clearest row is judged most strictly; after one that fails no later one is called the same.
+        level = look_level(tuple(looks), LEVEL / (len(rows) - place))
+        verdict = _verdict(_differences(baseline, rows[name]), margin, level)
+        still_same = still_same and verdict.word == "same"
+        if verdict.word == "same" and not still_same:
+            why = "a row with clearer figures was not shown to be the same (Holm)"
+            verdict = replace(verdict, word="not shown", why=why)
+        found[name] = verdict
+    return {name: found[name] for name in rows}
+
+
+def _verdict(differences: NDArray[np.float64], margin: float, level: float) -> Verdict:
+    count = len(differences)
+    nothing = Verdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin, num_seeds=count)
+    if count < FEWEST_SEEDS:
+        return replace(nothing, why=f"{count} paired seeds; {FEWEST_SEEDS} are the fewest")
+    if not np.isfinite(differences).all():
+        return replace(nothing, why="a run ended with a metric that is not finite")
+    mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+    reach = student_quantile(1 - level, count - 1) * deviation / math.sqrt(count)
+    found = replace(nothing, mean=mean, low=mean - reach, high=mean + reach)
+    if -margin < found.low and found.high < margin:
+        return replace(found, word="same")
+    if found.high < 0 or found.low > 0:
+        return replace(found, word="lower" if found.high < 0 else "higher")
+    needed = seeds_for(mean, deviation, margin, level)
+    why = "the interval reaches past the margin" if needed else "the difference itself is about as large as the margin"
+    return replace(found, seeds_needed=needed, why=why)
+
+
+def seeds_for(mean: float, deviation: float, margin: float, level: float) -> int | None:
+    """The fewest seeds whose interval would fit into the margin."""
+    room = margin - abs(mean)
+    if room <= 0:
+        return None
+    for count in range(FEWEST_SEEDS, MOST_SEEDS + 1):
+        if student_quantile(1 - level, count - 1) * deviation / math.sqrt(count) < room:
+            return count
+    return None
+
+
+def _differences(baseline: Sequence[float], values: Sequence[float]) -> NDArray[np.float64]:
+    if len(baseline) != len(values):
+        raise ConfigError(
+            f"{len(values)} runs beside {len(baseline)} of the baseline", fix="one run each for each seed"
+        )
+    return np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
+
+
+def _p_same(differences: NDArray[np.float64], margin: float) -> float:
+    """How easily chance alone would put the mean so far inside the margin: the larger p of the two tests."""
+    count = len(differences)
+    if count < 2 or not np.isfinite(differences).all():
+        return 1.0
+    error = float(differences.std(ddof=1)) / math.sqrt(count)
+    room = margin - abs(float(differences.mean()))
+    if error == 0:
+        return 0.0 if room > 0 else 1.0
+    return 1 - float(student_cdf(np.float64(room / error), count - 1))
+
+
+# --- levels of the looks ---
+
+
+@cache
+def look_level(looks: tuple[int, ...], level: float) -> float:
+    """The one-sided level of each look with which all of them together keep `level`."""
+    return level if len(looks) < 2 else float(np.quantile(_smallest_p(looks), level))
+
+
+@cache
+def _smallest_p(looks: tuple[int, ...]) -> NDArray[np.float64]:
+    """The smallest p that a comparison meets on its way, in many comparisons without a difference to find."""
+    noise = np.random.default_rng(0).standard_normal((NUM_SIMULATED, looks[-1]))
+    found = np.ones(NUM_SIMULATED)
+    for count in looks:
+        seen = noise[:, :count]
+        t = seen.mean(1) / (seen.std(1, ddof=1) / math.sqrt(count))
+        found = np.minimum(found, 1 - student_cdf(t, count - 1))
+    return found
+
+
+def power(deviation: float, margin: float, *, looks: Sequence[int], num_rows: int = 1, num: int = 2000) -> float:
+    """The chance to find "same" where there is no difference, if differences between seeds spread so far."""
+    noise = np.random.default_rng(1).standard_normal((num, looks[-1])) * deviation
+    level = look_level(tuple(looks), LEVEL / num_rows)
+    found = np.zeros(num, bool)
+    for count in looks:
+        seen = noise[:, :count]
+        reach = student_quantile(1 - level, count - 1) * seen.std(1, ddof=1) / math.sqrt(count)
+        found |= np.abs(seen.mean(1)) + reach < margin
+    return float(found.mean())
+
+
+# --- Student's t with a whole number of degrees of freedom, where its distribution is a finite sum ---
+
+
+def student_cdf(t: NDArray[np.float64] | np.float64, freedom: int) -> NDArray[np.float64]:
+    angle = np.arctan(np.asarray(t, np.float64) / math.sqrt(freedom))
+    sine, cosine = np.sin(angle), np.cos(angle)
+    is_odd = freedom % 2 == 1
+    term = cosine if is_odd else np.ones_like(cosine)
+    total = np.zeros_like(cosine)
+    for k in range(1, freedom // 2 + 1):
+        total = total + term
+        term = term * cosine**2 * ((2 * k) / (2 * k + 1) if is_odd else (2 * k - 1) / (2 * k))
+    inside = 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+    return (1 + inside) / 2
+
+
+@cache
+def student_quantile(share: float, freedom: int) -> float:
+    low, high = -1e3, 1e3
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(np.float64(middle), freedom) < share else (low, middle)
+    return (low + high) / 2

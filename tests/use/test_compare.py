@@ -1,0 +1,138 @@
+"""A comparison from rows to verdicts, by the command line, on a model that trains in a moment."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from halfstep.cli.compare import seconds_of
+from halfstep.cli.main import main
+from halfstep.errors import ConfigError
+from halfstep.use.compare import Comparison, Request, open_comparison, seconds_to_quality
+from halfstep.use.compare_run import Outcome, Row, one_run
+
+MOONS = "own_workload:KIND"
+SMALL = ("train.batch_size=32", "data.num_workers=0", "device=cpu", "train.max_steps=3", "optimizer.lr=0.003")
+TWO = ("--rows", "plain: precision=fp32", "--rows", "clipped: precision=fp32 train.clip_norm=0.5")
+
+
+@pytest.fixture(autouse=True)
+def example_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(["compare", *words])
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.out, said.err
+
+
+def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "c"
+    words = (MOONS, *SMALL, "--precisions", "fp32,bf16", "--simulate", "--seeds", "5", "--margin", "0.9")
+    code, text, progress = run(capsys, *words, "--out", str(out), "--json")
+    found = json.loads(text)
+    assert code == 0, progress
+    assert [row["verdict"] for row in found["rows"]] == ["baseline", "same, wide margin"]
+    assert found["rows"][0]["samples_per_s"] > 0
+    assert found["rows"][1]["samples_per_s"] is None, "a simulated format has no speed"
+    assert "bf16 differs from fp32 in precision.default, precision.simulate, precision.strict" in found["notes"]
+    assert (out / "report" / "curves.png").stat().st_size > 5000
+    assert not list(out.glob("runs/*/checkpoints")), "numbers stay, models go"
+
+
+def test_rows_by_settings_fix_their_margin_by_a_pilot_and_go_on_where_they_stood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "c"
+    code, text, progress = run(capsys, MOONS, *SMALL, *TWO, "--seeds", "5", "--out", str(out), "--price", "2.5")
+    assert "pilot: 5 runs of plain" in progress
+    assert "twice the deviation of 5 pilot runs" in text
+    assert "money/run" in text
+    whole = json.loads((out / "comparison.json").read_text())
+    assert len(whole["pilot"]) == 5
+    assert not {run["seed"] for run in whole["pilot"]} & {run["seed"] for run in whole["runs"]}
+    # As if it had been interrupted after three runs: only the others are trained, and the same numbers come out.
+    (out / "comparison.json").write_text(json.dumps({**whole, "runs": whole["runs"][:3], "ended": ""}))
+    again, text_again, progress = run(capsys, "--resume", str(out))
+    assert again == code
+    assert progress.count("seed") == 7
+    assert [r["value"] for r in json.loads((out / "comparison.json").read_text())["runs"]] == [
+        r["value"] for r in whole["runs"]
+    ]
+
+
+def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = run(capsys, MOONS, *SMALL, *TWO, "--margin", "0.1", "--budget", "1s", "--out", str(tmp_path / "c"))
+    assert code == 1
+    assert "the budget of 1 s is spent" in text
+    assert "5 are the fewest" in text
+
+
+def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path) -> None:
+    row = Row(name="wild", overrides=("optimizer.lr=1e30", "train.clip_norm=0", "guard.max_consecutive=1"))
+    outcome = one_run(MOONS, SMALL, row, 0, tmp_path / "wild")
+    assert math.isnan(outcome.value)
+    assert outcome.stopped
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).stopped == outcome.stopped
+
+
+def outcome(row: str, seed: int, values: list[float]) -> Outcome:
+    curve = tuple((10 * (k + 1), float(k + 1), value) for k, value in enumerate(values))
+    summary = {"metric": "accuracy", "mode": "max", "simulated": False, "elapsed_s": 1.0}
+    return Outcome(row=row, seed=seed, value=values[-1], curve=curve, summary=summary, alone=True)
+
+
+def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_less_the_margin() -> None:
+    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    runs = [outcome("a", 0, [0.5, 0.8]), outcome("b", 0, [0.76, 0.9]), outcome("a", 1, [0.5, 0.8]),
+            outcome("b", 1, [0.6, 0.7])]  # fmt: skip
+    comparison = Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
+    assert seconds_to_quality(comparison, "b") == [1.0, None]
+    assert seconds_to_quality(comparison, "a") == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "nothing to compare"),
+        ((MOONS, "--precisions", "fp32"), "no comparison"),
+        ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
+        ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
+        ((MOONS, *TWO, "--seeds", "2"), "--seeds 2"),
+        ((MOONS, *TWO, "--margin", "0"), "--margin 0"),
+        ((MOONS, *TWO, "--budget", "soon"), "30m"),
+        ((MOONS, "--rows", "amp precision=bf16"), "a name, a colon"),
+        ((MOONS, "--rows", "a: precision=fp32", "--rows", "b: train.epoch=1"), "train.epochs"),
+        (("--resume", "nowhere"), "nowhere holds no comparison"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    words: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run(capsys, *words)
+    assert code == 2
+    assert said in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_comparison_is_named(tmp_path: Path) -> None:
+    (tmp_path / "comparison.json").write_text('{"request": ')
+    with pytest.raises(Exception, match="cannot be read"):
+        open_comparison(tmp_path)
+
+
+def test_budgets_are_read_in_seconds_minutes_and_hours() -> None:
+    assert [seconds_of(text) for text in ("90s", "30m", "1.5h", "20")] == [90, 1800, 5400, 20]
+    with pytest.raises(ConfigError, match="0m"):
+        seconds_of("0m")
