@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from golden import golden
 
 from halfstep.workloads.slots.metrics import SCORES, SlotMetrics, slot_labels
 
 GOLDEN_NAMES = {name: name if name.endswith("_image") else f"{name}_video" for name in SCORES}
-
-
-def golden(name: str) -> tuple[dict[str, torch.Tensor], dict]:  # type: ignore[type-arg]
-    folder = os.environ.get("HALFSTEP_GOLDEN")
-    if not folder:
-        pytest.skip("HALFSTEP_GOLDEN names no folder with golden data")
-    return load_file(Path(folder) / f"{name}.safetensors"), json.loads((Path(folder) / f"{name}.json").read_text())
 
 
 def test_scores_equal_the_originals() -> None:

@@ -45,11 +45,11 @@ TIMM_VIT: Table = (
 )
 """Also DeiT's, DINO's and MAE's."""
 
-_HF_LAYER = r"(?:vit\.)?(?:encoder\.layer|layers)\.(\d+)"
+_HF_LAYER = r"(?:(?:vit|dinov2)\.)?(?:encoder\.layer|layers)\.(\d+)"
 HF_VIT: Table = (
-    (r"(?:vit\.)?embeddings\.cls_token$", "class_token"),
-    (r"(?:vit\.)?embeddings\.position_embeddings$", "encoder.pos_embedding"),
-    (r"(?:vit\.)?embeddings\.patch_embeddings\.projection\.", "conv_proj."),
+    (r"(?:(?:vit|dinov2)\.)?embeddings\.cls_token$", "class_token"),
+    (r"(?:(?:vit|dinov2)\.)?embeddings\.position_embeddings$", "encoder.pos_embedding"),
+    (r"(?:(?:vit|dinov2)\.)?embeddings\.patch_embeddings\.projection\.", "conv_proj."),
     (rf"{_HF_LAYER}\.layernorm_before\.", rf"{_LAYER}.ln_1."),
     (rf"{_HF_LAYER}\.layernorm_after\.", rf"{_LAYER}.ln_2."),
     (
@@ -59,10 +59,19 @@ HF_VIT: Table = (
     (rf"{_HF_LAYER}\.attention\.(?:output\.dense|o_proj)\.", rf"{_LAYER}.self_attention.out_proj."),
     (rf"{_HF_LAYER}\.(?:intermediate\.dense|mlp\.fc1)\.", rf"{_LAYER}.mlp.0."),
     (rf"{_HF_LAYER}\.(?:output\.dense|mlp\.fc2)\.", rf"{_LAYER}.mlp.3."),
-    (r"(?:vit\.)?layernorm\.", "encoder.ln."),
+    (r"(?:(?:vit|dinov2)\.)?layernorm\.", "encoder.ln."),
     (r"classifier\.", "heads.head."),
 )
 """Of released files, and since version 5 of `state_dict()`."""
+
+_DINOV2_LAYER = r"(?:dinov2\.)?encoder\.layer\.(\d+)"
+HF_DINOV2: Table = (
+    (rf"{_DINOV2_LAYER}\.norm([12])\.", rf"{_LAYER}.ln_\2."),
+    (rf"{_DINOV2_LAYER}\.layer_scale([12])\.lambda1$", rf"{_LAYER}.ls_\2.gamma"),
+    (rf"{_DINOV2_LAYER}\.attention\.output\.dense\.", rf"{_LAYER}.self_attention.out_proj."),
+    *HF_VIT,
+)
+"""DINOv2's, whose blocks have other names for norms and layer scale than the ViT's."""
 
 _HF_BLOCK = r"(?:resnet\.)?encoder\.stages\.(\d+)\.layers\.(\d+)"
 HF_RESNET: Table = (
@@ -74,9 +83,9 @@ HF_RESNET: Table = (
     (rf"{_HF_BLOCK}\.layer\.(\d+)\.normalization\.", lambda m: f"layer{int(m[1]) + 1}.{m[2]}.bn{int(m[3]) + 1}."),
     (r"classifier\.1\.", "fc."),
 )
-TABLES: tuple[Table, ...] = ((), RELEASED_VIT, TIMM_VIT, HF_VIT, HF_RESNET)
+TABLES: tuple[Table, ...] = ((), RELEASED_VIT, TIMM_VIT, HF_VIT, HF_DINOV2, HF_RESNET)
 
-UNUSED = re.compile(r"(?:vit\.)?pooler\.dense\.")
+UNUSED = re.compile(r"(?:(?:vit|dinov2)\.)?pooler\.dense\.")
 """A layer that Hugging Face's headless ViT carries and its classifier does not use either."""
 
 

@@ -268,14 +268,14 @@ def checked_grid(height: int, width: int, patch: int) -> tuple[int, int]:
     return height // patch, width // patch
 
 
-def resized_positions(positions: Tensor, rows: int, columns: int) -> Tensor:
+def resized_positions(positions: Tensor, rows: int, columns: int, *, antialias: bool = False) -> Tensor:
     """Position embeddings (1, 1 + side², dim) for another grid: bicubic, in fp32; the class token's stays."""
     side = math.isqrt(positions.shape[1] - 1)
     if (rows, columns) == (side, side):
         return positions
     with fp32_island():
         grid = to_fp32(positions[:, 1:]).transpose(1, 2).unflatten(2, (side, side))
-        grid = F.interpolate(grid, (rows, columns), mode="bicubic", align_corners=False, antialias=False)
+        grid = F.interpolate(grid, (rows, columns), mode="bicubic", align_corners=False, antialias=antialias)
         return torch.cat([positions[:, :1], grid.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
 
 

@@ -1,0 +1,169 @@
+"""Slot attention over the frames of a clip, as SlotContrast has it (Manasyan et al. 2025).
+
+Slots of one frame, after a predictor, are where the next frame starts. On upstream's order of things its weights
+depend: the recurrent cell takes the *normalised* slots as its state, and the perceptron runs in every iteration.
+
+Slots stay fp32 from frame to frame, since rounding would add up over frames and iterations. The softmax over slots, its
+renormalisation over positions and the weighted mean are an island: an epsilon of 1e-8 is 0 in fp16, and nothing beside
+a bf16 softmax, and a slot that wins no position would be 0/0. Keys and values of all frames come from one product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.errors import ModelError
+from halfstep.islands import fp32_island, to_fp32
+
+EPSILON = 1e-8
+
+
+class Mlp(nn.Module):
+    """Linear layers with ReLU in between, a LayerNorm first and the input added where asked for."""
+
+    def __init__(
+        self, dim: int, hidden: tuple[int, ...], out_dim: int, *, layer_norm: bool = False, residual: bool = False
+    ) -> None:
+        super().__init__()
+        sizes = (dim, *hidden)
+        layers: list[nn.Module] = [nn.LayerNorm(dim)] if layer_norm else []
+        for before, after in zip(sizes, hidden, strict=False):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], out_dim))
+        self.residual = residual
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return x + out if self.residual else out
+
+
+def recurrent_update(cell: nn.GRUCell, update: Tensor, state: Tensor) -> Tensor:
+    """`nn.GRUCell` whose products compute in the plan's format and whose gates and state are fp32."""
+    from_update = to_fp32(F.linear(update, cell.weight_ih, cell.bias_ih)).chunk(3, dim=-1)
+    from_state = to_fp32(F.linear(state, cell.weight_hh, cell.bias_hh)).chunk(3, dim=-1)
+    reset = torch.sigmoid(from_update[0] + from_state[0])
+    keep = torch.sigmoid(from_update[1] + from_state[1])
+    new = torch.tanh(from_update[2] + reset * from_state[2])
+    return new + keep * (state - new)
+
+
+class SlotAttention(nn.Module):
+    """The corrector: slots (B, K, D) look at a frame's features some times."""
+
+    def __init__(
+        self, feature_dim: int, slot_dim: int, *, num_iterations: int, first_iterations: int, use_mlp: bool = True
+    ) -> None:
+        super().__init__()
+        self.to_k = nn.Linear(feature_dim, slot_dim, bias=False)
+        self.to_v = nn.Linear(feature_dim, slot_dim, bias=False)
+        self.to_q = nn.Linear(slot_dim, slot_dim, bias=False)
+        self.gru = nn.GRUCell(slot_dim, slot_dim)
+        self.mlp = Mlp(slot_dim, (4 * slot_dim,), slot_dim, layer_norm=True, residual=True) if use_mlp else None
+        self.norm_features = nn.LayerNorm(feature_dim)
+        self.norm_slots = nn.LayerNorm(slot_dim)
+        self.num_iterations, self.first_iterations = num_iterations, first_iterations
+        self.scale = slot_dim**-0.5
+
+    def keys_and_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all frames at once."""
+        normed = self.norm_features(features)
+        return self.to_k(normed), self.to_v(normed)
+
+    def forward(self, slots: Tensor, keys: Tensor, values: Tensor, *, is_first: bool) -> tuple[Tensor, Tensor]:
+        """Corrected slots in fp32, and the share (B, K, P) of each position that goes to each slot."""
+        shares = keys.new_empty(0)
+        for _ in range(self.first_iterations if is_first else self.num_iterations):
+            slots, shares = self._iterated(slots, keys, values)
+        return slots, shares
+
+    def _iterated(self, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        state = to_fp32(self.norm_slots(slots))
+        queries = self.to_q(state)
+        with fp32_island():
+            shares = torch.softmax(to_fp32(queries) @ to_fp32(keys).transpose(1, 2) * self.scale, dim=1)
+            weights = shares + EPSILON
+            update = (weights / weights.sum(-1, keepdim=True)) @ to_fp32(values)
+        slots = recurrent_update(self.gru, update, state)
+        return (to_fp32(self.mlp(slots)) if self.mlp is not None else slots), shares
+
+
+class PredictorAttention(nn.Module):
+    """Self-attention among the slots of a clip, with upstream's names."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ModelError(f"{heads} heads for slots of {dim} channels", why="the heads share them evenly")
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out_proj = nn.Linear(dim, dim)
+        for third in self.qkv.weight.chunk(3):
+            nn.init.xavier_uniform_(third)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.qkv.bias)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+class PredictorBlock(nn.Module):
+    """Attention and a perceptron, each normalised before and added to its input."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.self_attn = PredictorAttention(dim, heads)
+        self.linear1, self.linear2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.norm1(x))
+        out: Tensor = x + self.linear2(F.relu(self.linear1(self.norm2(x))))
+        return out
+
+
+class Predictor(nn.Module):
+    """From a frame's slots to where the next frame starts."""
+
+    def __init__(self, dim: int, *, num_blocks: int, heads: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PredictorBlock(dim, heads) for _ in range(num_blocks))
+
+    def forward(self, slots: Tensor) -> Tensor:
+        for block in self.blocks:
+            slots = block(slots)
+        return to_fp32(slots)
+
+
+class Scanned(NamedTuple):
+    """Slots (B, T, K, D) as corrected and as predicted for the next frame, and shares (B, T, K, P)."""
+
+    slots: Tensor
+    predicted: Tensor
+    shares: Tensor
+
+
+class Processor(nn.Module):
+    """Corrector and predictor over time."""
+
+    def __init__(self, corrector: SlotAttention, predictor: Predictor) -> None:
+        super().__init__()
+        self.corrector, self.predictor = corrector, predictor
+
+    def forward(self, slots: Tensor, features: Tensor) -> Scanned:
+        keys, values = self.corrector.keys_and_values(features)
+        found = []
+        for t in range(features.shape[1]):
+            corrected, shares = self.corrector(slots, keys[:, t], values[:, t], is_first=t == 0)
+            slots = self.predictor(corrected)
+            found.append((corrected, slots, shares))
+        return Scanned(*(torch.stack(part, dim=1) for part in zip(*found, strict=True)))

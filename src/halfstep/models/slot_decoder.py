@@ -1,0 +1,199 @@
+"""The decoder that paints features from slots: a perceptron for each slot and position, mixed by alpha masks.
+
+Its hidden maps are what fills the memory: at MOVi-E's size (256 frames, 15 slots, 576 positions, 1024 channels) one is
+4.5 GB in bf16. So training streams: some frames at a time run forward, are compared with their target, and run backward
+at once, inside the forward pass. What is left of a chunk is its loss and the sum of its gradients; the backward pass
+only multiplies those by the gradient of the loss. Nothing is computed twice, and memory follows the chunk.
+
+Three products are spared on the way, each equal to the plain form but for rounding:
+
+    W(s + p) = Ws + Wp                     the first layer, of slots and of positions, is broadcast
+    sum_k m_k (W h_k + b) = W(sum_k m_k h_k) + b     masks sum to 1, so slots are mixed before the last layer
+    alphas                                 a row of the last layer, on all slots, alone
+
+Sums and the softmax are fp32. Gradients inside have the size of an error times SEED, whatever the loss scale, so that
+fp16 neither overflows nor loses them; the loss scale enters with the multiplication, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.islands import fp32_island, to_fp32
+from halfstep.models.plain_layers import Checks, always, are_plain, has_bias
+from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled
+from halfstep.models.slot_attention import Mlp
+
+HIDDEN_BYTES: dict[Recompute, int] = {"none": 320 << 20, "pointwise": 160 << 20, "blocks": 80 << 20}
+"""Largest hidden map of a chunk, by what memory may cost: six of them are alive at once."""
+SEED = 2.0**-8
+KNOWN: Checks = {nn.Linear: has_bias, nn.ReLU: always, nn.Sequential: always, Mlp: lambda mlp: not mlp.residual}
+
+
+class SlotDecoder(Recomputing):
+    """Slots (N, K, D) to features (N, P, F) and masks (N, K, P)."""
+
+    def __init__(self, slot_dim: int, hidden: tuple[int, ...], feature_dim: int, *, num_positions: int) -> None:
+        super().__init__()
+        self.feature_dim = feature_dim
+        self.mlp = Mlp(slot_dim, hidden, feature_dim + 1)
+        self.pos_emb = nn.Parameter(torch.randn(1, 1, num_positions, slot_dim) * slot_dim**-0.5)
+        self.chunk = 0
+        """Frames at a time; 0: as many as HIDDEN_BYTES allow."""
+
+    def forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Reconstruction and masks, layer by layer."""
+        parts = [self._painted(rows) for rows in slots.split(self._chunk_of(slots))]
+        return torch.cat([recon for recon, _ in parts]), torch.cat([masks for _, masks in parts])
+
+    def squared_error(self, slots: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of squared errors of the reconstruction against features (N, P, F), and the masks."""
+        if not (torch.is_grad_enabled() and self._can_stream()):
+            return self._error_by_layers(slots, target)
+        first, *hidden, last = (layer for layer in self.mlp.layers if isinstance(layer, nn.Linear))
+        with fp32_island():
+            of_slots = F.linear(to_fp32(slots), first.weight)
+            of_positions = F.linear(self.pos_emb[0, 0], first.weight, first.bias)
+        weights = [part for layer in hidden for part in (layer.weight, layer.bias)]
+        dtype = _compute_dtype(slots)
+        inputs = (target, of_slots, of_positions, last.weight, last.bias, *weights)
+        streamed: Any = _Streamed.apply(self._chunk_of(slots), dtype, *inputs)  # type: ignore[no-untyped-call]
+        error, masks = streamed
+        return error, masks
+
+    def _can_stream(self) -> bool:
+        layers = list(self.mlp.layers)
+        return len(layers) > 1 and are_plain((self.mlp, self.mlp.layers, *layers), KNOWN)
+
+    def _chunk_of(self, slots: Tensor) -> int:
+        widest = max(layer.out_features for layer in self.mlp.layers if isinstance(layer, nn.Linear))
+        per_frame = slots.shape[1] * self.pos_emb.shape[2] * widest * _compute_dtype(slots).itemsize
+        return self.chunk or even_chunk(len(slots), max(1, HIDDEN_BYTES[self.recompute] // per_frame))
+
+    def _painted(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.mlp(slots.unsqueeze(2) + self.pos_emb)
+        with fp32_island():
+            recons, alpha = to_fp32(out).split((self.feature_dim, 1), dim=-1)
+            masks = torch.softmax(alpha, dim=1)
+            return (recons * masks).sum(1), masks.squeeze(-1)
+
+    def _error_by_layers(self, slots: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The plain form in chunks that are computed again in backward; where layers are hooked or replaced."""
+        chunk = self._chunk_of(slots)
+        errors, masks = [], []
+        for rows, wanted in zip(slots.split(chunk), target.split(chunk), strict=True):
+            error, painted = self._error_of(rows, wanted, is_all=chunk >= len(slots))
+            errors.append(error)
+            masks.append(painted)
+        return torch.stack(errors).sum(), torch.cat(masks)
+
+    def _error_of(self, slots: Tensor, target: Tensor, *, is_all: bool) -> tuple[Tensor, Tensor]:
+        def both(slots: Tensor, target: Tensor) -> Tensor:
+            recon, masks = self._painted(slots)
+            with fp32_island():
+                error = (recon - to_fp32(target)).square().sum()
+            return torch.cat([error.unsqueeze(0), masks.flatten()])
+
+        again = run_checkpointed_compiled if torch.compiler.is_compiling() else _checkpointed_function
+        found = both(slots, target) if is_all or not torch.is_grad_enabled() else again(both, slots, target)
+        return found[0], found[1:].view(*slots.shape[:2], -1).detach()
+
+
+def _checkpointed_function(function: Any, *inputs: Tensor) -> Tensor:
+    return run_checkpointed(_Called(function), *inputs)
+
+
+class _Called(nn.Module):
+    """A function as a module, which recomputing asks for."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        out: Tensor = self.function(*inputs)
+        return out
+
+
+def even_chunk(total: int, limit: int) -> int:
+    """At most `limit`: a divisor of the total where one is not much smaller, so that all chunks have one shape."""
+    limit = min(total, limit)
+    divisor = next(size for size in range(limit, 0, -1) if total % size == 0)
+    return divisor if 2 * divisor > limit else -(-total // -(-total // limit))
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+
+
+class _Streamed(torch.autograd.Function):
+    """The error's sum and masks (N, K, P); gradients are computed with them."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk: int, dtype: torch.dtype, target: Tensor, of_slots: Tensor, *weights: Tensor) -> Any:
+        with fp32_island():
+            errors, masks, sums, slot_grads = [], [], None, []
+            for rows, wanted in zip(of_slots.split(chunk), target.split(chunk), strict=True):
+                error, painted, for_slots, grads = _chunk_step(rows, wanted, weights, dtype)
+                errors.append(error)
+                masks.append(painted)
+                slot_grads.append(for_slots)
+                sums = grads if sums is None else [one + other for one, other in zip(sums, grads, strict=True)]
+        assert sums is not None
+        ctx.save_for_backward(torch.cat(slot_grads), *sums)
+        mask = torch.cat(masks)
+        ctx.mark_non_differentiable(mask)
+        return torch.stack(errors).sum(), mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        factor = grad / SEED
+        return None, None, None, *(saved * factor for saved in ctx.saved_tensors)
+
+
+def _chunk_step(
+    of_slots: Tensor, target: Tensor, weights: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Error, masks, gradient at `of_slots` (all of the chunk), and gradients at the weights, SEED times too small."""
+    of_positions, last_weight, last_bias, *hidden = weights
+    frames, slots, width = of_slots.shape
+    positions = len(of_positions)
+    matrices = [weight.to(dtype) for weight in hidden[::2]]
+    # Forward: hidden maps as rows (frames · slots · positions, channels).
+    x = torch.relu(of_slots.unsqueeze(2) + of_positions).to(dtype).view(-1, width)
+    maps = [x]
+    for matrix, bias in zip(matrices, hidden[1::2], strict=True):
+        x = torch.relu(torch.addmm(bias.to(dtype), x, matrix.t()))
+        maps.append(x)
+    top = x.view(frames, slots, positions, -1)
+    alpha_weight, paint = last_weight[-1], last_weight[:-1].to(dtype)
+    masks = torch.softmax((top.float() * alpha_weight).sum(-1) + last_bias[-1], dim=1)
+    mixed = (top.float() * masks.unsqueeze(-1)).sum(1).to(dtype).view(frames * positions, -1)
+    painted = torch.addmm(last_bias[:-1].to(dtype), mixed, paint.t())
+    error = painted.float().view(target.shape) - target.float()
+    # Backward.
+    grad = (error * (2 * SEED)).to(dtype).view(painted.shape)
+    at_mixed = torch.mm(grad, paint).view(frames, 1, positions, -1).float()
+    at_masks = (at_mixed * top.float()).sum(-1)
+    at_alpha = masks * (at_masks - (masks * at_masks).sum(1, keepdim=True))
+    at_top = masks.unsqueeze(-1) * at_mixed + at_alpha.unsqueeze(-1) * alpha_weight
+    at_alpha_weight = (at_alpha.unsqueeze(-1) * top.float()).sum((0, 1, 2))
+    grads = [
+        torch.cat([torch.mm(grad.t(), mixed).float(), at_alpha_weight.unsqueeze(0)]),
+        torch.cat([grad.float().sum(0), at_alpha.sum().unsqueeze(0)]),
+    ]
+    at = torch.where(top > 0, at_top, 0.0).to(dtype).view(x.shape)
+    for_hidden: list[Tensor] = []
+    for matrix, below in zip(reversed(matrices), reversed(maps[:-1]), strict=True):
+        for_hidden = [torch.mm(at.t(), below).float(), at.sum(0, dtype=torch.float32), *for_hidden]
+        at = torch.where(below > 0, torch.mm(at, matrix), 0.0)
+    at_first = at.view(frames, slots, positions, width)
+    at_slots = at_first.sum(2, dtype=torch.float32)
+    at_positions = at_first.sum((0, 1), dtype=torch.float32)
+    return error.square().sum(), masks, at_slots, [at_positions, *grads, *for_hidden]

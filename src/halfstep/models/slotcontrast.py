@@ -1,0 +1,130 @@
+"""SlotContrast (Manasyan et al. 2025): slots over the frames of a clip that paint the features of a frozen backbone.
+
+Names are upstream's without the wrappers over time (`processor.module.corrector` is `processor.corrector`), and the
+backbone is not part of this model: it is frozen, and its features come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.islands import to_fp32
+from halfstep.models.slot_attention import Mlp, Predictor, Processor, SlotAttention
+from halfstep.models.slot_decoder import SlotDecoder
+
+BACKBONE = "encoder.module.backbone."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotContrastSize:
+    """Sizes of everything that trains."""
+
+    feature_dim: int
+    num_positions: int
+    num_slots: int
+    slot_dim: int
+    decoder_hidden: tuple[int, ...] = (1024, 1024, 1024)
+    num_iterations: int = 2
+    first_iterations: int = 3
+    slot_mlp: bool = True
+    predictor_blocks: int = 1
+    predictor_heads: int = 4
+    initial_slots: Literal["learned", "random"] = "learned"
+
+
+class LearnedSlots(nn.Module):
+    """The same slots for every clip, learned."""
+
+    def __init__(self, num_slots: int, dim: int) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.randn(1, num_slots, dim) * dim**-0.5)
+
+    def forward(self, batch: int, draw: Tensor | None) -> Tensor:
+        return self.slots.expand(batch, -1, -1)
+
+
+class RandomSlots(nn.Module):
+    """Slots drawn for each clip from a learned normal distribution; the draw comes with the batch."""
+
+    def __init__(self, num_slots: int, dim: int) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(1, 1, dim))
+        self.log_std = nn.Parameter(torch.full((1, 1, dim), dim**-0.5).log())
+
+    def forward(self, batch: int, draw: Tensor | None) -> Tensor:
+        assert draw is not None, "random slots need a draw"
+        return self.mean + draw * self.log_std.exp()
+
+
+class SlotEncoder(nn.Module):
+    """From the backbone's features to what slots look at."""
+
+    def __init__(self, feature_dim: int, slot_dim: int) -> None:
+        super().__init__()
+        self.output_transform = Mlp(feature_dim, (2 * feature_dim,), slot_dim, layer_norm=True)
+
+    def forward(self, features: Tensor) -> Tensor:
+        out: Tensor = self.output_transform(features)
+        return out
+
+
+class SlotContrast(nn.Module):
+    """Features (B, T, P, F) to slots, masks, and how far the reconstruction is off."""
+
+    def __init__(self, size: SlotContrastSize) -> None:
+        super().__init__()
+        self.size = size
+        initial = LearnedSlots if size.initial_slots == "learned" else RandomSlots
+        self.initializer = initial(size.num_slots, size.slot_dim)
+        self.encoder = SlotEncoder(size.feature_dim, size.slot_dim)
+        corrector = SlotAttention(
+            size.slot_dim, size.slot_dim, num_iterations=size.num_iterations,
+            first_iterations=size.first_iterations, use_mlp=size.slot_mlp,
+        )  # fmt: skip
+        predictor = Predictor(size.slot_dim, num_blocks=size.predictor_blocks, heads=size.predictor_heads)
+        self.processor = Processor(corrector, predictor)
+        self.decoder = SlotDecoder(
+            size.slot_dim, size.decoder_hidden, size.feature_dim, num_positions=size.num_positions
+        )
+
+    def forward(
+        self, features: Tensor, draw: Tensor | None = None, is_real: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """`slots` (B, T, K, D), `masks` and `shares` (B, T, K, P), and `error`: squared errors, averaged.
+
+        Frames that only fill up a clip (`is_real` (B, T) false) do not count.
+        """
+        batch, frames = features.shape[:2]
+        scanned = self.processor(to_fp32(self.initializer(batch, draw)), self.encoder(features))
+        slots, target = scanned.slots.flatten(0, 1), features.flatten(0, 1)
+        if is_real is None:
+            error, masks = self.decoder.squared_error(slots, target)
+            error = error / target.numel()
+        else:
+            painted, masks = self.decoder(slots)
+            error = (painted - to_fp32(target)).square().mean((1, 2))
+            error = (error * is_real.flatten()).sum() / is_real.sum()
+        return {
+            "slots": scanned.slots,
+            "predicted": scanned.predicted,
+            "shares": scanned.shares,
+            "masks": masks.unflatten(0, (batch, frames)),
+            "error": error,
+        }
+
+
+def from_upstream(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Upstream's state dict under our names; the frozen backbone's weights are left out."""
+    kept = {name: value for name, value in weights.items() if not name.startswith(BACKBONE)}
+    return {name.replace(".module.", ".", 1): value for name, value in kept.items()}
+
+
+def upstream_backbone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The backbone's weights of such a state dict, under timm's names."""
+    prefix = f"{BACKBONE}model."
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
