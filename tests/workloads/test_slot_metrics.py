@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from golden import golden
 
+from golden import golden
 from halfstep.workloads.slots.metrics import SCORES, SlotMetrics, slot_labels
 
 GOLDEN_NAMES = {name: name if name.endswith("_image") else f"{name}_video" for name in SCORES}

@@ -95,7 +95,11 @@ class SlotAttention(nn.Module):
 
 
 class PredictorAttention(nn.Module):
-    """Self-attention among the slots of a clip, with upstream's names."""
+    """Self-attention among the slots of a clip, with upstream's names.
+
+    Upstream divides by the scale d^-0.5 where attention multiplies by it, so that scores are d times the usual ones. Its
+    weights and published numbers have been trained that way, so it is done here, too.
+    """
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -112,7 +116,8 @@ class PredictorAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        out: Tensor = self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** 0.5)
+        out: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         return out
 
 

@@ -92,9 +92,7 @@ class SlotContrast(nn.Module):
             size.slot_dim, size.decoder_hidden, size.feature_dim, num_positions=size.num_positions
         )
 
-    def forward(
-        self, features: Tensor, draw: Tensor | None = None, is_real: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def forward(self, features: Tensor, draw: Tensor | None = None, is_real: Tensor | None = None) -> dict[str, Tensor]:
         """`slots` (B, T, K, D), `masks` and `shares` (B, T, K, P), and `error`: squared errors, averaged.
 
         Frames that only fill up a clip (`is_real` (B, T) false) do not count.
