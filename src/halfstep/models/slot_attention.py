@@ -97,8 +97,8 @@ class SlotAttention(nn.Module):
 class PredictorAttention(nn.Module):
     """Self-attention among the slots of a clip, with upstream's names.
 
-    Upstream divides by the scale d^-0.5 where attention multiplies by it, so that scores are d times the usual ones. Its
-    weights and published numbers have been trained that way, so it is done here, too.
+    Upstream divides by the scale d^-0.5 where attention multiplies by it, so that scores are d times the usual ones.
+    Its weights and published numbers have been trained that way, so it is done here, too.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
