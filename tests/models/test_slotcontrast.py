@@ -72,10 +72,8 @@ def in_names_of_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
         name = name.replace("encoder.layers.encoder_layer_", "blocks.").replace("encoder.pos_embedding", "pos_embed")
         name = name.replace("class_token", "cls_token").replace("conv_proj", "patch_embed.proj")
         name = name.replace("self_attention.in_proj_", "attn.qkv.").replace("self_attention.out_proj", "attn.proj")
-        name = (
-            name.replace(".ln_", ".norm").replace(".ls_", ".ls")
+        name = name.replace(".ln_", ".norm").replace(".ls_", ".ls")
         name = name.replace("mlp.0", "mlp.fc1").replace("mlp.3", "mlp.fc2")
-        )
         renamed[name.replace("encoder.ln", "norm")] = value
     return renamed
 
