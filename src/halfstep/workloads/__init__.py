@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from halfstep.config.schema import RunConfig
     from halfstep.workloads.workload import Workload
 
-SEGMENTATION, CLASSIFICATION = (
+SEGMENTATION, CLASSIFICATION, LANGUAGE = (
     "halfstep.workloads.segmentation:KIND",
     "halfstep.workloads.classification:KIND",
+    "halfstep.workloads.language:KIND",
 )
 
 KINDS = Kinds(
@@ -29,6 +30,10 @@ KINDS = Kinds(
         "vit_b_16": CLASSIFICATION,
         "vit_l_16": CLASSIFICATION,
         "unet": SEGMENTATION,
+        "gpt2": LANGUAGE,
+        "gpt2_medium": LANGUAGE,
+        "gpt2_large": LANGUAGE,
+        "gpt2_xl": LANGUAGE,
     }
 )
 

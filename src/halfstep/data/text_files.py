@@ -1,0 +1,129 @@
+"""Texts of a file or a folder as documents: UTF-8, in natural order, with their validation part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfstep.data.files import BadFiles, natural_key, some_of
+from halfstep.errors import DataError, counted
+
+ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
+TRAIN_NAMES, VAL_NAMES = ("train", "training"), ("val", "valid", "validation", "test")
+BYTE_ORDER_MARK = "\ufeff"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextFiles:
+    """The files of both parts; `cut` where validation is the end of the only file."""
+
+    root: Path
+    train: tuple[Path, ...]
+    val: tuple[Path, ...]
+    cut: float = 0.0
+    """Share of the only file that is kept for validation."""
+    source: str = ""
+    """Where the validation part comes from, in words."""
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        return self.train + self.val
+
+    def documents(self, part: str) -> Iterator[tuple[Path, str]]:
+        """Texts of `train` or `val`, one after another."""
+        if self.cut:
+            text = read_text(self.train[0])
+            place = int(len(text) * (1 - self.cut))
+            yield self.train[0], (text[:place] if part == "train" else text[place:])
+            return
+        for path in self.train if part == "train" else self.val:
+            yield path, read_text(path)
+
+
+def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextFiles:
+    """The texts at `root`: a file, a folder with parts of its own, or a folder whose last texts are for validation."""
+    if root.is_file():
+        _check([root], BadFiles("error"))
+        return _one(root, root, val_fraction)
+    if not root.is_dir():
+        raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
+    train, val = _named_part(root, TRAIN_NAMES), _named_part(root, VAL_NAMES)
+    if train and val:
+        train, val = _check(train, bad_files), _check(val, bad_files)
+        return TextFiles(root=root, train=tuple(train), val=tuple(val), source=_place(root, val))
+    files = _check(_below(root), bad_files)
+    if not files:
+        raise DataError(
+            f"no text in {root}", why="no file ends in " + " ".join(ENDINGS), fix="--data-dir: a text file or a folder"
+        )
+    return _one(root, files[0], val_fraction) if len(files) == 1 else _split(root, files, val_fraction)
+
+
+def read_text(path: Path) -> str:
+    """A whole file, which must be UTF-8 and not empty."""
+    try:
+        text = path.read_bytes().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start:,}",
+            why="it is in another encoding, or no text",
+            fix=f"iconv -f latin1 -t utf-8 {path.name}, if it is Latin-1; or data.on_bad_file=skip",
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}", why=error.strerror or str(error)) from error
+    if not text.strip():
+        raise DataError(f"{path} is empty", why="there is nothing to learn in it", fix="remove it, or fill it")
+    return text
+
+
+def _one(root: Path, file: Path, val_fraction: float) -> TextFiles:
+    source = f"the last {val_fraction:.0%} of {file.name}" if val_fraction else "none"
+    return TextFiles(root=root, train=(file,), val=(), cut=val_fraction, source=source)
+
+
+def _split(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
+    """Whole documents: a part of one that was trained on would flatter the rest of it."""
+    if not val_fraction:
+        return TextFiles(root=root, train=tuple(files), val=(), source="none")
+    wanted = sum(path.stat().st_size for path in files) * val_fraction
+    taken, size = 0, 0
+    while taken < len(files) - 1 and (size < wanted or taken == 0):
+        taken += 1
+        size += files[-taken].stat().st_size
+    train, val = tuple(files[:-taken]), tuple(files[-taken:])
+    return TextFiles(root=root, train=train, val=val, source=f"the last {counted(taken, 'file')}: {some_of(val, 2)}")
+
+
+def _place(root: Path, files: list[Path]) -> str:
+    return files[0].name if len(files) == 1 else f"{files[0].relative_to(root).parts[0]}, {len(files)} files"
+
+
+def _named_part(root: Path, names: tuple[str, ...]) -> list[Path]:
+    for name in names:
+        if (root / name).is_dir():
+            return _below(root / name)
+        if files := [root / f"{name}{ending}" for ending in ENDINGS if (root / f"{name}{ending}").is_file()]:
+            return files
+    return []
+
+
+def _below(folder: Path) -> list[Path]:
+    found = [path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file()]
+    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    return sorted(visible, key=lambda path: natural_key(path.relative_to(folder).as_posix()))
+
+
+def _check(files: list[Path], bad_files: BadFiles) -> list[Path]:
+    """Before anything is written: each must be text."""
+    good = []
+    for path in files:
+        try:
+            read_text(path)
+        except DataError as error:
+            bad_files.report(error)
+        else:
+            good.append(path)
+    if files and not good:
+        raise DataError(f"no usable text: all {len(files)} files were left out", why=bad_files.skipped[0].what)
+    return good

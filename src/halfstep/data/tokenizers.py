@@ -1,0 +1,242 @@
+"""From text to token ids and back: bytes, characters, BPE of a local file, tiktoken's encodings.
+
+A tokenizer is stored with a run as plain values, so that a model can be used where its data are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from halfstep.errors import DataError, nearest
+
+Array = np.ndarray[Any, Any]
+
+END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
+"""What tokenizers call the end of a document."""
+TIKTOKEN = "tiktoken:"
+
+
+class Tokenizer(Protocol):
+    """Text as numbers from 0 to num_tokens - 1."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def end(self) -> int | None:
+        """The token between two documents, where there is one."""
+        ...
+
+    def encode(self, text: str, *, source: str = "the text") -> Array: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def byte_lengths(self) -> Array:
+        """UTF-8 bytes that each token stands for; 0 for the end of a document."""
+        ...
+
+    def stored(self) -> dict[str, Any]: ...
+
+
+class Bytes:
+    """UTF-8 as it is: 256 values and the end of a document."""
+
+    name, num_tokens, end = "bytes", 257, 256
+
+    def encode(self, text: str, *, source: str = "the text") -> Array:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def byte_lengths(self) -> Array:
+        return np.array([1] * 256 + [0])
+
+    def stored(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+
+class Characters:
+    """One token for each character of the training text; the end of a document only where there are several."""
+
+    name = "characters"
+
+    def __init__(self, alphabet: str, *, has_end: bool = False) -> None:
+        self.alphabet = alphabet
+        self.codes = np.frombuffer(alphabet.encode("utf-32-le"), dtype=np.uint32)
+        assert np.all(self.codes[1:] > self.codes[:-1]), "sorted, each once"
+        self.end = len(alphabet) if has_end else None
+        self.num_tokens = len(alphabet) + has_end
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Characters:
+        alphabets = [set(text) for text in texts]
+        return cls("".join(sorted(set().union(*alphabets))), has_end=len(alphabets) > 1)
+
+    def encode(self, text: str, *, source: str = "the text") -> Array:
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        ids = np.searchsorted(self.codes, codes)
+        is_known = self.codes[np.minimum(ids, len(self.codes) - 1)] == codes
+        if not is_known.all():
+            at = int(np.argmin(is_known))
+            raise DataError(
+                f"{source} has the character {text[at]!r} at position {at:,}, which the tokenizer does not know",
+                why=f"it knows the {len(self.alphabet)} characters of the text it was made from",
+                fix="replace it, or train with data.tokenizer=bytes, which knows every text",
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.alphabet[token] for token in ids if token < len(self.alphabet))
+
+    def byte_lengths(self) -> Array:
+        return np.array([len(character.encode()) for character in self.alphabet] + [0] * (self.end is not None))
+
+    def stored(self) -> dict[str, Any]:
+        return {"kind": "characters", "alphabet": self.alphabet, "has_end": self.end is not None}
+
+
+class Bpe:
+    """Hugging Face's `tokenizers`, from the text of a tokenizer.json."""
+
+    def __init__(self, text: str, *, source: str = "the run's tokenizer") -> None:
+        try:
+            from tokenizers import Tokenizer as Loaded
+        except ImportError as error:
+            raise DataError(
+                f"{source} needs the package tokenizers", why="it is not installed", fix="pip install tokenizers"
+            ) from error
+        try:
+            self.loaded = Loaded.from_str(text)
+        except Exception as error:  # the package raises bare ones
+            raise DataError(
+                f"cannot read the tokenizer {source}", why=str(error).splitlines()[0], fix="a tokenizer.json"
+            ) from error
+        self.text, self.name = text, "BPE"
+        self.num_tokens = self.loaded.get_vocab_size()
+        ends = (self.loaded.token_to_id(name) for name in END_NAMES)
+        self.end: int | None = next((end for end in ends if end is not None), None)
+
+    @classmethod
+    def of_vocab_and_merges(cls, vocab: Path, merges: Path) -> Bpe:
+        """GPT-2's two files."""
+        from tokenizers import Tokenizer as Loaded
+        from tokenizers import decoders, models, pre_tokenizers
+
+        try:
+            loaded = Loaded(models.BPE.from_file(str(vocab), str(merges)))
+        except Exception as error:
+            raise DataError(f"cannot read {vocab} and {merges}", why=str(error).splitlines()[0]) from error
+        loaded.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        loaded.decoder = decoders.ByteLevel()
+        loaded.add_special_tokens([name for name in END_NAMES if loaded.token_to_id(name) is not None])
+        return cls(loaded.to_str(), source=str(vocab))
+
+    def encode(self, text: str, *, source: str = "the text") -> Array:
+        return np.array(self.loaded.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.loaded.decode(list(ids), skip_special_tokens=True))
+
+    def byte_lengths(self) -> Array:
+        """A byte-level token has one character for each byte; of other kinds, what it decodes to."""
+        is_byte_level = "ByteLevel" in self.text
+        lengths = np.zeros(self.num_tokens, dtype=np.int64)
+        special = {token for token, added in self.loaded.get_added_tokens_decoder().items() if added.special}
+        for token in set(range(self.num_tokens)) - special:
+            piece = self.loaded.id_to_token(token) or ""
+            lengths[token] = len(piece) if is_byte_level else len(self.loaded.decode([token]).encode())
+        return lengths
+
+    def stored(self) -> dict[str, Any]:
+        return {"kind": "bpe", "json": self.text}
+
+
+class Tiktoken:
+    """OpenAI's package, whose encodings are files that it fetches or that lie in its cache."""
+
+    def __init__(self, encoding: str) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise DataError(
+                f"data.tokenizer={TIKTOKEN}{encoding} needs the package tiktoken",
+                why="it is not installed",
+                fix="pip install tiktoken, or data.tokenizer=FOLDER/tokenizer.json",
+            ) from error
+        try:
+            self.loaded = tiktoken.get_encoding(encoding)
+        except ValueError as error:
+            raise DataError(
+                f"tiktoken has no encoding {encoding!r}", fix=nearest(encoding, tiktoken.list_encoding_names())
+            ) from error
+        except Exception as error:  # no network, a damaged file
+            raise DataError(
+                f"tiktoken cannot load its encoding {encoding!r}",
+                why=f"{type(error).__name__}: it fetches its files from the network when its cache has none",
+                fix="set TIKTOKEN_CACHE_DIR to a folder with them, or data.tokenizer=FOLDER/tokenizer.json",
+            ) from error
+        self.encoding, self.name = encoding, f"{TIKTOKEN}{encoding}"
+        self.num_tokens, self.end = int(self.loaded.n_vocab), int(self.loaded.eot_token)
+
+    def encode(self, text: str, *, source: str = "the text") -> Array:
+        return np.array(self.loaded.encode_ordinary(text), dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.loaded.decode([token for token in ids if token != self.end]))
+
+    def byte_lengths(self) -> Array:
+        lengths = np.zeros(self.num_tokens, dtype=np.int64)
+        for token in range(self.num_tokens):
+            if token != self.end:
+                with contextlib.suppress(KeyError):  # some encodings leave numbers out
+                    lengths[token] = len(self.loaded.decode_single_token_bytes(token))
+        return lengths
+
+    def stored(self) -> dict[str, Any]:
+        return {"kind": "tiktoken", "encoding": self.encoding}
+
+
+def tokenizer_from(stored: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a run stored."""
+    kind = stored["kind"]
+    if kind == "characters":
+        return Characters(stored["alphabet"], has_end=stored["has_end"])
+    if kind == "bpe":
+        return Bpe(stored["json"])
+    if kind == "tiktoken":
+        return Tiktoken(stored["encoding"])
+    return Bytes()
+
+
+def tokenizer_at(path: Path) -> Tokenizer:
+    """A local tokenizer.json, or a folder with one, or with vocab.json and merges.txt."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            return Bpe(file.read_text(encoding="utf-8"), source=str(file))
+        except UnicodeDecodeError as error:
+            raise DataError(f"cannot read the tokenizer {file}", why="it is not UTF-8") from error
+    vocab, merges = path / "vocab.json", path / "merges.txt"
+    if vocab.is_file() and merges.is_file():
+        return Bpe.of_vocab_and_merges(vocab, merges)
+    raise DataError(
+        f"no tokenizer at {path}",
+        why="neither a tokenizer.json nor vocab.json and merges.txt are there",
+        fix="data.tokenizer: bytes, characters, a path, or tiktoken:gpt2",
+    )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json",), ("vocab.json", "merges.txt")
+    return any(all((folder / name).is_file() for name in needed) for needed in names)
+
+
+def identity(tokenizer: Tokenizer) -> str:
+    """Text that is the same for two tokenizers that give the same numbers."""
+    return json.dumps(tokenizer.stored(), sort_keys=True)

@@ -1,0 +1,227 @@
+"""GPT-2 (Radford et al. 2019) with the parameter names of transformers' GPT2LMHeadModel; 124,439,808 of them for gpt2.
+
+Linear layers are torch's, so that every precision, kernel and optimizer knows them; files of Hugging Face hold them
+transposed, which gpt2_weights.py sees to. The output layer is the token embedding, whose rows are padded to a multiple
+of 64 for the matmul: a padded row is zero, is given no probability and gets no gradient.
+
+Called with targets the model gives its loss, chunk by chunk, and logits are never kept (kernels/cross_entropy.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.errors import ModelError
+from halfstep.islands import fp32_island
+from halfstep.kernels.cross_entropy import linear_cross_entropy
+from halfstep.models.recompute import Blocks
+
+PAD_MULTIPLE = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPT2Size:
+    """The published sizes of one model."""
+
+    depth: int
+    heads: int
+    dim: int
+    context: int = 1024
+    vocab: int = 50257
+
+
+GPT2S = {
+    "gpt2": GPT2Size(depth=12, heads=12, dim=768),
+    "gpt2_medium": GPT2Size(depth=24, heads=16, dim=1024),
+    "gpt2_large": GPT2Size(depth=36, heads=20, dim=1280),
+    "gpt2_xl": GPT2Size(depth=48, heads=25, dim=1600),
+}
+
+
+@dataclass(slots=True)
+class KeysAndValues:
+    """What one block remembers of the tokens so far: (N, heads, tokens, channels) of each."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class CausalAttention(nn.Module):
+    """Each token looks at itself and those before it."""
+
+    def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.dropout = size.heads, dropout
+        self.c_attn = nn.Linear(size.dim, 3 * size.dim, bias=bias)
+        self.c_proj = nn.Linear(size.dim, size.dim, bias=bias)
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, memory: KeysAndValues | None = None) -> Tensor:
+        batch, tokens, dim = x.shape
+        qkv = self.c_attn(x).view(batch, tokens, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        if memory is not None:
+            k, v = memory.extended(k, v)
+        # One new token may look at all before it; several at once come without a past, or are the first ones.
+        mask = None if tokens in (1, k.shape[2]) else _after_past(tokens, k.shape[2], x.device)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=tokens > 1 and mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        out: Tensor = self.resid_dropout(self.c_proj(attended.transpose(1, 2).reshape(batch, tokens, dim)))
+        return out
+
+
+def _after_past(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+
+
+class Perceptron(nn.Module):
+    def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(size.dim, 4 * size.dim, bias=bias)
+        self.c_proj = nn.Linear(4 * size.dim, size.dim, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron, each normalised before and added to its input."""
+
+    def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(size.dim, bias=bias)
+        self.attn = CausalAttention(size, dropout=dropout, bias=bias)
+        self.ln_2 = nn.LayerNorm(size.dim, bias=bias)
+        self.mlp = Perceptron(size, dropout=dropout, bias=bias)
+
+    def forward(self, x: Tensor, memory: KeysAndValues | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), memory)
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """Token ids (N, T) to features (N, T, dim)."""
+
+    def __init__(self, size: GPT2Size, *, dropout: float, bias: bool, checkpointing: bool) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(padded(size.vocab), size.dim)
+        self.wpe = nn.Embedding(size.context, size.dim)
+        self.drop = nn.Dropout(dropout)
+        blocks = {str(number): Block(size, dropout=dropout, bias=bias) for number in range(size.depth)}
+        self.h = Blocks(blocks, checkpointing=checkpointing)
+        self.ln_f = nn.LayerNorm(size.dim, bias=bias)
+
+    def forward(self, tokens: Tensor, memories: list[KeysAndValues] | None = None, start: int = 0) -> Tensor:
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        x = self.drop(self.wte(tokens) + self.wpe(positions))
+        if memories is None:
+            x = self.h(x)
+        else:
+            for block, memory in zip(self.h, memories, strict=True):
+                x = block(x, memory)
+        features: Tensor = self.ln_f(x)
+        return features
+
+
+class GPT2(nn.Module):
+    """Token ids (N, T) to logits (N, T, vocab), or with targets to the mean cross-entropy of a token."""
+
+    def __init__(self, size: GPT2Size, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False) -> None:
+        super().__init__()
+        if size.dim % size.heads or min(size.depth, size.heads, size.dim, size.context, size.vocab) < 1:
+            raise ModelError(
+                f"GPT-2 of {size}",
+                why="the heads share the channels evenly, and counts start at 1",
+                fix=f"the published sizes are {', '.join(GPT2S)}",
+            )
+        self.size = size
+        self.transformer = Transformer(size, dropout=dropout, bias=bias, checkpointing=checkpointing)
+        self._initialise()
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Targets below 0 do not count."""
+        self.check_length(tokens.shape[1])
+        features = self.transformer(tokens)
+        return self.logits(features) if targets is None else self.loss(features, targets)
+
+    def next_logits(self, tokens: Tensor, memories: list[KeysAndValues]) -> Tensor:
+        """Logits (N, vocab) of the token after these, which follow those that `memories` hold."""
+        past = 0 if memories[0].keys is None else memories[0].keys.shape[2]
+        self.check_length(past + tokens.shape[1])
+        return self.logits(self.transformer(tokens, memories, past)[:, -1])
+
+    def empty_memories(self) -> list[KeysAndValues]:
+        return [KeysAndValues() for _ in range(self.size.depth)]
+
+    def logits(self, features: Tensor) -> Tensor:
+        all_logits: Tensor = F.linear(features, self.transformer.wte.weight)
+        real: Tensor = all_logits[..., : self.size.vocab]
+        return real
+
+    def loss(self, features: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the targets that count; 0 where none does."""
+        dtype = _matmul_dtype(features)
+        with fp32_island():
+            summed = _chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
+            return summed / (targets >= 0).sum().clamp(min=1)
+
+    def check_length(self, tokens: int) -> None:
+        if tokens > self.size.context:
+            raise ModelError(
+                f"{tokens} tokens for a model of context {self.size.context}",
+                why="it has a position embedding for so many tokens and no more",
+                fix=f"model.context={tokens} for a new model, or shorter texts",
+            )
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.transformer.h:
+            assert isinstance(block, Block)
+            for last in (block.attn.c_proj, block.mlp.c_proj):  # two for each block add up in the stream
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * self.size.depth))
+        self.transformer.wte.weight[self.size.vocab :] = 0.0
+
+
+def padded(vocab: int) -> int:
+    return -(-vocab // PAD_MULTIPLE) * PAD_MULTIPLE
+
+
+def _matmul_dtype(features: Tensor) -> torch.dtype:
+    device = features.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _chunked_loss(features: Tensor, weight: Tensor, targets: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Not compiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
+    return linear_cross_entropy(features.flatten(0, 1), weight, targets.flatten(), num_classes=vocab, dtype=dtype)
+
+
+def gpt2(
+    name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0, **options: Any
+) -> GPT2:
+    """`gpt2` to `gpt2_xl`, with the options of `GPT2`; a size above 0 replaces the published one."""
+    given = {"depth": depth, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
+    return GPT2(replace(GPT2S[name], **{part: value for part, value in given.items() if value}), **options)

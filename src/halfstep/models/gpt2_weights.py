@@ -1,0 +1,161 @@
+"""Weights of GPT-2 from and to files of others: Hugging Face's, whose linear layers are transposed, and nanoGPT's.
+
+Both tie the output layer to the token embedding, as ours is. Rows past the vocabulary are padding: on load they are
+made zero, on save they are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from halfstep.errors import ModelError
+from halfstep.models.gpt2 import GPT2, padded
+from halfstep.models.weights import load_weights_, read_weights
+
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+MASKS = (".attn.bias", ".attn.masked_bias")
+"""Buffers of older files: which tokens attention may see."""
+EMBEDDING, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
+INDEX = "model.safetensors.index.json"
+
+
+def load_gpt2_(model: GPT2, path: Path) -> None:
+    """A file or a folder of Hugging Face's or nanoGPT's into a new model."""
+    weights = {_ours(name): tensor for name, tensor in _read(path).items() if not name.endswith(MASKS)}
+    if EMBEDDING not in weights and "lm_head.weight" in weights:
+        weights[EMBEDDING] = weights["lm_head.weight"]  # safetensors keeps one name of two for a shared tensor
+    head = weights.pop("lm_head.weight", None)
+    _refuse_other_family(weights, path)
+    if head is not None and not torch.equal(head, weights[EMBEDDING]):
+        raise ModelError(
+            f"{path} has an output layer of its own, lm_head.weight",
+            why="GPT-2's is its token embedding, and this model has no other",
+            fix="weights with a tied embedding",
+        )
+    weights = _as_linear_layers(weights)
+    weights[EMBEDDING] = _with_padding(weights[EMBEDDING], model.size.vocab, path)
+    weights[POSITIONS] = _positions(weights[POSITIONS], model.size.context, path)
+    load_weights_(model, weights, source=str(path))
+
+
+def save_gpt2(model: nn.Module, folder: Path, *, ends_at: int | None = None) -> None:
+    """`config.json` and `model.safetensors` as transformers' `GPT2LMHeadModel.from_pretrained(folder)` reads them."""
+    assert isinstance(model, GPT2)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(for_transformers(model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_config_of(model, ends_at), indent=2) + "\n")
+
+
+def for_transformers(model: GPT2) -> dict[str, Tensor]:
+    """The weights as Hugging Face has them: fp32, transposed, without padding, biases of zero where there are none."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        exact = tensor.detach().float().cpu()
+        exact = exact[: model.size.vocab] if name == EMBEDDING else exact
+        found[name] = (exact.t() if name.endswith(TRANSPOSED) else exact).contiguous()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is None:
+            width = module.out_features if isinstance(module, nn.Linear) else module.normalized_shape[0]
+            found[f"{name}.bias"] = torch.zeros(width)
+    return found
+
+
+def _config_of(model: GPT2, ends_at: int | None) -> dict[str, Any]:
+    size = model.size
+    ends = {} if ends_at is None else {"bos_token_id": ends_at, "eos_token_id": ends_at}
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_layer": size.depth,
+        "n_head": size.heads,
+        "n_embd": size.dim,
+        "n_positions": size.context,
+        "vocab_size": size.vocab,
+        "tie_word_embeddings": True,
+        **ends,
+    }
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.is_dir():
+        return read_weights(path)[0]
+    if (path / INDEX).is_file():
+        return _read_shards(path)
+    for name in ("model.safetensors", "pytorch_model.bin", "ckpt.pt"):
+        if (path / name).is_file():
+            return read_weights(path / name)[0]
+    raise ModelError(
+        f"no weights in {path}",
+        why="there is no model.safetensors, pytorch_model.bin or ckpt.pt",
+        fix="a folder that save_pretrained() wrote, or a file of weights",
+    )
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"cannot read {folder / INDEX}", why=str(error), fix="download it again") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{folder} lacks {missing[0]}, which {INDEX} names", fix="download it as well")
+    return {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
+
+
+def _ours(name: str) -> str:
+    """GPT2Model's files, and the released ones, have no `transformer.` in front."""
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
+def _refuse_other_family(weights: Mapping[str, Tensor], path: Path) -> None:
+    lacking = [name for name in (EMBEDDING, POSITIONS, _first_projection(weights)) if name not in weights]
+    if lacking:
+        raise ModelError(
+            f"{path} holds no GPT-2",
+            why=f"it lacks {lacking[0]}; it has {', '.join(list(weights)[:3])}",
+            fix="weights of Hugging Face's GPT2LMHeadModel or of nanoGPT",
+        )
+
+
+def _first_projection(weights: Mapping[str, Tensor]) -> str:
+    return next((name for name in weights if name.endswith("attn.c_attn.weight")), "attn.c_attn.weight")
+
+
+def _as_linear_layers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One layer's shape tells for all of them, since another one's is square."""
+    rows, columns = weights[_first_projection(weights)].shape
+    if rows > columns:
+        return dict(weights)
+    return {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in weights.items()}
+
+
+def _with_padding(embedding: Tensor, vocab: int, path: Path) -> Tensor:
+    rows = len(embedding)
+    if not vocab <= rows <= padded(vocab):
+        raise ModelError(
+            f"{path} knows {rows:,} tokens, this tokenizer has {vocab:,}",
+            why="each token's meaning is a row of the embedding: with another tokenizer all of them are wrong",
+            fix="data.tokenizer: the tokenizer.json that belongs to these weights",
+        )
+    filled = embedding.new_zeros(padded(vocab), embedding.shape[1])
+    filled[:vocab] = embedding[:vocab]
+    return filled
+
+
+def _positions(positions: Tensor, context: int, path: Path) -> Tensor:
+    if len(positions) < context:
+        raise ModelError(
+            f"model.context={context} is longer than that of {path}, {len(positions)} tokens",
+            why="it was trained with a position embedding for so many and no more",
+            fix=f"model.context={len(positions)} or less",
+        )
+    return positions[:context]

@@ -1,0 +1,134 @@
+"""GPT-2 on a text: model, windows of tokens, loss by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.data.loader import Batch, Samples
+from halfstep.data.tokenizers import Tokenizer
+from halfstep.data.tokens import Tokens, TokenSamples
+from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.models.gpt2 import GPT2, gpt2
+from halfstep.models.gpt2_weights import load_gpt2_
+from halfstep.workloads.language.config import LanguageConfig
+from halfstep.workloads.language.data import LanguageData, open_language_data, stored_tokenizer
+from halfstep.workloads.language.scores import LanguageMetrics, num_counted
+from halfstep.workloads.workload import Workload
+
+FRAGILE = ("loss.cross_entropy: log of a sum over the whole vocabulary, and sums over all tokens of a step",)
+DEFAULT_CONTEXT = 1024
+
+
+def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload for `config.data.dir`; `store` of an earlier run brings its tokenizer."""
+    data = open_language_data(config, store)
+    is_new = store is None
+    if store is None:
+        _check_vocab(config, data)
+        stored = data.tokenizer.stored() if data.tokenizer is not None else None
+        store = {"vocab": data.vocab, "tokenizer": stored}
+    model = model_from_store(config, store)
+    if is_new and config.model.weights:
+        load_gpt2_(model, Path(config.model.weights))
+    _check_length(data.train, model)
+    return over_samples(
+        config,
+        store,
+        model,
+        train=_samples(data.train, model, is_training=True),
+        val=_samples(data.val, model, is_training=False),
+        about=data.about,
+        notes=data.notes,
+    )
+
+
+def over_samples(
+    config: LanguageConfig,
+    store: Mapping[str, Any],
+    model: GPT2,
+    *,
+    train: Samples,
+    val: Samples,
+    about: tuple[tuple[str, str], ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Workload:
+    lengths = _byte_lengths(stored_tokenizer(store), model.size.vocab)
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=train,
+        val_samples=val,
+        prepare=_as_loaded,
+        forward=lambda model, batch: model(batch["tokens"], batch["targets"]),
+        loss=lambda outputs, batch: (outputs, num_counted(batch)),
+        metrics=lambda: LanguageMetrics(lengths),
+        metric="perplexity",
+        mode="min",
+        scoring="every token of the validation part once, in windows of model.context",
+        fragile=FRAGILE,
+        store=store,
+        about=about,
+        notes=notes,
+    )
+
+
+def model_from_store(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
+    """The model alone, for a checkpoint's weights: all that prediction needs."""
+    if config.model.path is not None:
+        raise ConfigError(
+            f"model.path={config.model.path} with {config.workload}",
+            why="the loss in chunks needs the output layer, which in another model cannot be known",
+            fix="a workload of your own: halfstep train my_pkg.my_mod:build (examples/own_workload.py)",
+        )
+    wish = config.model
+    return gpt2(
+        config.workload,
+        depth=wish.depth,
+        heads=wish.heads,
+        dim=wish.dim,
+        context=wish.context,
+        vocab=store["vocab"],
+        dropout=wish.dropout,
+        bias=wish.bias,
+        checkpointing=config.train.activation_checkpointing,
+    )
+
+
+def _as_loaded(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+    return batch
+
+
+def _samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:
+    return TokenSamples(tokens, context=model.size.context, vocab=model.size.vocab, is_training=is_training)
+
+
+def _byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None:
+    if tokenizer is None:
+        return None
+    lengths = torch.zeros(vocab, dtype=torch.int64)
+    lengths[: tokenizer.num_tokens] = torch.from_numpy(tokenizer.byte_lengths())
+    return lengths
+
+
+def _check_vocab(config: LanguageConfig, data: LanguageData) -> None:
+    if config.model.vocab and config.model.vocab != data.vocab:
+        raise ModelError(
+            f"model.vocab={config.model.vocab:,}, the tokenizer has {data.vocab:,} tokens",
+            why="each token is a row of the embedding",
+            fix=f"leave model.vocab out, or data.tokenizer: the one with {config.model.vocab:,} tokens",
+        )
+
+
+def _check_length(train: Tokens, model: GPT2) -> None:
+    context = model.size.context
+    if len(train) <= context:
+        raise DataError(
+            f"the training text has {len(train):,} tokens, one sample is {context:,} and the one after",
+            why="a sample is a window of model.context tokens, each with its next one",
+            fix=f"model.context={max(1, (len(train) - 1) // 8)}, or more text",
+        )

@@ -1,0 +1,137 @@
+"""Settings of GPT-2 on texts. Defaults are those of GPT-2 124M in nanoGPT and llm.c, but for the length of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from halfstep.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from halfstep.config.section import Fraction, OffCount, Positive, PositiveCount
+from halfstep.config.training import Beta
+
+Preset = dict[str, Any]
+
+
+class TextDataConfig(DataConfig):
+    """A text file, a folder of texts, or files of token ids."""
+
+    dir: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Text file or folder; without one halfstep trains on generated demo text"
+    )
+    tokenizer: str = Field(
+        default="auto",
+        min_length=1,
+        description="bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one beside the data, "
+        "or bytes",
+    )
+    cache_file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Where the tokenised text is kept; default: a hidden file beside the text"
+    )
+
+
+class LanguageModelConfig(ModelConfig):
+    """GPT-2; a size of 0 is what the workload's name says."""
+
+    depth: OffCount = Field(default=0, description="Number of blocks; 0: as the workload's name says")
+    heads: OffCount = Field(default=0, description="Attention heads, which share dim evenly; 0: as the name says")
+    dim: OffCount = Field(default=0, description="Channels of a token; 0: as the name says")
+    context: OffCount = Field(default=0, description="Tokens the model sees at once; 0: 1024")
+    vocab: OffCount = Field(default=0, description="Tokens it knows; 0: as many as the tokenizer has, or 50257")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of embeddings, attention and branches")
+    bias: bool = Field(default=True, description="Biases in linear layers and LayerNorm; GPT-2 has them")
+    weights: str | None = Field(
+        default=None, description="Weights to start from: a file or folder of Hugging Face's, or of nanoGPT's"
+    )
+
+
+class LanguageOptimizerConfig(OptimizerConfig):
+    """AdamW as in GPT-3 (Brown et al. 2020) for models of this size."""
+
+    lr: Positive = Field(default=6e-4, description="Learning rate at the top of the schedule")
+    weight_decay: float = Field(default=0.1, ge=0, description="Weight decay, decoupled in adamw")
+    betas: tuple[Beta, Beta] | None = Field(
+        default=(0.9, 0.95), description="Decay of the two moments in the Adam family"
+    )
+
+
+class LanguageScheduleConfig(ScheduleConfig):
+    """A short warmup, then a cosine to a tenth."""
+
+    warmup_steps: OffCount | None = Field(default=200, description="Steps of linear warmup")
+    min_factor: Fraction = Field(default=0.1, description="The factor never falls below this")
+
+
+class LanguageTrainConfig(TrainConfig):
+    """By steps rather than epochs: `max_steps` ends most runs."""
+
+    epochs: PositiveCount = Field(default=1, description="Passes over the training set")
+    batch_size: PositiveCount = Field(
+        default=16, description="Samples of one micro-batch, each of model.context tokens"
+    )
+    early_stopping_patience: OffCount = Field(
+        default=0, description="Validations without a better metric before the run ends; 0: off"
+    )
+
+
+# nanoGPT's config/train_shakespeare_char.py, whose best validation loss is 1.47: "baby GPT" on one GPU.
+BABY: Preset = {
+    "data.tokenizer": "characters",
+    "model.depth": 6,
+    "model.heads": 6,
+    "model.dim": 384,
+    "model.context": 256,
+    "model.dropout": 0.2,
+    "model.bias": False,
+    "train.batch_size": 64,
+    "train.max_steps": 5000,
+    "train.epochs": 1000,
+    "optimizer.lr": 1e-3,
+    "optimizer.betas": (0.9, 0.99),
+    "schedule.warmup_steps": 100,
+}
+
+PRESETS: dict[str, Preset] = {
+    "fast": {"precision.default": "bf16"},
+    "quality": {"precision.default": "bf16", "model.dropout": 0.1},
+    "lowmem": {"precision.default": "bf16", "train.memory": "low", "train.batch_size": 4, "train.accumulate": 4},
+    "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+    "debug": {
+        "precision.default": "fp32",
+        "train.batch_size": 4,
+        "train.max_steps": 20,
+        "train.fast": "off",
+        "data.num_workers": 0,
+        "schedule.warmup_steps": 2,
+    },
+    "shakespeare": BABY,
+}
+
+# Measured once: 100 s of one CPU core (Neoverse-N1). See demo.py for the text and its entropy.
+DEMO: Preset = {
+    "data.tokenizer": "characters",
+    "data.num_workers": 0,
+    "model.depth": 3,
+    "model.heads": 4,
+    "model.dim": 64,
+    "model.context": 128,
+    "train.batch_size": 16,
+    "train.epochs": 1000,
+    "train.max_steps": 1200,
+    "optimizer.lr": 3e-3,
+    "optimizer.betas": (0.9, 0.99),
+    "schedule.warmup_steps": 50,
+}
+
+
+class LanguageConfig(RunConfig):
+    """One run of a language model."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
+    demo: ClassVar[dict[str, Any]] = DEMO
+
+    data: TextDataConfig = TextDataConfig()
+    model: LanguageModelConfig = LanguageModelConfig()
+    optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
+    schedule: LanguageScheduleConfig = LanguageScheduleConfig()
+    train: LanguageTrainConfig = LanguageTrainConfig()

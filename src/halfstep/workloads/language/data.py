@@ -1,0 +1,118 @@
+"""The data of a language model: texts or token ids at `data.dir`, and the tokenizer that goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.data.files import BadFiles
+from halfstep.data.text_files import TextFiles, find_texts, read_text
+from halfstep.data.token_cache import default_cache, open_or_tokenise
+from halfstep.data.token_files import TokenFiles, find_token_files, nanogpt_tokenizer, open_tokens
+from halfstep.data.tokenizers import (
+    TIKTOKEN,
+    Bytes,
+    Characters,
+    Tiktoken,
+    Tokenizer,
+    has_tokenizer,
+    tokenizer_at,
+    tokenizer_from,
+)
+from halfstep.data.tokens import Tokens
+from halfstep.errors import DataError, counted
+from halfstep.workloads.language.config import LanguageConfig, TextDataConfig
+
+CHARACTERS = ("characters", "chars", "char")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageData:
+    """Token ids of both parts, and what they mean."""
+
+    train: Tokens
+    val: Tokens
+    vocab: int
+    tokenizer: Tokenizer | None
+    """None for files of ids without one: they can be trained on, and not be written."""
+    about: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+
+def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> LanguageData:
+    """What lies at `data.dir`; `store` of an earlier run brings its tokenizer."""
+    if config.data.dir is None:
+        raise DataError("no text", why="a language model learns from a text file or a folder", fix="--data-dir PATH")
+    root = Path(config.data.dir)
+    if not root.exists():
+        raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
+    known = stored_tokenizer(store)
+    if (files := find_token_files(root)) is not None:
+        return _ids(config, root, files, known, store)
+    return _texts(config.data, root, known)
+
+
+def stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
+    stored = (store or {}).get("tokenizer")
+    return tokenizer_from(stored) if stored else None
+
+
+def _texts(config: TextDataConfig, root: Path, known: Tokenizer | None) -> LanguageData:
+    bad_files = BadFiles(config.on_bad_file)
+    texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
+    tokenizer = known or _named_tokenizer(config.tokenizer, root) or _of_texts(config.tokenizer, texts)
+    path = Path(config.cache_file) if config.cache_file else default_cache(root, tokenizer)
+    train, val = open_or_tokenise(texts, tokenizer, path)
+    return LanguageData(
+        train=train,
+        val=val,
+        vocab=tokenizer.num_tokens,
+        tokenizer=tokenizer,
+        about=(
+            ("text", f"{counted(len(texts.all), 'file')}, {_in_words(train, val)}; validation: {texts.source}"),
+            ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; cached in {path}"),
+        ),
+        notes=tuple(f"left out: {error.what} ({error.why})" for error in bad_files.skipped),
+    )
+
+
+def _ids(
+    config: LanguageConfig, root: Path, files: TokenFiles, known: Tokenizer | None, store: Mapping[str, Any] | None
+) -> LanguageData:
+    folder = root if root.is_dir() else root.parent
+    tokenizer = known or _named_tokenizer(config.data.tokenizer, root) or nanogpt_tokenizer(folder)
+    vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
+    train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
+    named = f"{tokenizer.name}, {vocab:,} tokens" if tokenizer else f"none: {vocab:,} ids without their text"
+    return LanguageData(
+        train=train,
+        val=val,
+        vocab=vocab,
+        tokenizer=tokenizer,
+        about=(("token ids", f"{counted(len(files.train) + len(files.val), 'file')}, {_in_words(train, val)}"),
+               ("tokenizer", named)),
+    )  # fmt: skip
+
+
+def _named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
+    """What was asked for, or lies beside the data; None where the text itself has to say, or nobody does."""
+    folder = root if root.is_dir() else root.parent
+    if wish == "auto":
+        return tokenizer_at(folder) if has_tokenizer(folder) else None
+    if wish in CHARACTERS:
+        return None
+    if wish == "bytes":
+        return Bytes()
+    if wish.startswith(TIKTOKEN):
+        return Tiktoken(wish.removeprefix(TIKTOKEN))
+    return tokenizer_at(Path(wish))
+
+
+def _of_texts(wish: str, texts: TextFiles) -> Tokenizer:
+    return Characters.of(read_text(path) for path in texts.all) if wish in CHARACTERS else Bytes()
+
+
+def _in_words(train: Tokens, val: Tokens) -> str:
+    return f"{len(train):,} + {len(val):,} tokens"

@@ -1,0 +1,106 @@
+"""Tokenizers give a text back as it was, know its bytes, and survive being stored."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfstep.data.tokenizers import (
+    Bpe,
+    Bytes,
+    Characters,
+    Tiktoken,
+    Tokenizer,
+    identity,
+    tokenizer_at,
+    tokenizer_from,
+)
+from halfstep.errors import DataError
+
+TEXT = "Äpfel and 汉字, twice: Äpfel and 汉字.\n  Spaces\tand 😀\n"
+
+
+def small_bpe(folder: Path) -> Path:
+    """A byte-level BPE as GPT-2's, trained on a few lines."""
+    tokenizers = pytest.importorskip("tokenizers")
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator([TEXT] * 3, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    trained.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def each(folder: Path) -> list[Tokenizer]:
+    return [Bytes(), Characters.of([TEXT]), Characters.of([TEXT, "more"]), tokenizer_at(small_bpe(folder))]
+
+
+def test_a_text_comes_back_and_its_tokens_have_its_bytes(tmp_path: Path) -> None:
+    for tokenizer in each(tmp_path):
+        ids = tokenizer.encode(TEXT)
+        assert tokenizer.decode(ids.tolist()) == TEXT, tokenizer.name
+        assert int(tokenizer.byte_lengths()[ids].sum()) == len(TEXT.encode()), tokenizer.name
+        assert len(tokenizer.byte_lengths()) == tokenizer.num_tokens
+        assert ids.max() < tokenizer.num_tokens
+
+
+def test_a_stored_tokenizer_gives_the_same_numbers(tmp_path: Path) -> None:
+    for tokenizer in each(tmp_path):
+        again = tokenizer_from(json.loads(json.dumps(tokenizer.stored())))
+        assert identity(again) == identity(tokenizer)
+        assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+        assert again.end == tokenizer.end
+
+
+def test_the_end_of_a_document_is_no_text(tmp_path: Path) -> None:
+    for tokenizer in each(tmp_path):
+        if tokenizer.end is not None:
+            assert tokenizer.decode([*tokenizer.encode("and").tolist(), tokenizer.end]) == "and"
+            assert tokenizer.byte_lengths()[tokenizer.end] == 0
+
+
+def test_vocab_and_merges_are_the_tokenizer_they_came_from(tmp_path: Path) -> None:
+    whole = tokenizer_at(small_bpe(tmp_path / "whole"))
+    assert isinstance(whole, Bpe)
+    model = json.loads(whole.text)["model"]
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    (apart / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (apart / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    found = tokenizer_at(apart)
+    assert found.encode(TEXT).tolist() == whole.encode(TEXT).tolist()
+    assert found.decode(found.encode(TEXT).tolist()) == TEXT
+    assert found.end == whole.end
+
+
+def test_a_character_that_is_not_known_is_named_with_its_place() -> None:
+    with pytest.raises(DataError, match=r"notes\.txt has the character 'z' at position 3") as error:
+        Characters.of(["abc"]).encode("abcz", source="notes.txt")
+    assert "bytes" in error.value.fix
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(DataError, match="no tokenizer at"):
+        tokenizer_at(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot read the tokenizer"):
+        tokenizer_at(tmp_path)
+
+
+def test_tiktoken_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(DataError, match="tiktoken") as error:
+        Tiktoken("gpt2")
+    assert "pip install tiktoken" in error.value.fix

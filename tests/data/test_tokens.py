@@ -1,0 +1,250 @@
+"""Windows of tokens, files of ids of other projects, and texts tokenised once."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.data.files import BadFiles
+from halfstep.data.loader import Loader
+from halfstep.data.text_files import TextFiles, find_texts
+from halfstep.data.token_cache import default_cache, open_or_tokenise
+from halfstep.data.token_files import find_token_files, nanogpt_tokenizer, open_ids, open_tokens
+from halfstep.data.tokenizers import Bytes, Characters
+from halfstep.data.tokens import Tokens, TokenSamples
+from halfstep.errors import DataError
+from whole_runs import small_disk
+
+
+def counting(num: int) -> Tokens:
+    return Tokens([np.arange(num, dtype=np.uint16)])
+
+
+def windows(samples: TokenSamples, epoch: int = 0) -> list[list[int]]:
+    return [samples.sample(i, key=(0, epoch, i))["tokens"].tolist() for i in range(len(samples))]
+
+
+def texts_at(root: Path, val_fraction: float = 0.1) -> TextFiles:
+    return find_texts(root, val_fraction=val_fraction, bad_files=BadFiles("error"))
+
+
+# --- windows ---
+
+
+def test_validation_predicts_every_token_but_the_first_exactly_once() -> None:
+    samples = TokenSamples(counting(23), context=5, vocab=23, is_training=False)
+    targets = torch.cat([samples.sample(i, key=(0, 0, i))["targets"] for i in range(len(samples))])
+    assert targets[targets >= 0].tolist() == list(range(1, 23))
+    assert len(samples) == 5
+    assert (targets < 0).sum() == 3
+
+
+@pytest.mark.parametrize("num", [6, 7, 10, 11, 24, 25, 100])
+def test_a_training_epoch_goes_once_over_the_tokens_from_a_place_of_its_own(num: int) -> None:
+    samples = TokenSamples(counting(num), context=5, vocab=num, is_training=True)
+    assert len(samples) >= 1
+    starts = set()
+    for epoch in range(20):
+        seen = [token for window in windows(samples, epoch) for token in window]
+        assert seen == list(range(seen[0], seen[0] + len(seen)))
+        assert seen[-1] + 1 < num, "each token has its next one"
+        starts.add(seen[0])
+    assert len(starts) > 1 or num in (6, 11)
+
+
+def test_targets_are_the_next_tokens() -> None:
+    sample = TokenSamples(counting(50), context=5, vocab=50, is_training=True).sample(3, key=(7, 2, 3))
+    assert torch.equal(sample["tokens"] + 1, sample["targets"])
+
+
+def test_a_batch_is_its_samples_and_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
+    samples = TokenSamples(counting(500), context=5, vocab=500, is_training=True)
+    batch = samples.batch(torch.tensor([4, 0, 9]), seed=3, epoch=2)
+    for row, index in enumerate((4, 0, 9)):
+        alone = samples.sample(index, key=(3, 2, index))
+        assert torch.equal(batch["tokens"][row], alone["tokens"])
+        assert torch.equal(batch["targets"][row], alone["targets"])
+
+
+def test_a_loader_goes_on_in_the_middle_of_an_epoch_as_if_it_had_not_stopped() -> None:
+    samples = TokenSamples(counting(500), context=5, vocab=500, is_training=True)
+    whole = list(Loader(samples, batch_size=4, seed=1, num_workers=2).epoch(3))
+    rest = list(Loader(samples, batch_size=4, seed=1).epoch(3, start_batch=7))
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(whole[7:], rest, strict=True))
+
+
+def test_windows_span_shards() -> None:
+    shards = Tokens([np.arange(4), np.empty(0, dtype=np.int64), np.arange(4, 5), np.arange(5, 40)])
+    assert len(shards) == 40
+    samples = TokenSamples(shards, context=8, vocab=40, is_training=False)
+    assert windows(samples)[0] == list(range(8))
+
+
+def test_an_id_past_the_vocabulary_is_named_when_it_is_read() -> None:
+    samples = TokenSamples(counting(40), context=8, vocab=30, is_training=False)
+    with pytest.raises(DataError, match=r"token 30 at position 30, past the vocabulary of 30"):
+        windows(samples)
+
+
+# --- files of other projects ---
+
+
+def shard(path: Path, ids: list[int], *, magic: int = 20240520, version: int = 1, count: int | None = None) -> Path:
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = magic, version, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(ids, dtype=np.uint16).tobytes())
+    return path
+
+
+def test_nanogpts_two_files_and_its_characters_are_read(tmp_path: Path) -> None:
+    for name, num in (("train", 900), ("val", 100)):
+        np.arange(num, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}))
+    files = find_token_files(tmp_path)
+    assert files is not None
+    assert len(open_tokens(files.train, vocab=1000)) == 900
+    assert open_tokens(files.val, vocab=1000).read(98, 2).tolist() == [98, 99]
+    found = nanogpt_tokenizer(tmp_path)
+    assert isinstance(found, Characters)
+    assert found.alphabet == "ab"
+
+
+def test_a_pickle_with_an_object_in_it_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Path("x")}))
+    with pytest.raises(DataError, match="cannot read") as error:
+        nanogpt_tokenizer(tmp_path)
+    assert "object" in error.value.why
+
+
+def test_llmcs_shards_are_read_in_order_without_their_header(tmp_path: Path) -> None:
+    shard(tmp_path / "fineweb_train_000010.bin", [5, 6])
+    shard(tmp_path / "fineweb_train_000002.bin", [1, 2, 3, 4])
+    shard(tmp_path / "fineweb_val_000000.bin", [9])
+    files = find_token_files(tmp_path)
+    assert files is not None
+    assert open_tokens(files.train, vocab=10).read(0, 6).tolist() == [1, 2, 3, 4, 5, 6]
+    assert open_tokens(files.val, vocab=10).read(0, 1).tolist() == [9]
+
+
+def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "empty.bin").write_bytes(b"")
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    np.arange(500, dtype=np.uint32).tofile(tmp_path / "wide.bin")
+    shard(tmp_path / "short.bin", [1, 2, 3], count=9)
+    shard(tmp_path / "newer.bin", [1, 2, 3], version=2)
+    for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("short", "header says 9"),
+                       ("newer", "version 2")):  # fmt: skip
+        with pytest.raises(DataError, match=word):
+            open_ids(tmp_path / f"{name}.bin")
+    np.array([1, 2, 60000], dtype=np.uint16).tofile(tmp_path / "other.bin")
+    with pytest.raises(DataError, match="token 60,000 at position 2, past the vocabulary of 50,257"):
+        open_tokens((tmp_path / "other.bin",), vocab=50257)
+    with pytest.raises(DataError, match="no training part"):
+        find_token_files(tmp_path)
+
+
+# --- texts ---
+
+
+def test_the_end_of_a_single_text_is_its_validation_part(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("abcdefghij")
+    texts = texts_at(tmp_path)
+    assert [text for _, text in texts.documents("train")] == ["abcdefghi"]
+    assert [text for _, text in texts.documents("val")] == ["j"]
+
+
+def test_of_several_texts_whole_ones_are_for_validation(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 20)
+    texts = texts_at(tmp_path)
+    assert [path.name for path in texts.train] == [f"{number}.txt" for number in range(10)]
+    assert [path.name for path in texts.val] == ["10.txt", "11.txt"]
+
+
+def test_parts_that_have_names_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("one")
+    (tmp_path / "valid.txt").write_text("two")
+    texts = texts_at(tmp_path)
+    assert [path.name for path in texts.all] == ["train.txt", "valid.txt"]
+    assert texts.source == "valid.txt"
+
+
+def test_texts_that_are_none_are_refused_or_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("good " * 9)
+    (tmp_path / "b.txt").write_text("good " * 9)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 caf\xe9")
+    with pytest.raises(DataError, match=r"latin\.txt is not UTF-8: byte 0xe9 at position 3"):
+        texts_at(tmp_path)
+    skipping = BadFiles("skip")
+    assert len(find_texts(tmp_path, val_fraction=0.1, bad_files=skipping).all) == 2
+    assert "latin.txt" in skipping.skipped[0].what
+    (tmp_path / "latin.txt").write_bytes(b" \n")
+    with pytest.raises(DataError, match=r"latin\.txt is empty"):
+        texts_at(tmp_path)
+    with pytest.raises(DataError, match="no text at"):
+        texts_at(tmp_path / "nowhere")
+    (tmp_path / "pictures").mkdir()
+    with pytest.raises(DataError, match="no text in"):
+        texts_at(tmp_path / "pictures")
+
+
+def test_documents_are_parted_by_their_end_and_a_text_is_tokenised_once(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(name * 3)
+    texts, place = texts_at(tmp_path), tmp_path / "cache.tokens"
+    train, val = open_or_tokenise(texts, Bytes(), place)
+    assert train.read(0, len(train)).tolist() == [97] * 3 + [256] + [98] * 3 + [256]
+    assert val.read(0, len(val)).tolist() == [99] * 3 + [256]
+    written = place.stat().st_mtime_ns
+    open_or_tokenise(texts, Bytes(), place)
+    assert place.stat().st_mtime_ns == written
+    (tmp_path / "a.txt").write_text("xy")
+    train, _ = open_or_tokenise(texts_at(tmp_path), Bytes(), place)
+    assert train.read(0, 2).tolist() == [120, 121], "other texts are tokenised anew"
+    characters = Characters.of(["abcxy"])
+    assert default_cache(tmp_path, characters) != default_cache(tmp_path, Bytes())
+
+
+def test_a_long_text_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"line {number}\n\n word word\nx" for number in range(200))
+    (tmp_path / "long.txt").write_text(text)
+    monkeypatch.setattr("halfstep.data.token_cache.PIECE", 40)
+    monkeypatch.setattr("halfstep.data.token_cache.CHECKED_BYTES", 512)
+    train, val = open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
+    assert bytes([*train.read(0, len(train)), *val.read(0, len(val))]).decode() == text
+
+
+def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    place = tmp_path / "cache"
+    open_or_tokenise(texts_at(tmp_path), Bytes(), place)
+    content = bytearray(place.read_bytes())
+    content[100] ^= 1
+    place.write_bytes(bytes(content))
+    with pytest.raises(DataError, match="checksum does not fit") as error:
+        open_or_tokenise(texts_at(tmp_path), Bytes(), place)
+    assert "remove it" in error.value.fix
+    place.write_bytes(bytes(content[:-30]))
+    with pytest.raises(DataError, match="no token cache"):
+        open_or_tokenise(texts_at(tmp_path), Bytes(), place)
+
+
+def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 5000)
+    texts = texts_at(tmp_path)
+    with small_disk(4096), pytest.raises(DataError, match="cannot write the token cache") as error:
+        open_or_tokenise(texts, Bytes(), tmp_path / "cache")
+    assert "data.cache_file" in error.value.fix
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(DataError, match="no room for the token cache"):
+        open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
