@@ -180,7 +180,8 @@ class GPT2(nn.Module):
         dtype = _matmul_dtype(features)
         with fp32_island():
             summed = _chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
-            return summed / (targets >= 0).sum().clamp(min=1)
+            mean: Tensor = summed / (targets >= 0).sum().clamp(min=1)
+            return mean
 
     def check_length(self, tokens: int) -> None:
         if tokens > self.size.context:

@@ -148,14 +148,20 @@ def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
 
 
 def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
-    """Call the block and keep its inputs and what was expensive."""
+    """Call the block and keep its inputs and what was expensive; of one that draws random numbers, its inputs alone.
+
+    Attention draws its dropout itself: kept instead of run again, it would leave the generator to the next layer where
+    the first time it had moved on.
+    """
+    if _draws(block):
+        return run_checkpointed(block, *inputs)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         keeping, replaying = create_selective_checkpoint_contexts(_keep_expensive)
         return keeping, _both(_spare_statistics(block), replaying)
 
     with _no_autocast_cache():
-        return recomputed(block, *inputs, context_fn=contexts, preserve_rng_state=_draws(block))
+        return recomputed(block, *inputs, context_fn=contexts)
 
 
 def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Language: the next token of a text. GPT-2 in its four sizes."""
 
 from halfstep.workloads.kind import Kind
-from halfstep.workloads.language.config import LanguageConfig
+from halfstep.workloads.language.config import LanguageConfig, context_of
+from halfstep.workloads.options import Option
 
 _HERE = "halfstep.workloads.language"
 
@@ -15,6 +16,20 @@ KIND = Kind(
     peer_prepare=f"{_HERE}.random_data:peer_prepare",
     evaluation=f"{_HERE}.evaluate:LanguageEvaluation",
     predictor=f"{_HERE}.predict:Writer",
+    predict_options=(
+        Option("prompt", str, "", "What the text begins with"),
+        Option("tokens", int, 256, "How many tokens are written at most", least=1),
+        Option("num", int, 1, "How many texts, with seeds one after another", least=1),
+        Option("temperature", float, 0.8, "Below 1 more probable tokens get more so; 0: always the most probable one"),
+        Option("top_k", int, 0, "Only among so many of the most probable tokens; 0: all", least=0),
+        Option("top_p", float, 1.0, "Only among the most probable tokens that reach this probability together"),
+        Option("seed", int, 0, "Another seed, another text", least=0),
+    ),
+    needs_input=False,
+    export=f"{_HERE}.export:export",
+    unit="token",
+    units_per_sample=f"{_HERE}.config:context_of",
+    sample_size=lambda config: f"{context_of(config):,} tokens",
     task="language",
     about="the next token of a text: a text file, a folder of them, or files of token ids",
     models={

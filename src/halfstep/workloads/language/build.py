@@ -21,7 +21,6 @@ from halfstep.workloads.language.scores import LanguageMetrics, num_counted
 from halfstep.workloads.workload import Workload
 
 FRAGILE = ("loss.cross_entropy: log of a sum over the whole vocabulary, and sums over all tokens of a step",)
-DEFAULT_CONTEXT = 1024
 
 
 def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Workload:
@@ -35,7 +34,8 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
     model = model_from_store(config, store)
     if is_new and config.model.weights:
         load_gpt2_(model, Path(config.model.weights))
-    _check_length(data.train, model)
+    if is_new:
+        _check_length(data.train, model)
     return over_samples(
         config,
         store,

@@ -11,6 +11,8 @@ from halfstep.config.section import Fraction, OffCount, Positive, PositiveCount
 from halfstep.config.training import Beta
 
 Preset = dict[str, Any]
+CONTEXT = 1024
+"""Of all published sizes."""
 
 
 class TextDataConfig(DataConfig):
@@ -135,3 +137,8 @@ class LanguageConfig(RunConfig):
     optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
     schedule: LanguageScheduleConfig = LanguageScheduleConfig()
     train: LanguageTrainConfig = LanguageTrainConfig()
+
+
+def context_of(config: LanguageConfig, store: object = None) -> int:
+    """Tokens of one sample."""
+    return config.model.context or CONTEXT

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from halfstep.data.seeds import generator_for
-from halfstep.data.text_files import ENDINGS, read_text
-from halfstep.data.tokenizers import Tokenizer
+from halfstep.data.tokenizers import Characters, Tokenizer
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
 from halfstep.models.gpt2 import GPT2
@@ -21,7 +19,7 @@ from halfstep.workloads.kind import Store
 from halfstep.workloads.language.build import model_from_store
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.data import stored_tokenizer
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.using import Input, Trained, Wishes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,26 +81,26 @@ def written(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampling, 
             seen = seen[-max(1, context // 2) :]
             fresh, memories = seen, model.empty_memories()
         logits = model.next_logits(torch.tensor([fresh], device=start.device), memories)
-        token = _drawn(chances(logits[0], sampling), sampling.seed, number)
+        token = drawn(chances(logits[0], sampling), sampling.seed, number)
         yield token
         if token == end:
             return
         seen, fresh = [*seen, token], [token]
 
 
-def _drawn(probabilities: Tensor, seed: int, number: int) -> int:
+def drawn(probabilities: Tensor, seed: int, number: int) -> int:
+    """The token of a number of its own between 0 and 1 among the added probabilities."""
     total = probabilities.double().cpu().cumsum(0)
     draw = torch.rand((), dtype=torch.float64, generator=generator_for(seed, number)) * total[-1]
     return int(torch.searchsorted(total, draw, right=True).clamp(max=len(total) - 1))
 
 
 class Writer:
-    """Goes on from a prompt, or from the text of every file."""
+    """Writes texts that begin with a prompt."""
 
-    endings = ENDINGS
+    endings = ()
 
     def __init__(self, config: LanguageConfig, store: Store) -> None:
-        self.config = config
         self.model = model_from_store(config, store)
         tokenizer = stored_tokenizer(store)
         if tokenizer is None:
@@ -114,25 +112,30 @@ class Writer:
         self.tokenizer: Tokenizer = tokenizer
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        for item in inputs:
-            try:
-                yield self._continued(str(item.path), self._prompt(item.path), trained, wishes)
-            except DataError as error:
-                yield failure_of(item, error)
-
-    def _prompt(self, path: Path) -> str:
-        return read_text(path)
-
-    def _continued(self, name: str, prompt: str, trained: Trained, wishes: Wishes) -> Answer:
-        text = self.text(prompt, trained, num_tokens=256, sampling=Sampling())
-        return Answer(file=name, found={"prompt": prompt, "text": text}, cells={"text": text}, brief={"text": text})
+        asked = wishes.options
+        bar.total = asked["num"]
+        for number in range(asked["num"]):
+            sampling = Sampling(
+                temperature=asked["temperature"],
+                top_k=asked["top_k"],
+                top_p=asked["top_p"],
+                seed=asked["seed"] + number,
+            )
+            text = asked["prompt"] + self.text(asked["prompt"], trained, num_tokens=asked["tokens"], sampling=sampling)
+            found = {"prompt": asked["prompt"], "seed": sampling.seed, "text": text}
+            yield Answer(file=f"text {number + 1}", found=found, cells=found, brief={"text": text})
 
     def text(self, prompt: str, trained: Trained, *, num_tokens: int, sampling: Sampling) -> str:
-        """What the model writes after `prompt`."""
-        ids = self.tokenizer.encode(prompt, source="the prompt").tolist() if prompt else []
+        """What the model writes after `prompt`; without one, what follows the end of a document, or a line break."""
+        ids = self.tokenizer.encode(prompt or self._beginning(), source="the prompt").tolist()
         start = torch.tensor(ids or [self.tokenizer.end or 0], device=trained.device)
         model = trained.model
         assert isinstance(model, GPT2)
         with trained.inside():
             found = list(written(model, start, num_tokens=num_tokens, sampling=sampling, end=self.tokenizer.end))
         return self.tokenizer.decode(found)
+
+    def _beginning(self) -> str:
+        if self.tokenizer.end is not None:
+            return ""
+        return "\n" if not isinstance(self.tokenizer, Characters) or "\n" in self.tokenizer.alphabet else ""

@@ -12,7 +12,7 @@ from halfstep.data.seeds import generator_for
 from halfstep.models.gpt2 import GPT2S
 from halfstep.workloads.kind import Store
 from halfstep.workloads.language.build import model_from_store, over_samples
-from halfstep.workloads.language.config import LanguageConfig
+from halfstep.workloads.language.config import LanguageConfig, context_of
 from halfstep.workloads.workload import Workload
 
 
@@ -23,8 +23,7 @@ def random_store(config: LanguageConfig) -> dict[str, Any]:
 def random_batch(config: LanguageConfig, store: Store) -> Batch:
     """Ids as a loader delivers them."""
     generator, size = generator_for(config.train.seed), config.train.batch_size
-    context = config.model.context or GPT2S[config.workload].context
-    ids = torch.randint(store["vocab"], (size, context + 1), generator=generator)
+    ids = torch.randint(store["vocab"], (size, context_of(config) + 1), generator=generator)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
 
 
