@@ -1,0 +1,124 @@
+"""The forward process of diffusion models: x_t = signal · x0 + sigma · noise, in fp32 whatever x0 comes in.
+
+A bf16 schedule has alpha_bar = 1 for the first ten of DDPM's thousand steps: no noise is added there, while the model is
+told to find some. So tables, noising and targets are fp32 always, and only what the network reads is cast. Tables have
+the bits of diffusers' schedulers, which sample from what was trained here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError
+from halfstep.islands import fp32_island
+
+ScheduleName = Literal["linear", "scaled_linear", "cosine"]
+Target = Literal["eps", "v", "sample"]
+
+LARGEST_BETA = 0.999
+"""Of the cosine schedule, whose last steps would destroy everything (Nichol and Dhariwal 2021)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseSchedule:
+    """How much of the image is left after each of `num_steps` steps."""
+
+    name: ScheduleName = "linear"
+    num_steps: int = 1000
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+    zero_terminal_snr: bool = False
+    """Whether the last step holds no image at all (Lin et al. 2023)."""
+
+    @cached_property
+    def alpha_bar(self) -> Tensor:
+        """(num_steps,): the share of the image's variance that is left."""
+        betas = self._betas()
+        if self.zero_terminal_snr:
+            betas = _rescaled(betas)
+        return torch.cumprod(1 - betas, dim=0)
+
+    @cached_property
+    def snr(self) -> Tensor:
+        """(num_steps,): alpha_bar / (1 - alpha_bar)."""
+        return self.alpha_bar / (1 - self.alpha_bar)
+
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """Signal and sigma of every step, (num_steps,) each."""
+        return self.alpha_bar.sqrt(), (1 - self.alpha_bar).sqrt()
+
+    def _betas(self) -> Tensor:
+        if self.name == "linear":
+            return torch.linspace(self.beta_start, self.beta_end, self.num_steps)
+        if self.name == "scaled_linear":
+            return torch.linspace(self.beta_start**0.5, self.beta_end**0.5, self.num_steps) ** 2
+        left = [_cosine(step / self.num_steps) for step in range(self.num_steps + 1)]
+        ratios = zip(left[1:], left[:-1], strict=True)
+        return torch.tensor([min(1 - later / earlier, LARGEST_BETA) for later, earlier in ratios])
+
+
+def _cosine(share: float) -> float:
+    return math.cos((share + 0.008) / 1.008 * math.pi / 2) ** 2
+
+
+def _rescaled(betas: Tensor) -> Tensor:
+    """The schedule stretched so that its last step is pure noise and its first is as before."""
+    root = torch.cumprod(1 - betas, dim=0).sqrt()
+    first, last = root[0].clone(), root[-1].clone()
+    alpha_bar = ((root - last) * (first / (first - last))) ** 2
+    return 1 - torch.cat([alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1]])
+
+
+def noised(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+    """x_t in fp32; `signal` and `sigma` are one number per sample."""
+    with fp32_island():
+        return _per_sample(signal, x0) * x0.float() + _per_sample(sigma, x0) * noise.float()
+
+
+def target_of(kind: Target, x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+    """What the network is to find in x_t, in fp32: the noise, the velocity (Salimans and Ho 2022) or the image."""
+    if kind == "eps":
+        return noise.float()
+    if kind == "sample":
+        return x0.float()
+    with fp32_island():
+        return _per_sample(signal, x0) * noise.float() - _per_sample(sigma, x0) * x0.float()
+
+
+def loss_weights(schedule: NoiseSchedule, target: Target, gamma: float | None) -> Tensor:
+    """(num_steps,) weights of the squared error: all one, or min-SNR's (Hang et al. 2023), which sees every target as a
+    bounded weight on the image's error."""
+    if gamma is None:
+        return torch.ones(schedule.num_steps)
+    if not gamma > 0:
+        raise ConfigError(
+            f"min-SNR with gamma={gamma:g}",
+            why="every weight, and so the loss, would be 0",
+            fix="model.min_snr_gamma=5, or null for no weights",
+        )
+    snr = schedule.snr
+    if target == "eps":
+        if schedule.zero_terminal_snr:
+            raise eps_without_signal()
+        return (gamma / snr).clamp(max=1)
+    bounded = snr.clamp(max=gamma)
+    return bounded / (snr + 1) if target == "v" else bounded
+
+
+def eps_without_signal() -> ConfigError:
+    """The last step of a zero-terminal-SNR schedule is the noise itself."""
+    return ConfigError(
+        "model.target=eps with model.zero_terminal_snr=true",
+        why="the last step holds nothing but noise: to find it teaches nothing about images, and its SNR of 0 is divided by",
+        fix="model.target=v",
+    )
+
+
+def _per_sample(numbers: Tensor, like: Tensor) -> Tensor:
+    return numbers.float().view(-1, *[1] * (like.ndim - 1))
