@@ -114,7 +114,7 @@ def loss_weights(schedule: NoiseSchedule, target: Target, gamma: float | None) -
 def eps_without_signal() -> ConfigError:
     """The last step of a zero-terminal-SNR schedule is the noise itself."""
     return ConfigError(
-        "model.target=eps with model.zero_terminal_snr=true",
+        "model.target=eps with noise.zero_terminal_snr=true",
         why="the last step holds nothing but noise: to find it teaches nothing about images, and its SNR of 0 is divided by",
         fix="model.target=v",
     )

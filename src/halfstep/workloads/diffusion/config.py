@@ -1,0 +1,317 @@
+"""Settings of the VAE and of diffusion models; defaults are those of diffusers' training examples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from halfstep.config.schema import (
+    DataConfig,
+    EmaConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
+from halfstep.config.training import Beta
+
+
+def null_is_zero(value: object) -> object:
+    return 0 if value is None or value is False else value
+
+
+Conditioning = Literal["none", "class", "text"]
+
+
+class PictureDataConfig(DataConfig):
+    """A folder of pictures."""
+
+    image_size: PositiveCount = Field(default=64, description="Side of the square images the model sees, in pixels")
+    train_folder: str = Field(default="", description="Training folder below data.dir; empty: train or training")
+    val_folder: str = Field(
+        default="", description="Validation folder below data.dir; empty: val, valid, validation or test"
+    )
+    split_seed: int = Field(default=0, ge=0, description="Seed of the split where there is no val folder")
+    flip: Fraction = Field(default=0.5, description="Chance of a mirror image in training")
+
+
+class DiffusionDataConfig(PictureDataConfig):
+    """Pictures, with classes or captions where the model is told them."""
+
+    label_column: str = Field(
+        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label, or what is usual"
+    )
+    class_file: str | None = Field(
+        default=None, description="Text file with one class per line: their numbers; default: the folders' names, sorted"
+    )
+    text_column: str = Field(default="text", description="Column of metadata.jsonl or .csv with the captions")
+    cache: Literal["off", "latents"] = Field(
+        default="off",
+        description="latents: encode every picture once and train on what the VAE says of it; flips are cached too",
+    )
+    cache_file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Where the latents are; default: in data.dir"
+    )
+
+    @field_validator("cache", mode="before")
+    @classmethod
+    def off_by_any_name(cls, value: object) -> object:
+        return "off" if value is None or value is False else value
+
+
+class UNetSize(ModelConfig):
+    """What U-Net and VAE share: blocks of diffusers' networks."""
+
+    channels: tuple[PositiveCount, ...] = Field(
+        default=(128, 128, 256, 256, 512, 512), min_length=1, description="Channels of each level; each halves the image"
+    )
+    layers: PositiveCount = Field(default=2, description="ResNet blocks of each level")
+    weights: str | None = Field(
+        default=None, description="Folder of diffusers' to start from: the network's own, or a pipeline's"
+    )
+
+    @model_validator(mode="after")
+    def builds_its_own_model(self) -> Self:
+        if self.path or self.options:
+            raise ValueError(
+                "this workload builds diffusers' models; one of your own is a workload: halfstep train my_pkg.my_mod:build"
+            )
+        return self
+
+
+class VaeModelConfig(UNetSize):
+    """AutoencoderKL, its losses and its discriminator."""
+
+    channels: tuple[PositiveCount, ...] = Field(
+        default=(128, 256, 512, 512),
+        min_length=1,
+        description="Channels of each level; all but the last halve the image (four: latents of an eighth)",
+    )
+    latent_channels: PositiveCount = Field(default=4, description="Channels of the latents")
+    loss: Literal["l1", "l2"] = Field(default="l1", description="Distance between image and reconstruction")
+    kl_weight: OffNumber = Field(default=1e-6, description="Weight of the KL divergence, summed over a latent")
+    perceptual_weight: OffNumber = Field(default=0.0, description="Weight of the perceptual loss; needs vgg_weights")
+    vgg_weights: str | None = Field(
+        default=None, description="File with torchvision's VGG16 weights, for the perceptual loss"
+    )
+    gan_weight: OffNumber = Field(
+        default=0.0, description="Weight of the PatchGAN's loss, times the ratio of gradient norms; 0: no discriminator"
+    )
+    gan_from_step: OffCount = Field(default=50_001, description="Step from which the discriminator is trained and counts")
+    gan_lr: Positive | None = Field(default=None, description="The discriminator's learning rate; default: the VAE's")
+    gan_channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
+    gan_layers: PositiveCount = Field(default=3, description="Times the discriminator halves the image")
+
+    @model_validator(mode="after")
+    def perceptual_has_a_file(self) -> Self:
+        if self.perceptual_weight and not self.vgg_weights:
+            raise ValueError(
+                "model.perceptual_weight needs model.vgg_weights=FILE: torchvision's vgg16, which is never downloaded"
+            )
+        return self
+
+
+class NoiseConfig(Section):
+    """The forward process."""
+
+    schedule: Literal["linear", "scaled_linear", "cosine"] = Field(default="linear", description="How noise grows")
+    steps: int = Field(default=1000, ge=2, description="Timesteps")
+    beta_start: Positive = Field(default=1e-4, description="First variance (Stable Diffusion: 0.00085, scaled_linear)")
+    beta_end: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.02, description="Last variance (Stable Diffusion: 0.012)"
+    )
+    zero_terminal_snr: bool = Field(default=False, description="The last timestep holds noise alone")
+    offset: OffNumber = Field(default=0.0, description="Noise that is the same over a whole channel, added to the noise")
+    input_perturbation: OffNumber = Field(
+        default=0.0, description="More noise in the input than the target tells of (0.1 in Ning et al. 2023)"
+    )
+
+
+class DiffusionModelConfig(UNetSize):
+    """The U-Net, what it is told and what it learns."""
+
+    attention: tuple[int, ...] | None = Field(
+        default=None, description="Levels with attention, from 0; default: the last but one, with text all but the last"
+    )
+    attention_head_dim: PositiveCount = Field(
+        default=8, description="diffusers' setting: channels of a head; with text: number of heads"
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout in ResNet blocks")
+    target: Literal["eps", "v", "sample"] = Field(default="eps", description="What the U-Net predicts")
+    min_snr_gamma: Positive | None = Field(
+        default=None, description="Min-SNR loss weights (5 is usual); null: every timestep counts alike"
+    )
+    conditioning: Conditioning = Field(default="none", description="What the U-Net is told of an image")
+    drop_condition: Fraction = Field(
+        default=0.1, description="Share of samples that are told nothing, for classifier-free guidance"
+    )
+    vae: str | None = Field(
+        default=None, description="Folder of a VAE (diffusers', or model/ of a run): diffusion of latents, not of pixels"
+    )
+    text_encoder: str | None = Field(
+        default=None, description="Folder of a CLIP text model with its tokenizer, or of a pipeline that has both"
+    )
+
+    @field_validator("min_snr_gamma", mode="before")
+    @classmethod
+    def gamma_of_zero(cls, value: object) -> object:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0:
+            raise ValueError("0 would make every weight, and so the loss, 0; null switches the weights off")
+        return value
+
+    @model_validator(mode="after")
+    def text_has_an_encoder(self) -> Self:
+        if (self.conditioning == "text") != bool(self.text_encoder):
+            raise ValueError("model.conditioning=text and model.text_encoder=DIR belong together")
+        return self
+
+
+class SampleConfig(Section):
+    """The samples that training shows; `halfstep predict` has options of the same names."""
+
+    num: PositiveCount = Field(default=16, description="Images of the grid")
+    steps: PositiveCount = Field(default=50, description="Sampling steps")
+    sampler: Literal["ddim", "dpm"] = Field(default="ddim", description="DDIM or DPM-Solver++")
+    guidance: Annotated[float, Field(ge=0), BeforeValidator(null_is_zero)] = Field(
+        default=3.0, description="Classifier-free guidance, where there are conditions; 1: none"
+    )
+
+
+class AveragedConfig(EmaConfig):
+    """diffusers' EMAModel with its warm-up."""
+
+    enabled: bool = Field(default=True, description="Keep the average, and validate and save it")
+    warmup_power: Positive = Field(
+        default=3 / 4, description="Warmup: decay = min(decay, 1 - (1 + step / inv_gamma) ** -warmup_power)"
+    )
+
+
+class AdamWConfig(OptimizerConfig):
+    """diffusers' unconditional example."""
+
+    lr: Positive = Field(default=1e-4, description="Learning rate at the top of the schedule")
+    weight_decay: float = Field(default=1e-6, ge=0, description="Weight decay; decoupled in adamw")
+    betas: tuple[Beta, Beta] | None = Field(default=(0.95, 0.999), description="Decay of the two moments")
+
+
+class VaeAdamWConfig(OptimizerConfig):
+    lr: Positive = Field(default=1e-4, description="Learning rate at the top of the schedule")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay; decoupled in adamw")
+    betas: tuple[Beta, Beta] | None = Field(default=(0.5, 0.9), description="Decay of the two moments")
+
+
+class WarmScheduleConfig(ScheduleConfig):
+    warmup_steps: OffCount | None = Field(
+        default=500, description="Steps of linear warmup; when given it replaces warmup_epochs"
+    )
+
+
+class PictureTrainConfig(TrainConfig):
+    batch_size: PositiveCount = Field(default=16, description="Samples of one micro-batch")
+    early_stopping_patience: OffCount = Field(
+        default=0, description="Validations without a better metric before the run ends; 0: off"
+    )
+
+
+class FrozenPrecisionConfig(PrecisionConfig):
+    modules: dict[str, str] = Field(
+        default_factory=lambda: {"vae": "auto"},
+        description="Precision of parts by name: vae and text_encoder are frozen; vae: auto measures which half format "
+        "loses less and takes fp32 where both lose much",
+    )
+
+
+class VaeConfig(RunConfig):
+    """One AutoencoderKL."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "fast": {"precision.default": "bf16", "train.batch_size": 16},
+        "quality": {"precision.default": "bf16", "ema.enabled": True},
+        "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
+        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
+    }
+    demo: ClassVar[dict[str, Any]] = {
+        "data.image_size": 32,
+        "data.num_workers": 0,
+        "model.channels": (16, 32),
+        "model.layers": 1,
+        "optimizer.lr": 2e-3,
+        "schedule.warmup_steps": 10,
+        "train.epochs": 6,
+    }
+
+    data: PictureDataConfig = PictureDataConfig(image_size=256)
+    model: VaeModelConfig = VaeModelConfig()
+    optimizer: VaeAdamWConfig = VaeAdamWConfig()
+    schedule: WarmScheduleConfig = WarmScheduleConfig()
+    train: PictureTrainConfig = PictureTrainConfig(batch_size=4)
+    ema: AveragedConfig = AveragedConfig(enabled=False)
+
+
+class DiffusionConfig(RunConfig):
+    """One diffusion model."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "fast": {"precision.default": "bf16", "train.batch_size": 64},
+        "quality": {"precision.default": "bf16", "model.min_snr_gamma": 5.0, "model.target": "v"},
+        "lowmem": {"precision.default": "bf16", "train.activation_checkpointing": True, "train.batch_size": 4},
+        "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
+        "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
+        # Stable Diffusion 1.x: latents, text, its betas.
+        "sd1": {
+            "precision.default": "bf16",
+            "data.image_size": 512,
+            "model.channels": (320, 640, 1280, 1280),
+            "model.attention": (0, 1, 2),
+            "model.conditioning": "text",
+            "noise.schedule": "scaled_linear",
+            "noise.beta_start": 0.00085,
+            "noise.beta_end": 0.012,
+            "optimizer.betas": (0.9, 0.999),
+            "optimizer.weight_decay": 1e-2,
+            "schedule.name": "constant",
+        },
+    }
+    demo: ClassVar[dict[str, Any]] = {
+        "data.image_size": 16,
+        "data.num_workers": 0,
+        "model.channels": (32, 64),
+        "model.attention": (1,),
+        "model.layers": 1,
+        "noise.steps": 100,
+        "noise.beta_end": 0.2,
+        "optimizer.lr": 2e-3,
+        "schedule.warmup_steps": 20,
+        "sample.steps": 20,
+        "train.epochs": 12,
+    }
+
+    precision: FrozenPrecisionConfig = FrozenPrecisionConfig()
+    data: DiffusionDataConfig = DiffusionDataConfig()
+    model: DiffusionModelConfig = DiffusionModelConfig()
+    noise: NoiseConfig = NoiseConfig()
+    sample: SampleConfig = SampleConfig()
+    optimizer: AdamWConfig = AdamWConfig()
+    schedule: WarmScheduleConfig = WarmScheduleConfig()
+    train: PictureTrainConfig = PictureTrainConfig()
+    ema: AveragedConfig = AveragedConfig()
+
+    @model_validator(mode="after")
+    def latents_have_a_vae(self) -> Self:
+        if self.data.cache == "latents" and not (self.model.vae or self.model.weights):
+            raise ValueError("data.cache=latents caches what a VAE says: name one with model.vae=DIR")
+        return self
+
+    @model_validator(mode="after")
+    def eps_needs_a_signal(self) -> Self:
+        if self.noise.zero_terminal_snr and self.model.target == "eps":
+            raise ValueError(
+                "model.target=eps with noise.zero_terminal_snr: the last timestep is the noise itself, which teaches "
+                "nothing about images, and its SNR of 0 would be divided by; use model.target=v"
+            )
+        return self
