@@ -82,12 +82,8 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
 
     `known` are the classes of a model that is only evaluated: the folder may hold some of them.
     """
-    if not root.is_dir():
-        kind = "is a file" if root.exists() else "does not exist"
-        raise DataError(
-            f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
-        )
-    train_folders, val_folders = _split_folders(root, layout)
+    refuse_missing(root)
+    train_folders, val_folders = split_folders(root, layout)
     labelled = labels_in(train_folders[0], root, layout.label_column)
     if labelled is None and not layout.train:
         _refuse_masks(root)
@@ -117,6 +113,15 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     )
 
 
+def refuse_missing(root: Path) -> None:
+    """A data folder that is not there."""
+    if not root.is_dir():
+        kind = "is a file" if root.exists() else "does not exist"
+        raise DataError(
+            f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
+        )
+
+
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     """Refuse data whose classes are not those that a model was trained on, naming the difference."""
     if tuple(trained) == tuple(found):
@@ -141,7 +146,8 @@ def _refuse_masks(root: Path) -> None:
         )
 
 
-def _split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
+def split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
+    """Where training and validation pictures lie; the whole folder, and none, where it is not divided."""
     if not (layout.train or layout.val) and (parts := sorted(root.glob(KAGGLE_TRAIN))):
         return parts, sorted(root.glob(KAGGLE_VALIDATION))
     train, val = (
@@ -165,7 +171,7 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
     for parent in folders:
         for folder in parent.iterdir():
             if folder.is_dir() and not folder.name.startswith((".", "__")):
-                found.setdefault(printable(folder.name), []).extend(_pictures(folder))
+                found.setdefault(printable(folder.name), []).extend(pictures_below(folder))
     if not found:
         raise DataError(
             f"no class folders in {_names(folders)}",
@@ -182,7 +188,8 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
     return found
 
 
-def _pictures(folder: Path) -> list[Path]:
+def pictures_below(folder: Path) -> list[Path]:
+    """Every picture of a folder and its subfolders, dotfiles aside, in natural order."""
     visible = (path for path in folder.rglob("*") if not path.name.startswith("."))
     # A link that leads nowhere counts too: reading it names it, while a set that shrinks by itself says nothing.
     pictures = (path for path in visible if path.suffix.lower() in PICTURES and (path.is_file() or not path.exists()))

@@ -24,7 +24,7 @@ FEW_ROWS = 20
 
 def labels_in(folder: Path, root: Path, column: str = "") -> dict[str, list[Path]] | None:
     """The pictures of each class inside `folder`, by a table there or at the data's root; None where there is none."""
-    table = next((path for place in (folder, root) for name in TABLES if (path := place / name).is_file()), None)
+    table = table_of(folder, root)
     if table is None:
         return None
     found: dict[str, list[Path]] = {}
@@ -43,6 +43,35 @@ def labels_in(folder: Path, root: Path, column: str = "") -> dict[str, list[Path
             fix="name the column with the classes: data.label_column=NAME",
         )
     return {name: sorted(found[name], key=lambda p: natural_key(str(p))) for name in sorted(found, key=natural_key)}
+
+
+def table_of(folder: Path, root: Path) -> Path | None:
+    """The table of a folder of pictures: there, or at the data's root."""
+    return next((path for place in (folder, root) for name in TABLES if (path := place / name).is_file()), None)
+
+
+def captions_in(folder: Path, root: Path, column: str) -> dict[Path, str]:
+    """The caption of each picture inside `folder` that a table names."""
+    table = table_of(folder, root)
+    if table is None:
+        raise DataError(
+            f"no captions in {folder}",
+            why=f"there is no {' or '.join(TABLES)} in it",
+            fix=f'metadata.jsonl with lines {{"{FILE_COLUMN}": "1.png", "{column}": "a red circle"}}',
+        )
+    found: dict[Path, str] = {}
+    inside = folder.resolve()
+    for number, row in _rows(table):
+        path, caption = _picture(table, number, row, root), row.get(column)
+        if not isinstance(caption, str):
+            raise DataError(
+                f"{table}, line {number} has no caption in {column!r}: {caption!r}",
+                why=f"it has {some_of(row, 10)}",
+                fix="name the column with the captions: data.text_column=NAME",
+            )
+        if path.resolve().is_relative_to(inside):
+            found[path] = caption
+    return found
 
 
 def _is_beside_class_folders(row: dict[str, Any], folder: Path) -> bool:

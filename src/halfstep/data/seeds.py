@@ -35,9 +35,9 @@ class Key(tuple[int, ...]):
         return cls._made((), (1, seed), index)
 
     @classmethod
-    def of_sampling(cls, seed: int) -> Key:
-        """Of what a model makes by itself; the same each time."""
-        return cls._made((), (2, seed), 0)
+    def of_sampling(cls, seed: int, place: int = 0) -> Key:
+        """Of what a model makes by itself, from this one on; the same each time."""
+        return cls._made((), (2, seed), place)
 
     @classmethod
     def _made(cls, batch: tuple[int, ...], root: tuple[int, ...], place: int) -> Key:

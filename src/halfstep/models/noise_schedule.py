@@ -1,8 +1,8 @@
 """The forward process of diffusion models: x_t = signal · x0 + sigma · noise, in fp32 whatever x0 comes in.
 
-A bf16 schedule has alpha_bar = 1 for the first ten of DDPM's thousand steps: no noise is added there, while the model is
-told to find some. So tables, noising and targets are fp32 always, and only what the network reads is cast. Tables have
-the bits of diffusers' schedulers, which sample from what was trained here.
+A bf16 schedule has alpha_bar = 1 for the first ten of DDPM's thousand steps: no noise is added there, while the model
+is told to find some. So tables, noising and targets are fp32 always, and only what the network reads is cast. Tables
+have the bits of diffusers' schedulers, which sample from what was trained here.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def eps_without_signal() -> ConfigError:
     """The last step of a zero-terminal-SNR schedule is the noise itself."""
     return ConfigError(
         "model.target=eps with noise.zero_terminal_snr=true",
-        why="the last step holds nothing but noise: to find it teaches nothing about images, and its SNR of 0 is divided by",
+        why="the last step holds noise alone: to find it teaches nothing, and its SNR of 0 is divided by",
         fix="model.target=v",
     )
 

@@ -34,6 +34,8 @@ KINDS = Kinds(
         "gpt2_medium": LANGUAGE,
         "gpt2_large": LANGUAGE,
         "gpt2_xl": LANGUAGE,
+        "vae": "halfstep.workloads.diffusion:VAE",
+        "diffusion": "halfstep.workloads.diffusion:DIFFUSION",
     }
 )
 

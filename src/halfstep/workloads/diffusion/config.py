@@ -11,7 +11,6 @@ from halfstep.config.schema import (
     EmaConfig,
     ModelConfig,
     OptimizerConfig,
-    PrecisionConfig,
     RunConfig,
     ScheduleConfig,
     TrainConfig,
@@ -46,7 +45,8 @@ class DiffusionDataConfig(PictureDataConfig):
         default="", description="Column of metadata.jsonl or .csv with the classes; empty: label, or what is usual"
     )
     class_file: str | None = Field(
-        default=None, description="Text file with one class per line: their numbers; default: the folders' names, sorted"
+        default=None,
+        description="Text file with one class per line: their numbers; default: the folders' names, sorted",
     )
     text_column: str = Field(default="text", description="Column of metadata.jsonl or .csv with the captions")
     cache: Literal["off", "latents"] = Field(
@@ -67,7 +67,9 @@ class UNetSize(ModelConfig):
     """What U-Net and VAE share: blocks of diffusers' networks."""
 
     channels: tuple[PositiveCount, ...] = Field(
-        default=(128, 128, 256, 256, 512, 512), min_length=1, description="Channels of each level; each halves the image"
+        default=(128, 128, 256, 256, 512, 512),
+        min_length=1,
+        description="Channels of each level; each halves the image",
     )
     layers: PositiveCount = Field(default=2, description="ResNet blocks of each level")
     weights: str | None = Field(
@@ -78,7 +80,7 @@ class UNetSize(ModelConfig):
     def builds_its_own_model(self) -> Self:
         if self.path or self.options:
             raise ValueError(
-                "this workload builds diffusers' models; one of your own is a workload: halfstep train my_pkg.my_mod:build"
+                "it builds diffusers' models; one of your own is a workload: halfstep train my_pkg.my_mod:build"
             )
         return self
 
@@ -101,7 +103,9 @@ class VaeModelConfig(UNetSize):
     gan_weight: OffNumber = Field(
         default=0.0, description="Weight of the PatchGAN's loss, times the ratio of gradient norms; 0: no discriminator"
     )
-    gan_from_step: OffCount = Field(default=50_001, description="Step from which the discriminator is trained and counts")
+    gan_from_step: OffCount = Field(
+        default=50_001, description="Step from which the discriminator is trained and counts"
+    )
     gan_lr: Positive | None = Field(default=None, description="The discriminator's learning rate; default: the VAE's")
     gan_channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
     gan_layers: PositiveCount = Field(default=3, description="Times the discriminator halves the image")
@@ -119,13 +123,15 @@ class NoiseConfig(Section):
     """The forward process."""
 
     schedule: Literal["linear", "scaled_linear", "cosine"] = Field(default="linear", description="How noise grows")
-    steps: int = Field(default=1000, ge=2, description="Timesteps")
+    steps: int = Field(default=1000, ge=4, description="Timesteps")
     beta_start: Positive = Field(default=1e-4, description="First variance (Stable Diffusion: 0.00085, scaled_linear)")
     beta_end: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.02, description="Last variance (Stable Diffusion: 0.012)"
     )
     zero_terminal_snr: bool = Field(default=False, description="The last timestep holds noise alone")
-    offset: OffNumber = Field(default=0.0, description="Noise that is the same over a whole channel, added to the noise")
+    offset: OffNumber = Field(
+        default=0.0, description="Noise that is the same over a whole channel, added to the noise"
+    )
     input_perturbation: OffNumber = Field(
         default=0.0, description="More noise in the input than the target tells of (0.1 in Ning et al. 2023)"
     )
@@ -150,7 +156,8 @@ class DiffusionModelConfig(UNetSize):
         default=0.1, description="Share of samples that are told nothing, for classifier-free guidance"
     )
     vae: str | None = Field(
-        default=None, description="Folder of a VAE (diffusers', or model/ of a run): diffusion of latents, not of pixels"
+        default=None,
+        description="Folder of a VAE (diffusers', or model/ of a run): diffusion of latents, not of pixels",
     )
     text_encoder: str | None = Field(
         default=None, description="Folder of a CLIP text model with its tokenizer, or of a pipeline that has both"
@@ -214,14 +221,6 @@ class PictureTrainConfig(TrainConfig):
     batch_size: PositiveCount = Field(default=16, description="Samples of one micro-batch")
     early_stopping_patience: OffCount = Field(
         default=0, description="Validations without a better metric before the run ends; 0: off"
-    )
-
-
-class FrozenPrecisionConfig(PrecisionConfig):
-    modules: dict[str, str] = Field(
-        default_factory=lambda: {"vae": "auto"},
-        description="Precision of parts by name: vae and text_encoder are frozen; vae: auto measures which half format "
-        "loses less and takes fp32 where both lose much",
     )
 
 
@@ -291,7 +290,6 @@ class DiffusionConfig(RunConfig):
         "train.epochs": 12,
     }
 
-    precision: FrozenPrecisionConfig = FrozenPrecisionConfig()
     data: DiffusionDataConfig = DiffusionDataConfig()
     model: DiffusionModelConfig = DiffusionModelConfig()
     noise: NoiseConfig = NoiseConfig()
@@ -303,7 +301,7 @@ class DiffusionConfig(RunConfig):
 
     @model_validator(mode="after")
     def latents_have_a_vae(self) -> Self:
-        if self.data.cache == "latents" and not (self.model.vae or self.model.weights):
+        if self.data.cache == "latents" and not self.model.vae:
             raise ValueError("data.cache=latents caches what a VAE says: name one with model.vae=DIR")
         return self
 

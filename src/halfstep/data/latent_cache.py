@@ -1,0 +1,138 @@
+"""Latents on disk: what a VAE says of every picture, as moments, so that each epoch still draws its own latents.
+
+One safetensors file, written row by row and mapped when read: `moments` (N, F, 2C, h, w) in fp32, F = 2 where mirror
+images were encoded too. Its metadata hold the fingerprint of what it was made of and the SHA-256 of its numbers. It is
+written under a temporary name: it exists whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.data.crops import uniform
+from halfstep.data.stored_images import first_of, gathered
+from halfstep.errors import DataError
+
+NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
+BYTES = 4
+READ_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentCache:
+    """An opened file."""
+
+    path: Path
+    moments: Tensor
+    """(N, F, 2C, h, w), a mapped file."""
+    meta: Mapping[str, str]
+
+    @property
+    def checksum(self) -> str:
+        return self.meta[CHECKSUM]
+
+
+def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]) -> str:
+    """Write `num` rows of this shape, given as batches of them; returns their checksum."""
+    num_bytes = num * math.prod(shape) * BYTES
+    _check_room(path, num_bytes)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    digest, written = hashlib.sha256(), 0
+    try:
+        with partial.open("wb") as file:
+            file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
+            for batch in rows:
+                data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+                digest.update(data)
+                written += file.write(data)
+            assert written == num_bytes, (written, num_bytes)
+            file.seek(0)
+            file.write(_header((num, *shape), meta, digest.hexdigest()))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return digest.hexdigest()
+
+
+def open_latents(path: Path) -> LatentCache:
+    """Map a file after checking every byte of it."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError("it is cut short")
+            header: dict[str, Any] = json.loads(file.read(length))
+            meta, entry = header["__metadata__"], header[NAME]
+            shape, start = tuple(entry["shape"]), 8 + length
+            if path.stat().st_size != start + math.prod(shape) * BYTES:
+                raise ValueError("it is cut short")
+            digest = hashlib.sha256()
+            while part := file.read(READ_AT_ONCE):
+                digest.update(part)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _broken(path, str(error)) from error
+    if digest.hexdigest() != meta[CHECKSUM]:
+        raise _broken(path, "its numbers are not those that were written")
+    # Copy on write: torch wants writable memory, and nobody writes.
+    mapped = np.memmap(path, dtype=np.float32, mode="c", offset=start, shape=shape)
+    return LatentCache(path=path, moments=torch.from_numpy(mapped), meta=meta)
+
+
+class CachedLatents:
+    """Samples from such a file: `moments` (2C, h, w) of the picture or, by chance, of its mirror image."""
+
+    def __init__(self, moments: Tensor, *, flip: float = 0.0, extra: Mapping[str, Tensor] | None = None) -> None:
+        self.moments, self.flip, self.extra = moments, flip if moments.shape[1] > 1 else 0.0, dict(extra or {})
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+
+    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        """Many samples at once, each the same as alone."""
+        num, views = self.moments.shape[:2]
+        is_mirrored = uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
+        places = indices * views + torch.from_numpy(is_mirrored).long()
+        rows = gathered(self.moments.view(num * views, *self.moments.shape[2:]), places)
+        return {NAME: rows} | {name: values[indices] for name, values in self.extra.items()}
+
+
+def _header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> bytes:
+    entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, math.prod(shape) * BYTES]}
+    text = json.dumps({"__metadata__": {**meta, CHECKSUM: checksum}, NAME: entry}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_room(path: Path, num_bytes: int) -> None:
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise DataError(
+            f"cannot write {path}", why="no such folder, or not writable", fix="another place: data.cache_file=FILE"
+        )
+    free = shutil.disk_usage(path.parent).free
+    if num_bytes > free:
+        raise DataError(
+            f"the latents would take {num_bytes / 1e9:.1f} GB",
+            why=f"{path.parent} has {free / 1e9:.1f} GB left",
+            fix="another place: data.cache_file=FILE",
+        )
+
+
+def _broken(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is no usable file of latents", why=why, fix="delete it: it is made again")

@@ -1,0 +1,190 @@
+"""diffusers' networks: built by size, opened from folders, and refused in words where an image cannot pass them.
+
+Nothing is ever downloaded: a folder is a folder of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError, ModelError
+
+LARGEST_NORM_GROUPS = 32
+"""Of GroupNorm, as all published models have them; narrower levels take the largest number that divides them."""
+VAE, UNET, TEXT_UNET = "AutoencoderKL", "UNet2DModel", "UNet2DConditionModel"
+Net = Any
+"""A network of diffusers', which has no types."""
+
+
+def vae_config(
+    *, channels: Sequence[int], layers: int, latent_channels: int, image_size: int, image_channels: int = 3
+) -> dict[str, Any]:
+    """AutoencoderKL of this size; Stable Diffusion's is (128, 256, 512, 512) with two layers and four channels."""
+    return {
+        "_class_name": VAE,
+        "in_channels": image_channels,
+        "out_channels": image_channels,
+        "down_block_types": ["DownEncoderBlock2D"] * len(channels),
+        "up_block_types": ["UpDecoderBlock2D"] * len(channels),
+        "block_out_channels": list(channels),
+        "layers_per_block": layers,
+        "latent_channels": latent_channels,
+        "norm_num_groups": _norm_groups(channels),
+        "sample_size": image_size,
+    }
+
+
+def unet_config(
+    *,
+    sample_size: int,
+    sample_channels: int,
+    channels: Sequence[int],
+    layers: int,
+    attention: Sequence[int] | None,
+    attention_head_dim: int,
+    dropout: float = 0.0,
+    num_classes: int = 0,
+    text_dim: int = 0,
+) -> dict[str, Any]:
+    """UNet2DModel, or with text UNet2DConditionModel, as diffusers' examples build them."""
+    levels = len(channels)
+    if attention is None:
+        attention = range(levels - 1) if text_dim else [max(0, levels - 2)]
+    if outside := [level for level in attention if not 0 <= level < levels]:
+        raise ConfigError(
+            f"model.attention names level {outside[0]}, there are {levels}", fix=f"levels 0 to {levels - 1}"
+        )
+    kind = "CrossAttn" if text_dim else "Attn"
+    has = [level in set(attention) for level in range(levels)]
+    config: dict[str, Any] = {
+        "_class_name": TEXT_UNET if text_dim else UNET,
+        "sample_size": sample_size,
+        "in_channels": sample_channels,
+        "out_channels": sample_channels,
+        "down_block_types": [f"{kind}DownBlock2D" if yes else "DownBlock2D" for yes in has],
+        "up_block_types": [f"{kind}UpBlock2D" if yes else "UpBlock2D" for yes in reversed(has)],
+        "block_out_channels": list(channels),
+        "layers_per_block": layers,
+        "attention_head_dim": attention_head_dim,
+        "dropout": dropout,
+        "norm_num_groups": _norm_groups(channels),
+    }
+    if num_classes:
+        config["num_class_embeds"] = num_classes
+    return config | ({"cross_attention_dim": text_dim} if text_dim else {})
+
+
+def build_net(config: Mapping[str, Any]) -> Net:
+    """A new network of diffusers' from its config, with its `_class_name`."""
+    kind = diffusers_class(str(config["_class_name"]))
+    try:
+        return kind.from_config({name: value for name, value in config.items() if name != "_class_name"})
+    except (ValueError, TypeError, ZeroDivisionError, AssertionError) as error:
+        raise ConfigError(
+            f"diffusers cannot build {config['_class_name']} of channels {tuple(config['block_out_channels'])}",
+            why=" ".join(str(error).split())[:300],
+            fix="model.channels in multiples of 32, or of model.attention_head_dim",
+        ) from error
+
+
+def config_of(net: Net) -> dict[str, Any]:
+    """What `build_net` needs to build it again; as JSON keeps it."""
+    private = {"_name_or_path", "_diffusers_version", "_use_default_values"}
+    found = {name: value for name, value in dict(net.config).items() if name not in private}
+    kept: dict[str, Any] = json.loads(json.dumps({"_class_name": type(net).__name__, **found}))
+    return kept
+
+
+def net_folder(folder: str, part: str, setting: str) -> Path:
+    """Where a network lies: in the folder itself, or in the one that a pipeline keeps it in."""
+    root = Path(folder).expanduser()
+    for place in (root, root / part, root / "model" / part):
+        if (place / "config.json").is_file():
+            return place
+    what = "is not there" if not root.exists() else "is a file" if root.is_file() else "holds no config.json"
+    raise ModelError(
+        f"{setting}={folder}: it {what}, nor does {part}/ in it",
+        why="a folder of this machine is needed; nothing is downloaded",
+        fix="a folder that save_pretrained wrote, or model/ of a run",
+    )
+
+
+def open_net(folder: Path, expected: Sequence[str]) -> Net:
+    """The network that a folder of diffusers' holds."""
+    try:
+        name = str(json.loads((folder / "config.json").read_text()).get("_class_name"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {folder / 'config.json'}", why=str(error)) from error
+    if name not in expected:
+        raise ModelError(f"{folder} holds a {name}", fix=f"a folder of {' or '.join(expected)}")
+    try:
+        net = diffusers_class(name).from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
+    except Exception as error:  # a foreign folder can break a reader in any way
+        raise ModelError(
+            f"cannot open the {name} in {folder}", why=" ".join(str(error).split())[:300], fix="save it again"
+        ) from error
+    if broken := [name for name, tensor in net.state_dict().items() if not bool(tensor.isfinite().all())]:
+        raise ModelError(f"the weights in {folder} are not finite: {broken[0]}", fix="another copy, in fp32 or bf16")
+    return net.train()
+
+
+def check_side(side: int, num_halvings: int, what: str, setting: str) -> None:
+    """Refuse images that a network cannot halve as often as it has levels."""
+    step = 2**num_halvings
+    if side % step or side < step:
+        near = [size for size in (side // step * step, (side // step + 1) * step) if size > 0]
+        raise ConfigError(
+            f"{what} of {side} pixels cannot be halved {num_halvings} times",
+            why=f"each level of the network but the last halves them, so their side is a multiple of {step}",
+            fix=f"{setting}, or fewer model.channels; sides that fit: {' or '.join(map(str, near))}",
+        )
+
+
+def halvings(net_config: Mapping[str, Any]) -> int:
+    return len(net_config["block_out_channels"]) - 1
+
+
+def encoded_moments(vae: Net, image: Tensor) -> Tensor:
+    """Mean and log-variance of the latents (N, 2C, h, w), in the VAE's own format: no autocast reaches it."""
+    moments: Tensor = vae.encode(image.to(next(vae.parameters()).dtype)).latent_dist.parameters
+    return moments
+
+
+def decoded(vae: Net, latents: Tensor) -> Tensor:
+    """Images in -1..1 (N, 3, H, W), fp32, of latents as the U-Net knows them: scaled."""
+    shift = vae.config.shift_factor or 0.0
+    unscaled = latents.float() / vae.config.scaling_factor + shift
+    image: Tensor = vae.decode(unscaled.to(next(vae.parameters()).dtype)).sample
+    return image.float()
+
+
+def set_checkpointing(net: Net, on: bool) -> None:
+    if on:
+        net.enable_gradient_checkpointing()
+
+
+def _norm_groups(channels: Sequence[int]) -> int:
+    return math.gcd(LARGEST_NORM_GROUPS, *channels)
+
+
+def diffusers_class(name: str) -> Any:
+    """A class of diffusers', which is imported when one is asked for."""
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ModelError(
+            "diffusers is not installed", why=str(error), fix="pip install 'halfstep[diffusion]'"
+        ) from error
+    return getattr(diffusers, name)
+
+
+def freeze_(net: Net) -> Net:
+    """A part that is used and not trained."""
+    return net.requires_grad_(False).eval()

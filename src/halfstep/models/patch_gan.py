@@ -1,0 +1,95 @@
+"""PatchGAN (Isola et al. 2017): a discriminator that judges patches, not whole images; and VGG16's features.
+
+GroupNorm, not BatchNorm: the discriminator runs in both phases, and statistics of a batch would tell it which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.errors import ModelError
+from halfstep.islands import fp32_island, to_fp32
+
+WIDEST = 8
+"""Times the first layer's channels, at most."""
+VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512)
+"""Channels of its convolutions; 0 halves the image. The features before each halving, and the last, are compared."""
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class PatchGan(nn.Module):
+    """Logits (N, 1, h, w): positive where a patch looks real."""
+
+    def __init__(self, *, image_channels: int = 3, channels: int = 64, num_halvings: int = 3) -> None:
+        super().__init__()
+        widths = [channels * min(2**level, WIDEST) for level in range(num_halvings + 1)]
+        layers: list[nn.Module] = [nn.Conv2d(image_channels, widths[0], 4, 2, 1), nn.LeakyReLU(0.2)]
+        for level, (before, after) in enumerate(zip(widths[:-1], widths[1:], strict=True), start=1):
+            stride = 2 if level < num_halvings else 1
+            norm = nn.GroupNorm(math.gcd(32, after), after)
+            layers += [nn.Conv2d(before, after, 4, stride, 1, bias=False), norm, nn.LeakyReLU(0.2)]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 4, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        logits: Tensor = self.layers(image)
+        return logits
+
+
+class VggDistance(nn.Module):
+    """Distance of two images in -1..1 by VGG16's features: squared, of unit vectors; LPIPS without its last layer."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = 3
+        for channels in VGG16:
+            if channels == 0:
+                layers.append(nn.MaxPool2d(2))
+                continue
+            layers += [nn.Conv2d(before, channels, 3, padding=1), nn.ReLU()]
+            before = channels
+        self.features = nn.ModuleList(layers)
+        # From -1..1 to what VGG was trained on.
+        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+        self.register_buffer("scale", 0.5 / std, persistent=False)
+        self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
+
+    @property
+    def smallest_side(self) -> int:
+        return 16
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        """(N,) in fp32."""
+        num, dtype = len(one), next(self.parameters()).dtype
+        both = (torch.cat([one, other]).float() * self.scale + self.shift).to(dtype)
+        distances = []
+        for layer, following in zip(self.features, [*self.features[1:], None], strict=True):
+            both = layer(both)
+            if isinstance(layer, nn.ReLU) and (following is None or isinstance(following, nn.MaxPool2d)):
+                distances.append(_unit_distance(both[:num], both[num:]))
+        return torch.stack(distances).sum(0)
+
+    def load_(self, weights: Mapping[str, Tensor], source: str) -> None:
+        """torchvision's vgg16, of which the features are taken."""
+        own = self.state_dict()
+        found = {name: weights[name] for name in own if name in weights and weights[name].shape == own[name].shape}
+        if lacking := sorted(set(own) - set(found)):
+            raise ModelError(
+                f"{source} holds no VGG16: {lacking[0]} is missing or has another shape",
+                fix="torchvision's vgg16 weights (features.0.weight ...): model.vgg_weights=FILE",
+            )
+        self.load_state_dict(found)
+
+
+def _unit_distance(one: Tensor, other: Tensor) -> Tensor:
+    with fp32_island():
+        a, b = (F.normalize(to_fp32(features), dim=1, eps=1e-10) for features in (one, other))
+        return (a - b).square().sum(1).mean((1, 2))

@@ -1,0 +1,103 @@
+"""Diffusion models: pixels or the latents of a frozen VAE, with or without classes or captions.
+
+`prepare` draws timesteps and noise and looks their coefficients up; `forward` encodes (without gradients), noises in
+fp32 and runs the U-Net; `loss` is the squared error, weighed by timestep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep.data import noise
+from halfstep.data.image_folder import check_same_classes
+from halfstep.models.diffusers_nets import config_of
+from halfstep.models.noise_schedule import noised, target_of
+from halfstep.workloads.diffusion.config import DiffusionConfig
+from halfstep.workloads.diffusion.data import open_pictures, unit_images
+from halfstep.workloads.diffusion.latents import Encoder
+from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts
+from halfstep.workloads.diffusion.noising import Noising, schedule_of
+from halfstep.workloads.diffusion.samples import open_samples
+from halfstep.workloads.diffusion.sampling import check_steps
+from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
+from halfstep.workloads.workload import Batch, Workload
+
+FRAGILE = (
+    "noising: a half schedule adds no noise at the first timesteps",
+    "vae.posterior: exp of log-variances up to 20",
+    "loss.mse: squares of small differences",
+)
+
+
+def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload for `config.data.dir`; `store` of an earlier run fixes classes and the U-Net's form."""
+    check_steps(config.sample.steps, schedule_of(config))
+    data = open_pictures(config.data, config.model.conditioning)
+    classes = tuple(store["classes"]) if store else data.classes
+    check_same_classes(classes, data.classes)
+    parts = open_parts(config, classes)
+    model = model_of(config, parts, store)
+    samples = open_samples(config, data, parts, store)
+    found = {"unet": config_of(model), "classes": list(classes), "latents_sha256": samples.checksum}
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=samples.train,
+        val_samples=samples.val,
+        prepare=Prepared(config, parts),
+        forward=Forward(config, parts),
+        loss=denoising_loss,
+        metrics=partial(DenoisingMetrics, config.noise.steps),
+        metric="mse",
+        mode="min",
+        scoring="mse is over all held-out samples, unweighed; mse/A-B are timesteps A to B. Noise is fixed by sample",
+        fragile=FRAGILE,
+        store=found,
+        notes=data.notes,
+        val_names=data.val_names,
+        about=(*data.about, *samples.about),
+        settled=samples.settled,
+        frozen=frozen_parts(config, parts, with_vae=config.data.cache == "off"),
+    )
+
+
+class Prepared:
+    """From a loaded batch to images or moments in fp32, and all that is drawn for them."""
+
+    def __init__(self, config: DiffusionConfig, parts: Parts) -> None:
+        self.flip, self.drop = config.data.flip, config.model.drop_condition
+        self.noising, self.conditions = Noising(config, parts.shape), parts.conditions
+        self.shape, self.has_latents = parts.shape, parts.vae is not None
+
+    def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        first = next(iter(batch.values()))
+        num, device = len(first), first.device
+        made = dict(batch)
+        if "moments" not in batch:
+            made["image"] = unit_images(batch, key=key, flip=self.flip if training else 0.0)
+        if self.has_latents:
+            made["posterior_noise"] = noise.normal(key, num, self.shape, device, stream="posterior")
+        made |= self.noising.draw(num, key=key, device=device, index=None if training else batch.get("index"))
+        return made | (self.conditions.dropped(batch, key=key, share=self.drop) if training else {})
+
+
+class Forward:
+    """What the U-Net says of noised images, and what it should have said."""
+
+    def __init__(self, config: DiffusionConfig, parts: Parts) -> None:
+        self.target, self.conditions = config.model.target, parts.conditions
+        self.encoder = Encoder(parts.vae) if parts.vae is not None else None
+
+    def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        x0 = batch["image"] if self.encoder is None else self.encoder(batch)
+        signal, sigma = batch["signal"], batch["sigma"]
+        x_t = noised(x0, batch.get("input_noise", batch["noise"]), signal, sigma)
+        keywords = self.conditions.keywords(batch)
+        return {
+            "prediction": model(x_t, batch["timestep"], **keywords, return_dict=False)[0],
+            "target": target_of(self.target, x0, batch["noise"], signal, sigma),
+        }

@@ -1,0 +1,97 @@
+"""Samples of a diffusion model: pictures, or their latents from disk; and the format of the VAE that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.data.latent_cache import CachedLatents
+from halfstep.data.loader import Samples
+from halfstep.data.pack_progress import PackingBar
+from halfstep.errors import DataError
+from halfstep.workloads.diffusion.conditions import Conditions, TextConditions
+from halfstep.workloads.diffusion.config import DiffusionConfig
+from halfstep.workloads.diffusion.data import PictureData, WithTokens, square_pictures
+from halfstep.workloads.diffusion.latents import cache_path, chosen_format, opened_or_made
+from halfstep.workloads.diffusion.networks import Parts, training_device
+
+Store = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedSamples:
+    """Both splits, and what was found on the way."""
+
+    train: Samples
+    val: Samples
+    about: tuple[tuple[str, str], ...] = ()
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    checksum: str = ""
+    """Of the latents on disk."""
+
+
+def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store: Store | None) -> OpenedSamples:
+    """As the config asks for them; the VAE's format is decided once, when a run is new."""
+    tokens = _tokens(data, parts.conditions)
+    train, val = (square_pictures(listing, config.data.image_size) for listing in (data.train, data.val))
+    plain = (train, val) if tokens is None else (WithTokens(train, tokens[0]), WithTokens(val, tokens[1]))
+    if parts.vae is None:
+        return OpenedSamples(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
+    about = [("diffuses", f"latents of {parts.vae_source}")]
+    modules = dict(config.precision.modules)
+    if store is None:
+        is_full = config.precision.default in ("fp32", "tf32")
+        asked = modules.get("vae", "fp32" if is_full else "auto")
+        device = training_device(config)
+        choice = chosen_format(parts.vae, train, device, asked, simulated=config.precision.simulate)
+        modules["vae"] = choice.name
+        about.append(("VAE's format", f"{choice.name}: {choice.why}"))
+    settled = {"precision.modules": modules}
+    if config.data.cache == "off":
+        return OpenedSamples(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
+    return _cached(config, data, parts, store, tokens, about, settled)
+
+
+def _cached(
+    config: DiffusionConfig,
+    data: PictureData,
+    parts: Parts,
+    store: Store | None,
+    tokens: list[Tensor] | None,
+    about: list[tuple[str, str]],
+    settled: Mapping[str, Any],
+) -> OpenedSamples:
+    path, stored = cache_path(config, data.root), str((store or {}).get("latents_sha256", ""))
+    with PackingBar(path) as bar:
+        form = settled["precision.modules"]["vae"]
+        cache, is_new = opened_or_made(config, data, parts.vae, form, training_device(config), bar)
+    line = f"cached in {path}, " + ("with mirror images" if cache.moments.shape[1] > 1 else "without augmentation")
+    if stored and cache.checksum != stored:
+        if not is_new:
+            raise DataError(
+                f"{path} holds other latents than the run was trained on",
+                why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
+                fix="put the file back, or delete it: it is made again, and the run goes on, but not bit for bit",
+            )
+        line += "; made anew with other bits: from here on the run is no exact continuation"
+    split = len(data.train)
+    extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
+    for part, words in zip(extra, tokens or (), strict=tokens is not None):
+        part["tokens"] = words
+    return OpenedSamples(
+        train=CachedLatents(cache.moments[:split], flip=config.data.flip, extra=extra[0]),
+        val=CachedLatents(cache.moments[split:], extra=extra[1]),
+        about=(*about, ("latents", line)),
+        settled=settled,
+        checksum=cache.checksum,
+    )
+
+
+def _tokens(data: PictureData, conditions: Conditions) -> list[Tensor] | None:
+    if not isinstance(conditions, TextConditions):
+        return None
+    return [conditions.tokens(captions) for captions in data.captions]

@@ -1,0 +1,110 @@
+"""Losses and metrics of diffusion models and of the VAE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from halfstep.islands import fp32_island, to_fp32
+from halfstep.workloads.diffusion.noising import NUM_BUCKETS, bucket_names
+
+Outputs = Mapping[str, Tensor]
+
+
+def squared_errors(outputs: Outputs) -> Tensor:
+    """(N,): mean squared error of each prediction, in fp32."""
+    with fp32_island():
+        difference = to_fp32(outputs["prediction"]) - outputs["target"]
+        return difference.square().flatten(1).mean(1)
+
+
+def denoising_loss(outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+    """Weighed by timestep, averaged over samples."""
+    errors = squared_errors(outputs)
+    with fp32_island():
+        return (errors * batch["loss_weight"]).mean(), len(errors)
+
+
+class DenoisingMetrics:
+    """Squared errors, unweighed, of all timesteps and of each bucket of them: sums on the device, divided once."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._sums = torch.zeros(2, NUM_BUCKETS, dtype=torch.float64)
+
+    def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
+        """Count one batch; no host wait."""
+        errors = squared_errors(outputs).double()
+        bucket = batch["timestep"] * NUM_BUCKETS // self.num_steps
+        self._sums = self._sums.to(errors.device)
+        self._sums.scatter_add_(1, bucket.expand(2, -1), torch.stack([errors, torch.ones_like(errors)]))
+
+    def compute(self) -> dict[str, float]:
+        """`mse`, and `mse/FIRST-LAST` of each bucket of timesteps that was seen; waits for the device."""
+        errors, counts = self._sums.tolist()
+        if not sum(counts):
+            return {}
+        of_buckets = {
+            f"mse/{name}": error / count
+            for name, error, count in zip(bucket_names(self.num_steps), errors, counts, strict=True)
+            if count
+        }
+        return {"mse": sum(errors) / sum(counts)} | of_buckets
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"sums": self._sums}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._sums = state["sums"].clone()
+
+
+class ReconstructionMetrics:
+    """How near reconstructions are, and how far latents are from a standard normal distribution."""
+
+    NAMES = ("images", "pixels", "absolute", "squared", "kl", "latents", "latent", "latent_squared")
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(len(self.NAMES), dtype=torch.float64)
+
+    def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
+        """Count one batch; no host wait. Differences are of what can be shown: values cut to -1..1."""
+        image = batch["image"]
+        difference = to_fp32(outputs["image"]).clamp(-1, 1).double() - image.double()
+        latent, ones = outputs["latent"].double(), torch.ones((), dtype=torch.float64, device=image.device)
+        sums = torch.stack(
+            [
+                ones * len(image),
+                ones * image.numel(),
+                difference.abs().sum(),
+                difference.square().sum(),
+                outputs["kl"].double().sum(),
+                ones * latent.numel(),
+                latent.sum(),
+                latent.square().sum(),
+            ]
+        )
+        self._sums = self._sums.to(sums.device) + sums
+
+    def compute(self) -> dict[str, float]:
+        """`psnr` in dB, `l1` and `mse` of values in -1..1, `kl` of a latent, `latent_std`; waits for the device."""
+        found = dict(zip(self.NAMES, self._sums.tolist(), strict=True))
+        if not found["images"]:
+            return {}
+        mse = found["squared"] / found["pixels"]
+        mean = found["latent"] / found["latents"]
+        return {
+            "psnr": 10 * math.log10(4 / mse) if mse > 0 else math.inf,
+            "l1": found["absolute"] / found["pixels"],
+            "mse": mse,
+            "kl": found["kl"] / found["images"],
+            "latent_std": math.sqrt(max(0.0, found["latent_squared"] / found["latents"] - mean**2)),
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"sums": self._sums}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._sums = state["sums"].clone()
