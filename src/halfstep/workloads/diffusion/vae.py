@@ -183,7 +183,8 @@ class VaeLoss:
             loss = (difference.abs() if self.wish.loss == "l1" else difference.square()).mean()
             if self.vgg is None:
                 return loss
-            return loss + self.wish.perceptual_weight * self.vgg(outputs["image"], batch["image"]).mean()
+            distance: Tensor = self.vgg(outputs["image"], batch["image"])
+            return loss + self.wish.perceptual_weight * distance.mean()
 
 
 def balanced(likeness: Tensor, doubt: Tensor, last: Tensor, *, scale: float) -> Tensor:
@@ -192,7 +193,8 @@ def balanced(likeness: Tensor, doubt: Tensor, last: Tensor, *, scale: float) -> 
     Both losses are multiplied by `scale` first: means over all pixels have gradients that fp16 would round to 0.
     """
     norms = [torch.autograd.grad(loss * scale, last, retain_graph=True)[0].float().norm() for loss in (likeness, doubt)]
-    return (norms[0] / (norms[1] + TINY * scale)).clamp(0, LARGEST_BALANCE).detach()
+    balance: Tensor = norms[0] / (norms[1] + TINY * scale)
+    return balance.clamp(0, LARGEST_BALANCE).detach()
 
 
 def judged(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -207,7 +209,8 @@ def judged(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 def hinge_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
     with fp32_island():
         real, fake = (to_fp32(outputs[name]) for name in ("real", "fake"))
-        return 0.5 * ((1 - real).relu().mean() + (1 + fake).relu().mean()), len(batch["image"])
+        loss: Tensor = 0.5 * ((1 - real).relu().mean() + (1 + fake).relu().mean())
+        return loss, len(batch["image"])
 
 
 def _vgg(path: str) -> VggDistance:
