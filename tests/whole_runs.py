@@ -25,9 +25,9 @@ TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "log.qui
 """22 samples: six steps an epoch."""
 
 
-def run(out: Path, settings: dict[str, Any]) -> Path:
+def run(out: Path, settings: dict[str, Any], workload: str = "tiny_workload:build") -> Path:
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, **settings}.items()]
-    return train(load("tiny_workload:build", overrides=overrides), out=out)
+    return train(load(workload, overrides=overrides), out=out)
 
 
 def resume(folder: Path, *overrides: str, allow_changes: bool = False) -> Path:

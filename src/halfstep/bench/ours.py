@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
+from torch import nn
+
 from halfstep.bench.feed import Feed
 from halfstep.bench.problem import random_workload
 from halfstep.bench.runner import AfterStep, Batch, Problem
@@ -16,9 +18,11 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, plan_for
 from halfstep.run.engine import Engine
+from halfstep.run.phased_engine import PhasedEngine, engine_for
 from halfstep.run.rehearse import rehearsal
 from halfstep.step.facts import Facts
 from halfstep.step.guard import Action
+from halfstep.step.phase_facts import PhasedFacts
 from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import MemorySetting
@@ -51,7 +55,7 @@ class Ours:
             parts = assemble(self.config, workload, plan)
             assert parts.way is not None, "the plan was tuned"
             metrics = workload.metrics()
-            engine = Engine(parts, parts.way, lambda text, level: self.remarks.append(text), metrics.update)
+            engine = engine_for(parts, parts.way, lambda text, level: self.remarks.append(text), metrics.update)
             loss = self._trained(engine, self._batches(parts, steps), after_step)
         if engine.way != plan.way or self.variant not in ("auto", engine.way):
             # A row must not show another way's time.
@@ -62,8 +66,8 @@ class Ours:
         """As a run would build it, with its seeded weights."""
         model, own = self.problem.make_model(), self.problem.own_data
         if own is not None:
-            return dataclasses.replace(own, model=model)
-        return dataclasses.replace(random_workload(self.config), model=model)
+            return _in_full_swing(own, model)
+        return _in_full_swing(random_workload(self.config), model)
 
     def reading(self) -> Feed:
         """Where the training that runs has its batches from, on data of the user's own."""
@@ -82,8 +86,8 @@ class Ours:
         self._feed = Feed(parts.train_loader, self.problem.samples, steps, device)
         return self._feed
 
-    def _trained(self, engine: Engine, batches: Iterable[Batch], after_step: AfterStep) -> float:
-        facts: Facts | None = None
+    def _trained(self, engine: Engine | PhasedEngine, batches: Iterable[Batch], after_step: AfterStep) -> float:
+        facts: Facts | PhasedFacts | None = None
         for batch in batches:
             facts = engine([batch])
             verdict = engine.parts.guard.watch(facts)
@@ -92,3 +96,9 @@ class Ours:
             after_step()
         assert facts is not None, "at least one step is asked for"
         return facts.read().loss
+
+
+def _in_full_swing(workload: Workload, model: nn.Module) -> Workload:
+    """With all of its phases begun: most steps of a run are such."""
+    phases = tuple(dataclasses.replace(phase, from_step=phase.from_step % phase.every) for phase in workload.phases)
+    return dataclasses.replace(workload, model=model, phases=phases)

@@ -7,10 +7,11 @@ so that state_dict names stay as they are and the whole loss lies inside the com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
@@ -18,21 +19,21 @@ from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.run.optimizing import optimizing, steps_per_epoch, taken
+from halfstep.run.optimizing import Length, make_step, steps_per_epoch, taken
+from halfstep.run.phases import AssembledPhase, assemble_phases, phased_step
 from halfstep.run.snapshots import Snapshots
 from halfstep.run.stopping import EarlyStopping
-from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
-from halfstep.step.guard import Guard, GuardOptions
+from halfstep.step.guard import LAG, Guard, GuardOptions
+from halfstep.step.phase_guard import PhasedGuard
+from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import seed_everything
-from halfstep.step.scaler import ScalerOptions
 from halfstep.step.schedule import Plateau
-from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import Step
 from halfstep.tune.fp8_trial import fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.modes import Region, Way, asked_way, compiled
+from halfstep.tune.modes import Region, Way, asked_way, compiled, eager_region
 from halfstep.tune.trial_time import total_steps_of
 from halfstep.workloads import KINDS, build
 from halfstep.workloads.kind import Unit
@@ -54,7 +55,9 @@ class Assembly:
     """Forward and loss, compiled when first called."""
     eager: Region
     """The same as it is."""
-    step: Step
+    step: Step | PhasedStep
+    phases: tuple[AssembledPhase, ...] = ()
+    """In their order; none: `step`, `region` and `eager` are the one there is."""
     guard: Guard
     snapshots: Snapshots | None
     plateau: Plateau | None
@@ -79,16 +82,16 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     model = placed(config, workload.model, plan)
     if setting.recompute != "none":
         set_recompute(model, setting.recompute)
-    eager = _eager_region(workload, model)
-    train_loader, val_loader = _loaders(config, workload)
-    total_steps = total_steps_of(config, len(train_loader))
-    step = _step(config, model, setting, plan, total_steps, steps_per_epoch(config, len(train_loader)))
-    guard = Guard(
-        GuardOptions(**taken(config.guard, GuardOptions)),
-        scaling=plan.needs_loss_scaling,
-        min_scale=config.scaler.min_scale,
+    eager = eager_region(workload, model)
+    to_compiled = partial(
+        compiled,
+        # Timing picks kernels that sum in another order from one start to the next.
+        tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
+        activation_budget=setting.activation_budget,
     )
-    rolls_back = config.guard.on_fault == "rollback"
+    train_loader, val_loader = _loaders(config, workload)
+    length = Length(total_steps_of(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))
+    phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled)
     return Assembly(
         config=config,
         plan=plan,
@@ -96,21 +99,17 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         model=model,
         device=device,
         way=asked_way(config, plan),
-        region=compiled(
-            eager,
-            # Timing picks kernels that sum in another order from one start to the next.
-            tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
-            activation_budget=setting.activation_budget,
-        ),
+        region=to_compiled(eager),
         eager=eager,
-        step=step,
-        guard=guard,
-        snapshots=Snapshots(every=config.guard.snapshot_every, margin=config.guard.margin) if rolls_back else None,
+        step=phased_step(phases) or make_step(config, model, plan, setting, length, ema=_average(config, model)),
+        phases=phases,
+        guard=_guard(config, plan, workload),
+        snapshots=_snapshots(config, workload),
         plateau=_plateau(config, workload),
         stopping=EarlyStopping(mode=workload.mode, patience=config.train.early_stopping_patience),
         train_loader=train_loader,
         val_loader=val_loader,
-        total_steps=total_steps,
+        total_steps=length.total_steps,
         unit=KINDS.of(config.workload).unit_of(config, workload.store),
     )
 
@@ -136,15 +135,6 @@ def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
     return to_channels_last_(model) if wants_channels_last(config, plan, model) else model
 
 
-def _eager_region(workload: Workload, model: nn.Module) -> Region:
-    def forward_and_loss(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | float, Any]:
-        outputs = workload.forward(model, batch)
-        loss, weight = workload.weighed_loss(outputs, batch)
-        return loss, weight, outputs
-
-    return forward_and_loss
-
-
 def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
     size, seed, workers = config.train.batch_size, config.train.seed, config.data.num_workers
     train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True)
@@ -152,22 +142,25 @@ def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
     return train, val
 
 
-def _step(
-    config: RunConfig, model: nn.Module, setting: MemorySetting, plan: Plan, total_steps: int, steps_per_epoch: int
-) -> Step:
-    guard, device = config.guard, torch.device(plan.device)
-    optimizer, schedules = optimizing(config, model, setting, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-    return Step(
-        model,
-        optimizer,
-        plan,
-        accumulate=config.train.accumulate,
-        clip=Clip(limit=config.train.clip_norm, kind=config.train.clip_type),
-        schedules=schedules,
-        scaler=ScalerOptions(**taken(config.scaler, ScalerOptions)),
-        ema=Ema(model, **config.ema.model_dump(exclude={"enabled"})) if config.ema.enabled else None,
-        spikes=SpikeMeter(device, threshold=guard.spike_threshold, size=guard.spike_window, skips=guard.skip_spikes),
-    )
+def _average(config: RunConfig, model: nn.Module) -> Ema | None:
+    return Ema(model, **config.ema.model_dump(exclude={"enabled"})) if config.ema.enabled else None
+
+
+def _guard(config: RunConfig, plan: Plan, workload: Workload) -> Guard:
+    options = GuardOptions(**taken(config.guard, GuardOptions))
+    scaling, min_scale = plan.needs_loss_scaling, config.scaler.min_scale
+    if not workload.phases:
+        return Guard(options, scaling=scaling, min_scale=min_scale)
+    return PhasedGuard(options, (phase.name for phase in workload.phases), scaling=scaling, min_scale=min_scale)
+
+
+def _snapshots(config: RunConfig, workload: Workload) -> Snapshots | None:
+    guard = config.guard
+    if guard.on_fault != "rollback":
+        return None
+    # Other phases commit while one that runs seldom comes to its last fault in a row.
+    longest = max((phase.every for phase in workload.phases), default=0) * guard.max_consecutive
+    return Snapshots(every=guard.snapshot_every, margin=guard.margin, lag=LAG + longest)
 
 
 def _plateau(config: RunConfig, workload: Workload) -> Plateau | None:

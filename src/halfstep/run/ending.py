@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, counted, suggested
 from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
+from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
 from halfstep.step.step import Step
 
@@ -37,7 +38,7 @@ class Progress:
     committed: int
 
     @classmethod
-    def of(cls, step: Step) -> Progress:
+    def of(cls, step: Step | PhasedStep) -> Progress:
         return cls(step.attempted, int(step.committed))
 
 

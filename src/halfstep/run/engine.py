@@ -11,7 +11,7 @@ those of a third shape (compiled_shapes.py), and no graph is captured of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from halfstep.run.assemble import Assembly
 from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
+from halfstep.step.step import Step
 from halfstep.tune.compile_reason import compile_reason
 from halfstep.tune.compiled_shapes import CompiledShapes, batch_shape
 from halfstep.tune.compiler_warnings import CompilerWarnings
@@ -52,8 +53,23 @@ class Captured:
     outputs: list[Any]
 
 
+class Graphs(dict[Shape, Captured]):
+    """Captured steps by the shape of their windows, in one memory pool; the engines of several phases share them."""
+
+    pool: Pool = None
+
+    def pool_for(self, device: torch.device) -> Pool:
+        if not self and device.type == "cuda":
+            # With its last graph a pool is gone, and torch 2.11 fails to capture into it again.
+            self.pool = torch.cuda.graph_pool_handle()
+        return self.pool
+
+
 class Engine:
-    """Makes the steps of a run."""
+    """Makes the steps of a run, or of one of its phases."""
+
+    counts = True
+    """Whether the outputs of its steps are the workload's, which training metrics know."""
 
     def __init__(
         self,
@@ -62,31 +78,30 @@ class Engine:
         notice: Notice,
         count: Count = lambda outputs, batch: None,
         before_compiling: Callable[[], None] = lambda: None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.parts, self.way, self.notice, self.count = parts, way, notice, count
         self._before_compiling = before_compiling
         self._compiler_warnings = CompilerWarnings(lambda text: self.notice(text, "warning"))
         self.pieces = 1
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
-        self.graphs: dict[Shape, Captured] = {}
+        self.graphs = Graphs() if graphs is None else graphs
         self.shapes = CompiledShapes()
         self._shape: Shape = ()
         self._in_a_row = 0
         self._num_drops = 0
-        self._pool: Pool = None
         if way == "graph" and (reason := parts.step.why_never_captured()):
             self._stay_uncaptured(reason)
 
     def __call__(self, window: list[Batch]) -> Facts:
         """Prepare, compute and commit one window as it was loaded."""
-        return self.step([in_layout_of(self.parts.model, batch) for batch in self._prepared(window)])
+        return self.step(prepared_window(self.parts, window))
 
-    def _prepared(self, window: list[Batch]) -> Iterator[Batch]:
-        seed, place = self.parts.config.train.seed, 0
-        for k, batch in enumerate(window):
-            key = Key.of_training(seed, self.parts.step.attempted, k, place)
-            yield self.parts.workload.prepared(batch, key=key, training=True)
-            place += batch_length(batch)
+    @property
+    def guarded(self) -> Step:
+        """The step it makes."""
+        assert isinstance(self.parts.step, Step), "phases have an engine each"
+        return self.parts.step
 
     def step(self, prepared: list[Batch]) -> Facts:
         """Compute and commit a window that is ready for the model."""
@@ -109,7 +124,7 @@ class Engine:
                     self._before_compiling()
                 outputs: list[Any] = []
                 with cudnn_trials(self._tries_algorithms(pieces)), self._compiler_warnings.in_one_line():
-                    facts = self.parts.step.compute(self._loss_into(outputs), pieces)
+                    facts = self.guarded.compute(self._loss_into(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)
             except HalfstepError:
@@ -121,7 +136,7 @@ class Engine:
                 self._go_eager(error)
             else:
                 self.shapes.ready |= compiled
-                self.parts.step.commit(facts)
+                self.guarded.commit(facts)
                 return facts, outputs, pieces
 
     def go_on_as(self, way: Way) -> None:
@@ -130,6 +145,17 @@ class Engine:
             self.way = way
             again = "another train.fast with --allow-changes tries anew"
             self.notice(f"steps run {way}, as they did when the run was stopped ({again})", "info")
+
+    def stored(self) -> dict[str, Any]:
+        """What a resumed run has to know to make the same steps."""
+        return {"pieces": self.pieces, "way": self.way, "compiled_shapes": list(self.shapes.taken)}
+
+    def go_on(self, state: Mapping[str, Any], *, is_same: bool) -> None:
+        """Go on as it was stored; other settings may bring other shapes, and a step that can be compiled."""
+        self.pieces = int(state["pieces"])
+        if is_same:
+            self.shapes.taken = list(state.get("compiled_shapes", ()))  # older runs stored neither
+            self.go_on_as(state.get("way", self.way))
 
     def forget_graphs(self) -> None:
         """Give their memory back; they are captured anew when needed."""
@@ -169,10 +195,10 @@ class Engine:
     def _captured(self, window: list[Batch]) -> Captured | None:
         if self.way != "graph":
             return None
-        shape = shape_of(window)
+        shape = (id(self), *shape_of(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
-        self.parts.step.look_ahead()
+        self.guarded.look_ahead()
         known = self.graphs.get(shape)
         if known is not None and known.step.is_valid:
             return known
@@ -185,15 +211,12 @@ class Engine:
         return all(self._runs_compiled(batch) for batch in window if self._is_full(batch))
 
     def _capture(self, shape: Shape, window: list[Batch]) -> Captured | None:
-        if len(self.graphs) >= MOST_GRAPHS:
+        if sum(shape[0] == other[0] for other in self.graphs) >= MOST_GRAPHS:
             self._stay_uncaptured(f"windows come in more than {MOST_GRAPHS} shapes")
             return None
-        if not self.graphs and self.parts.device.type == "cuda":
-            # With its last graph a pool is gone, and torch 2.11 fails to capture into it again.
-            self._pool = torch.cuda.graph_pool_handle()
         outputs: list[Any] = []
         try:
-            step = GraphedStep(self.parts.step, self._loss_into(outputs), window, self._pool)
+            step = GraphedStep(self.guarded, self._loss_into(outputs), window, self.graphs.pool_for(self.parts.device))
         except CaptureFailed as error:
             self._stay_uncaptured(str(error))
             return None
@@ -210,7 +233,7 @@ class Engine:
 
     def _go_eager(self, error: Exception) -> None:
         """What cannot be compiled runs uncompiled, and says why."""
-        self.parts.step.abandon()
+        self.guarded.abandon()
         self.way = "eager"
         self.notice(f"not compiled, running eager: {compile_reason(error)}", "warning")
 
@@ -218,7 +241,7 @@ class Engine:
         """Drop the graphs; then halve the micro-batch and keep the effective one; or say what to do."""
         parts, config = self.parts, self.parts.config
         error.__traceback__ = None  # its frames hold the activations that did not fit
-        parts.step.abandon()
+        self.guarded.abandon()
         if self.graphs:
             return self._drop_graphs()
         if not config.train.auto_batch or self.pieces >= config.train.batch_size:
@@ -236,6 +259,19 @@ class Engine:
         self.forget_graphs()
         text = "a step did not fit beside the captured one: it gets that memory, and the step is captured anew"
         return self.notice(f"{text} ({self._num_drops} of {MOST_DROPS} times)", "info")
+
+
+def prepared_window(parts: Assembly, window: list[Batch]) -> list[Batch]:
+    """A window as it was loaded, ready for the model."""
+    return [in_layout_of(parts.model, batch) for batch in _prepared(parts, window)]
+
+
+def _prepared(parts: Assembly, window: list[Batch]) -> Iterator[Batch]:
+    place = 0
+    for k, batch in enumerate(window):
+        key = Key.of_training(parts.config.train.seed, parts.step.attempted, k, place)
+        yield parts.workload.prepared(batch, key=key, training=True)
+        place += batch_length(batch)
 
 
 def _detached(outputs: Any) -> Any:

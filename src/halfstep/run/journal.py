@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,12 +20,26 @@ from halfstep.run.stopping import EarlyStopping
 from halfstep.run.waiting import Waiting
 from halfstep.step.facts import Reading
 from halfstep.step.guard import Guard, Verdict
+from halfstep.step.phase_facts import parts_of, reading_from
 from halfstep.workloads.kind import Unit
 
 METRIC_EVERY_S = 2.0
 """The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""
 
 COMPILING = "compiling the step for this shape of batches, once: this one takes longer"
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was read of one phase: its newest step, and the losses of this epoch's committed ones."""
+
+    newest: Reading | None = None
+    loss_sum: float = 0.0
+    num_losses: int = 0
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.num_losses if self.num_losses else math.nan
 
 
 class Journal:
@@ -40,6 +54,7 @@ class Journal:
         report_every: int,
         metric: str,
         samples: Samples | None = None,
+        phases: Sequence[str] = (),
         hint: Callable[[Mapping[str, float]], str] = lambda scores: "",
         unit: Unit = Unit(),  # noqa: B008  frozen
     ) -> None:
@@ -50,7 +65,10 @@ class Journal:
         self.attempted = 0
         self.num_records = 0
         self.latest: Reading | None = None
-        self.loss_sum, self.num_losses, self.num_skipped, self.num_spikes = 0.0, 0, 0, 0
+        self.num_skipped = self.num_spikes = 0
+        self.phases = tuple(phases)
+        self.seen = {name: Seen() for name in self.phases or ("",)}
+        """By phase; a run without phases is one without a name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
         self._epoch, self._samples_per_s = 0, 0.0
         self._bar: Bar | None = None
@@ -71,24 +89,28 @@ class Journal:
     def on_reading(self, reading: Reading) -> None:
         """Called by the guard with the facts of two steps ago; at an epoch's end with the last ones, too."""
         self.latest = reading
-        self._tell(reading)
+        for name, part in parts_of(reading).items():
+            self.seen[name].newest = part
+            self._tell(part, name)
         if (reading.attempted + 1) % self.report_every == 0:  # a reading says how many steps were before it
             self._record(reading)
 
-    def _tell(self, reading: Reading) -> None:
+    def _tell(self, reading: Reading, phase: str) -> None:
+        step = f"step {reading.attempted}" + (f" of {phase}" if phase else "")
         if reading.is_spike and not reading.is_bad:
             self.num_spikes += 1
-            self._event("spike", reading, f"step {reading.attempted}: the loss jumped to {reading.loss:.4g}", "warning")
+            self._event("spike", reading, f"{step}: the loss jumped to {reading.loss:.4g}", "warning", phase)
         if not reading.is_bad:
-            self.loss_sum, self.num_losses = self.loss_sum + reading.loss, self.num_losses + 1
+            self.seen[phase].loss_sum += reading.loss
+            self.seen[phase].num_losses += 1
             return
         self.num_skipped += 1
         if self.plan.needs_loss_scaling and not reading.is_spike and not reading.is_empty:
-            text = f"step {reading.attempted}: overflow at loss scale {reading.scale:g}, step skipped (routine in fp16)"
-            self._event("overflow", reading, text, "info")
+            text = f"{step}: overflow at loss scale {reading.scale:g}, step skipped (routine in fp16)"
+            self._event("overflow", reading, text, "info", phase)
         else:
-            text = f"step {reading.attempted} skipped: {reading.reason}; samples {self._samples_of(reading)}"
-            self._event("skipped", reading, text, "warning")
+            text = f"{step} skipped: {reading.reason}; samples {self._samples_of(reading)}"
+            self._event("skipped", reading, text, "warning", phase)
 
     def stepped(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
         """After each window."""
@@ -97,14 +119,16 @@ class Journal:
             self._advance(self._bar, waiting, is_due=attempted % self.report_every == 0)
 
     def _record(self, r: Reading) -> None:
+        first = self._first or r
         self._log(
             {
                 "kind": "train",
                 "step": r.attempted + 1,
                 "epoch": self._epoch + 1,
-                "loss": r.loss,
-                "grad_norm": r.grad_norm,
-                "lr": r.lr,
+                "loss": first.loss,
+                "grad_norm": first.grad_norm,
+                "lr": first.lr,
+                **self._by_phase(),
                 "scale": r.scale,
                 "committed": r.committed,
                 "skipped": self.num_skipped,
@@ -120,6 +144,17 @@ class Journal:
             return {}
         return {f"{self.unit.name}s_per_s": round(self._samples_per_s * self.unit.per_sample, 2)}
 
+    @property
+    def _first(self) -> Reading | None:
+        """The newest step of the first phase, whose numbers stand for the run's where one is asked for."""
+        return next(iter(self.seen.values())).newest
+
+    def _by_phase(self) -> dict[str, float]:
+        """The newest numbers of each phase, which need not have run in this very step."""
+        shown = ("loss", "grad_norm", "lr", "committed")
+        read = [(name, self.seen[name].newest) for name in self.phases]
+        return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown}
+
     def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
         # What stands on a finished bar is not that of a step long ago.
         is_wanted = is_due or not self._has_shown or bar.done + 1 == bar.total
@@ -132,10 +167,11 @@ class Journal:
         r = self.latest
         assert r is not None
         if self._since_metric.elapsed_s > METRIC_EVERY_S or not self._shown_metric:
-            value = self.train_metric().get(self.metric, math.nan)
-            self._shown_metric = f"{value:.3f}"
+            found = self.train_metric()
+            self._shown_metric = f"{found[self.metric]:.3f}" if self.metric in found else ""
             self._since_metric.restart()
-        fields = {"loss": f"{r.loss:.4f}", self.metric: self._shown_metric, "lr": f"{r.lr:.1e}"}
+        metric = {self.metric: self._shown_metric} if self._shown_metric else {}
+        fields = {**self._losses(r), **metric, "lr": f"{r.lr:.1e}"}
         if self._samples_per_s:
             fields["speed"] = self.unit.rate(self._samples_per_s)
         if waiting.is_worth_saying:
@@ -144,12 +180,18 @@ class Journal:
         memory = peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 
+    def _losses(self, latest: Reading) -> dict[str, str]:
+        if not self.phases:
+            return {"loss": f"{latest.loss:.4f}"}
+        read = [(name, self.seen[name].newest) for name in self.phases]
+        return {f"loss {name}": f"{r.loss:.4f}" for name, r in read if r is not None}
+
     @property
     def _precision(self) -> str:
         is_mixed = self.plan.granted in ("bf16", "fp16", "fp8")
         return f"{'mp ' if is_mixed else ''}{self.plan.granted}{' (simulated)' if self.plan.simulated else ''}"
 
-    def _event(self, event: str, reading: Reading, text: str, level: Level) -> None:
+    def _event(self, event: str, reading: Reading, text: str, level: Level, phase: str) -> None:
         self.report.notice(text, level)
         self._log(
             {
@@ -157,6 +199,7 @@ class Journal:
                 "step": self.attempted,
                 "event": event,
                 "bad_step": reading.attempted,
+                **({"phase": phase} if phase else {}),
                 "reason": reading.reason or "loss spike",
                 "loss": reading.loss,
                 "grad_norm": reading.grad_norm,
@@ -205,17 +248,20 @@ class Journal:
         self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool
     ) -> None:
         """The summary of an epoch, and its record."""
-        mean_loss = self.loss_sum / self.num_losses if self.num_losses else math.nan
+        mean_loss = next(iter(self.seen.values())).mean_loss
         rows = [("loss", f"{mean_loss:.4f}", f"{val['loss']:.4f}")]
         names = [name for name in val if name != "loss" and "/" not in name]
+        rows += [(f"loss {name}", f"{self.seen[name].mean_loss:.4f}", "") for name in self.phases]
         rows += [(name, f"{train.get(name, math.nan):.4f}", f"{val[name]:.4f}") for name in names]
         self.report.epoch_summary(epoch + 1, self.epochs, rows)
         if hint := self._hint(val):
             self.report.notice(f"hint: {hint}")
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
+        trained |= {f"train_loss/{name}": self.seen[name].mean_loss for name in self.phases}
         place = {"kind": "val", "step": attempted, "epoch": epoch + 1, "elapsed_s": round(self.elapsed_s, 3)}
         self._log({**place, **val, **trained, "best": is_best})
-        self.loss_sum, self.num_losses = 0.0, 0
+        for seen in self.seen.values():
+            seen.loss_sum, seen.num_losses = 0.0, 0
 
     # --- rare things ---
 
@@ -243,23 +289,30 @@ class Journal:
                          "to_committed": committed, "rate_factor": guard.rate_factor})  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
+        first = next(iter(self.seen.values()))
         return {
             "latest": asdict(self.latest) if self.latest is not None else None,
             "num_records": self.num_records,
-            "loss_sum": self.loss_sum,
-            "num_losses": self.num_losses,
+            "loss_sum": first.loss_sum,
+            "num_losses": first.num_losses,
             "num_skipped": self.num_skipped,
             "num_spikes": self.num_spikes,
             "elapsed_s": self.elapsed_s,
+            **({"phases": {name: asdict(self.seen[name]) for name in self.phases}} if self.phases else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        latest = state["latest"]
-        self.latest = Reading(**{**latest, "sample_ids": tuple(latest["sample_ids"])}) if latest else None
+        self.latest = _read(state["latest"])
         self.num_records = int(state["num_records"])
-        self.loss_sum, self.num_losses = float(state["loss_sum"]), int(state["num_losses"])
+        # The whole of a run without phases; the seat of one has the same keys.
+        for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
+            self.seen[name] = Seen(_read(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
         self._clock, self._before_s = Stopwatch(), float(state.get("elapsed_s", 0.0))  # older runs stored none
+
+
+def _read(stored: Mapping[str, Any] | None) -> Reading | None:
+    return reading_from(stored) if stored else None
 
 
 def _few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:

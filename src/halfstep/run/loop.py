@@ -14,9 +14,9 @@ from halfstep.errors import Interrupted, TrainingStopped, suggested
 from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
-from halfstep.run.engine import Engine
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
+from halfstep.run.phased_engine import engine_for
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import validate
@@ -24,6 +24,7 @@ from halfstep.run.waiting import Waiting
 from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts
 from halfstep.step.guard import Action, Verdict
+from halfstep.step.phase_facts import PhasedFacts
 from halfstep.tune.memory_limit import OutOfMemory, explained
 
 
@@ -46,8 +47,8 @@ class Loop:
         self.parts, self.checkpoints, self.journal, self.interrupts = parts, checkpoints, journal, interrupts
         self.position = Position()
         self.train_metrics = parts.workload.metrics()
-        self.engine = Engine(parts, parts.way or "eager", journal.notice, self._count, journal.compiling)
-        journal.train_metric = lambda: self.train_metrics.compute()
+        self.engine = engine_for(parts, parts.way or "eager", journal.notice, self._count, journal.compiling)
+        journal.train_metric = self._trained
         self.throughput = Throughput()
         self.waiting = Waiting()
         self.num_samples = 0
@@ -67,6 +68,10 @@ class Loop:
                 self._end_epoch()
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             self.journal.early_stop(self.position.epoch, self.parts.stopping)
+
+    def _trained(self) -> dict[str, float]:
+        """Metrics of the epoch's training so far, where steps give outputs that they know."""
+        return self.train_metrics.compute() if self.engine.counts else {}
 
     def _count(self, outputs: Any, batch: dict[str, Tensor]) -> None:
         self.train_metrics.update(outputs, batch)
@@ -91,7 +96,7 @@ class Loop:
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s)
 
-    def _one_step(self, window: list[dict[str, Tensor]]) -> Facts:
+    def _one_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
         facts = self.engine(window)
         self.journal.attempted = self.parts.step.attempted
         return facts
@@ -182,7 +187,7 @@ class Loop:
         if parts.plateau is not None and in_turn:
             parts.plateau.observe(value)
             self._set_rate_factor()
-        self.journal.epoch(epoch, parts.step.attempted, self.train_metrics.compute(), found, is_best=is_best)
+        self.journal.epoch(epoch, parts.step.attempted, self._trained(), found, is_best=is_best)
         return is_best
 
     def _unless_asked(self, advance: Callable[[], None]) -> Callable[[], None]:
@@ -224,9 +229,7 @@ class Loop:
         """One checkpoint of everything, between two windows."""
         own = {
             "position": asdict(self.position),
-            "pieces": self.engine.pieces,
-            "way": self.engine.way,
-            "compiled_shapes": list(self.engine.shapes.taken),
+            **self.engine.stored(),
             "train_metrics": self.train_metrics.state_dict(),
             "journal": self.journal.state_dict(),
             "is_best": is_best,
@@ -243,10 +246,7 @@ class Loop:
             self.journal.notice(note)
         self._set_rate_factor()
         self.position = Position(**state["position"])
-        self.engine.pieces = int(state["pieces"])
-        if not changes.are_binding:  # other settings may bring other shapes, and a step that can be compiled
-            self.engine.shapes.taken = list(state.get("compiled_shapes", ()))  # older runs stored neither
-            self.engine.go_on_as(state.get("way", self.engine.way))
+        self.engine.go_on(state, is_same=not changes.are_binding)
         self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
         self.journal.attempted = self.parts.step.attempted

@@ -49,6 +49,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("workers", f"{config.data.num_workers} ({loaded.sources.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
         ("steps", _length(parts)),
+        *([("phases", ", ".join(own.phase.when for own in parts.phases))] if parts.phases else []),
         ("optimizer", ", ".join(commits)),
         *([("scores", parts.workload.scoring)] if parts.workload.scoring else []),
         ("run", str(folder.path)),

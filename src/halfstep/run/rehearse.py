@@ -14,7 +14,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.measure.memory import give_back
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
-from halfstep.run.engine import Engine
+from halfstep.run.phased_engine import engine_for
+from halfstep.run.phases import all_due
 from halfstep.step.randomness import algorithms, generator_states, restore_generators
 from halfstep.tune.compiler_threads import forget_compiled
 from halfstep.tune.first_batch import first_batch
@@ -29,10 +30,10 @@ def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
     """A trial of the run that is not yet begun; nothing of it is left afterwards."""
     give_back(torch.device(plan.device))  # of a trial that failed: its error held it
     generators = generator_states()
-    copied = dataclasses.replace(workload, model=_copied(workload.model))
+    copied = dataclasses.replace(workload, model=_copied(workload.model), phases=all_due(workload.phases))
     try:
         with algorithms(deterministic=config.train.deterministic):
-            yield Trial(_assembled(config, copied, plan), Engine, first_batch(config, copied))
+            yield Trial(_assembled(config, copied, plan), engine_for, first_batch(config, copied))
     finally:
         restore_generators(generators)
         del copied

@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.run.loose_buffers import loose_buffers, put_back
 from halfstep.step.guard import LAG
+from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
 
 
@@ -21,8 +22,8 @@ class Snapshots:
     so they are read when a snapshot is taken, and attempted steps say when that is.
     """
 
-    def __init__(self, *, every: int, margin: int) -> None:
-        self.every, self.margin = every, margin
+    def __init__(self, *, every: int, margin: int, lag: int = LAG) -> None:
+        self.every, self.margin, self.lag = every, margin, lag
         self.states: list[dict[str, Any]] = []
         self.start = 0
         """Committed steps of the first state, or of the one gone back to: nearer than the margin, still far enough."""
@@ -30,7 +31,7 @@ class Snapshots:
     def due(self, attempted: int) -> bool:
         return attempted % self.every == 0
 
-    def take(self, model: nn.Module, step: Step) -> None:
+    def take(self, model: nn.Module, step: Step | PhasedStep) -> None:
         """Copy everything a rollback puts back; waits for the device. Steps that were mostly skipped are not copied."""
         committed = int(step.committed)
         if self.states and committed - _committed(self.states[-1]) < max(self.every // 2, 1):
@@ -39,8 +40,8 @@ class Snapshots:
             self.start = committed
         state = {"model": model.state_dict(), "buffers": loose_buffers(model), "step": step.state_dict()}
         self.states.append(_on_host(state))
-        # A fault the guard has not seen yet may be LAG steps old; whatever comes, the first state is then not needed.
-        while len(self.states) > 1 and _committed(self.states[1]) <= self._limit(committed - LAG):
+        # A fault that the guard has not acted on yet may be `lag` steps old; before that, one state is enough.
+        while len(self.states) > 1 and _committed(self.states[1]) <= self._limit(committed - self.lag):
             del self.states[0]
 
     def before(self, committed: int) -> dict[str, Any] | None:
@@ -48,7 +49,7 @@ class Snapshots:
         usable = [state for state in self.states if _committed(state) <= self._limit(committed)]
         return usable[-1] if usable else None
 
-    def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Step) -> None:
+    def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Step | PhasedStep) -> None:
         """Put `state` back but for the count of attempts; later states belong to the abandoned path."""
         attempted = step.attempted
         model.load_state_dict(state["model"])

@@ -86,15 +86,31 @@ def _average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> dict[
 
 def _with_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -> tuple[dict[str, Any], list[str]]:
     """The step's stored state, with the configured options in place of the stored ones where those were changed."""
-    fresh, merged, notes = parts.step.state_dict(), dict(state), list[str]()
+    fresh, merged = parts.step.state_dict(), dict(state)
+    if bool(state["scaler"]) != bool(fresh["scaler"]):
+        merged["scaler"] = fresh["scaler"]
+    if "phases" not in fresh:
+        own, notes = _optimizers_with_changes(state, fresh, changes)
+        return merged | own, notes
+    notes, phases = [], dict(state.get("phases", {}))
+    for name in (name for name in fresh["phases"] if name in phases):
+        own, found = _optimizers_with_changes(phases[name], fresh["phases"][name], changes)
+        phases[name] = {**phases[name], **own}
+        notes += [f"{name}: {note}" for note in found]
+    return {**merged, "phases": phases}, notes
+
+
+def _optimizers_with_changes(
+    state: Mapping[str, Any], fresh: Mapping[str, Any], changes: Changes
+) -> tuple[dict[str, Any], list[str]]:
+    """What changes of one step's state."""
+    merged, notes = dict[str, Any](), list[str]()
     if changes.touch(*ANOTHER_OPTIMIZER) or changes.touch(*OTHER_MOMENTS) and _options(state) != _options(fresh):
         merged["optimizers"] = fresh["optimizers"]
         notes.append("the optimizer starts anew: its stored state belongs to the former one")
     elif changes.touch("optimizer.", "device"):  # another device has other fast forms of the optimizer
         pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)
         merged["optimizers"] = [{**kept, "param_groups": new["param_groups"]} for kept, new in pairs]
-    if bool(state["scaler"]) != bool(fresh["scaler"]):
-        merged["scaler"] = fresh["scaler"]
     if len(state["spikes"]["ring"]) != len(fresh["spikes"]["ring"]):
         merged["spikes"] = fresh["spikes"]
     return merged, notes

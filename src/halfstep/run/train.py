@@ -198,6 +198,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         report_every=_report_every(parts),
         metric=parts.workload.metric,
         samples=parts.workload.train_samples,
+        phases=[own.phase.name for own in parts.phases],
         hint=partial(hint_about, config.workload),
         unit=parts.unit,
     )

@@ -15,16 +15,23 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
 from halfstep.step.flat import gather, is_writable_in_place, scatter, shaped_like
+from halfstep.step.optimizers import is_within
 
 
 class Ema:
     """Shadow copies of a model's parameters and buffers."""
 
     def __init__(
-        self, model: nn.Module, *, decay: float = 0.9999, warmup_power: float = 2 / 3, inv_gamma: float = 1.0
+        self,
+        model: nn.Module,
+        parts: tuple[str, ...] = (),
+        *,
+        decay: float = 0.9999,
+        warmup_power: float = 2 / 3,
+        inv_gamma: float = 1.0,
     ) -> None:
         self.decay, self.warmup_power, self.inv_gamma = decay, warmup_power, inv_gamma
-        self.slots = _slots(model)
+        self.slots = {name: slot for name, slot in _slots(model).items() if not parts or is_within(name, parts)}
         kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, tensor in self._live().items():
             kinds.setdefault((tensor.device, tensor.dtype), []).append(name)

@@ -26,7 +26,9 @@ class PhasedGuard(Guard):
 
     def judge(self, reading: Reading) -> Verdict:
         """The gravest verdict on any phase. Where a rollback goes is counted in iterations, not in a phase's steps."""
-        found = [self._of_phase(name, part, reading.committed) for name, part in parts_of(reading).items()]
+        parts = parts_of(reading)
+        before = reading.committed - any(not part.is_bad for part in parts.values())
+        found = [self._of_phase(name, part, before) for name, part in parts.items()]
         self.num_skipped = sum(guard.num_skipped for guard in self.phases.values())
         return max(found, key=lambda verdict: FROM_MILDEST.index(verdict.action), default=CONTINUE)
 

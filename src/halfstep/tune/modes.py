@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
 from halfstep.hardware.cache import cache_directory
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_levers import activation_budget as budget
+from halfstep.workloads.workload import Workload
 
 Way: TypeAlias = Literal["eager", "compile", "graph"]
 Batch: TypeAlias = dict[str, Tensor]
@@ -53,6 +54,20 @@ def asked_way(config: RunConfig, plan: Plan) -> Way | None:
         is_measured = plan.on_cuda and not config.train.deterministic and not plan.simulated
         return None if is_measured else "eager"
     return "eager" if wish == "off" else "compile" if wish == "compile" or not plan.on_cuda else "graph"
+
+
+def eager_region(workload: Workload, model: nn.Module, *, name: str = "") -> Region:
+    """Forward and loss of a workload, as they are; under a name they are code of their own to the compiler, which
+    counts how often it has compiled each."""
+
+    def forward_and_loss(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        outputs = workload.forward(model, batch)
+        loss, weight = workload.weighed_loss(outputs, batch)
+        return loss, weight, outputs
+
+    if name:
+        forward_and_loss.__code__ = forward_and_loss.__code__.replace(co_name=f"{name}_and_loss")
+    return forward_and_loss
 
 
 def compiled(eager: Region, *, tunes_kernels: bool = False, activation_budget: float = 1.0) -> Region:

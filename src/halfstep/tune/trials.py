@@ -14,7 +14,6 @@ from halfstep.config.schema import RunConfig
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.measure.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
-from halfstep.step.step import Step
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Notice, Way
@@ -54,7 +53,8 @@ def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: 
 class Steps(Protocol):
     """What makes the steps of a run: its engine."""
 
-    way: Way
+    @property
+    def way(self) -> Way: ...
 
     def __call__(self, window: list[Batch]) -> object: ...
     def forget_graphs(self) -> None: ...
@@ -66,7 +66,15 @@ class Rehearsed(Protocol):
     config: RunConfig
     plan: Plan
     device: torch.device
-    step: Step
+
+    @property
+    def step(self) -> Capturable: ...
+
+
+class Capturable(Protocol):
+    """A guarded step, or those of several phases."""
+
+    def why_never_captured(self) -> str: ...
 
 
 Rehearse = Callable[[RunConfig, Workload, Plan], AbstractContextManager["Trial"]]

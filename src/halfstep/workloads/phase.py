@@ -23,7 +23,10 @@ class Phase:
     Nothing else gets gradients while it runs."""
     loss: Loss
     forward: Forward | None = None
-    """None: the workload's own. Outputs of the first such phase are what training metrics count."""
+    """None: the workload's own. All that needs the model belongs here; `loss` gets the outputs."""
+    counted: bool | None = None
+    """Whether training metrics may take its outputs; None: where `forward` is the workload's own. The first such phase
+    is counted, so that a sample counts once."""
     every: int = 1
     """Due in iterations `from_step`, `from_step + every`, ..."""
     from_step: int = 0
@@ -49,6 +52,12 @@ class Phase:
 
     def is_due(self, iteration: int) -> bool:
         return iteration >= self.from_step and (iteration - self.from_step) % self.every == 0
+
+    @property
+    def when(self) -> str:
+        """`critic every 2 steps from 1000`, for headers."""
+        every = f" every {self.every} steps" if self.every > 1 else ""
+        return f"{self.name}{every}" + (f" from {'' if every else 'step '}{self.from_step}" if self.from_step else "")
 
     def num_due(self, iterations: int) -> int:
         """Of so many iterations, those in which it runs."""
