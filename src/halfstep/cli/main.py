@@ -17,7 +17,20 @@ from halfstep.cli.run_command import RunCommand
 from halfstep.cli.usage import USAGE_ERROR, refused
 from halfstep.errors import HalfstepError, Interrupted
 
-COMMANDS = ("bench", "check", "compare", "detect", "evaluate", "formats", "guide", "pack", "plan", "predict", "train")
+COMMANDS = (
+    "bench",
+    "check",
+    "compare",
+    "detect",
+    "evaluate",
+    "formats",
+    "guide",
+    "pack",
+    "plan",
+    "predict",
+    "report",
+    "train",
+)
 """Each is the function `command` of the module of its name."""
 
 SETTINGS = {"formats": {"ignore_unknown_options": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import shutil
 import sys
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from halfstep.measure.energy import EnergyMeter
 from halfstep.measure.memory import reset_peak
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.report.config_view import config_as_json
 from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
@@ -209,6 +211,8 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         asked_to_stop.last_words = lambda: str(ended_early(KeyboardInterrupt(), loop, folder, is_new=is_new))
         try:
             show_header(report, loaded, folder, parts)
+            if is_new:  # a resumed run would name its own config.yaml as the source of everything
+                write_whole(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
             for warning in warnings:
                 report.notice(warning, "warning")
             if resumed is not None:

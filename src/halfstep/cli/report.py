@@ -1,0 +1,78 @@
+"""`halfstep report`: show me."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfstep.errors import CheckpointError, ConfigError
+
+
+def command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...|COMPARISON", help="Runs, or one comparison.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Where to.", show_default="RUN/report/report.html")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """One HTML file of a run, of several side by side, or of a comparison.
+
+    Curves to zoom, the plan with its reasons, where the time went, faults, samples, every setting with its source. The
+    file needs no network and no server: mail it, archive it, open it from the disk.
+
+    Example:
+
+        halfstep report runs/unet-20250101-120000 --open
+
+        halfstep report runs/unet-fp32 runs/unet-bf16 --out both.html
+    """
+    path = write_report(runs, out)
+    typer.echo(f"wrote {path}")
+    if open_it and not webbrowser.open(path.resolve().as_uri()):
+        typer.echo("no browser was found: open the file yourself", err=True)
+
+
+def write_report(runs: list[Path], out: Path | None) -> Path:
+    from halfstep.disk import write_whole
+    from halfstep.report.page.read_run import read_run
+    from halfstep.report.page.render import page_of_runs
+
+    for path in runs:
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is no folder", fix="name a run's folder, such as runs/unet-20250101-120000")
+    if any((path / "comparison.json").is_file() for path in runs):
+        if len(runs) > 1:
+            raise ConfigError("a comparison is shown alone", fix=f"halfstep report {runs[0]}")
+        page = comparison_page(runs[0])
+    else:
+        page = page_of_runs([read_run(path) for path in runs])
+    place = out or runs[0] / "report" / "report.html"
+    if not place.parent.is_dir():
+        raise ConfigError(f"{place.parent} is no folder", fix="make it first, or choose another --out")
+    write_whole(place, page)
+    return place
+
+
+def comparison_page(folder: Path) -> str:
+    from halfstep.report.page.charts import Chart, Series
+    from halfstep.report.page.render import page_of_comparison
+    from halfstep.use.compare import open_comparison
+    from halfstep.use.compare_table import as_json, lines_of
+
+    comparison = open_comparison(folder)
+    if comparison.margin is None or not comparison.whole_seeds():
+        raise CheckpointError(
+            f"{folder} has no seed with a run of every row yet", fix=f"halfstep compare --resume {folder}"
+        )
+    series = [
+        Series(name=f"{line.name}, seed {seed}", points=[(float(s), v) for s, v in curve])
+        for line in lines_of(comparison)
+        for seed, curve in enumerate(line.curves)
+        if curve
+    ]
+    chart = Chart(title=comparison.metric, x="step", series=series)
+    return page_of_comparison(folder.resolve().name, json.loads(json.dumps(as_json(comparison))), [chart])

@@ -1,0 +1,111 @@
+"""A run's folder as plain data. What a run has not recorded is empty; a folder that is no run is an error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from halfstep.errors import CheckpointError
+from halfstep.report.metrics_file import read
+
+PICTURES = (".png", ".jpg", ".jpeg", ".gif")
+MOST_SAMPLES = 12
+LARGEST_PICTURE = 4_000_000
+"""Bytes: a page is one file, and a mail program opens it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What a run left behind."""
+
+    name: str
+    path: Path
+    records: list[dict[str, Any]]
+    plan: dict[str, Any]
+    summary: dict[str, Any]
+    settings: dict[str, tuple[str, str]]
+    """Value and source by key."""
+    samples: list[Path]
+    monitor: list[dict[str, Any]]
+    ledger: dict[str, Any]
+    capsules: list[dict[str, Any]]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record.get("kind") == kind]
+
+    @property
+    def metric(self) -> str:
+        return str(self.summary.get("metric", ""))
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.summary)
+
+
+def read_run(path: Path) -> RunRecord:
+    if not (path / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{path} is no run", why="config.yaml is not there", fix="name a folder that `halfstep train` made"
+        )
+    return RunRecord(
+        name=path.resolve().name,
+        path=path,
+        records=read(path / "metrics.jsonl"),
+        plan=_json(path / "plan.json"),
+        summary=_json(path / "report" / "summary.json"),
+        settings=_settings(path),
+        samples=_samples(path / "report" / "samples"),
+        monitor=read(path / "monitor.jsonl"),
+        ledger=_json(path / "report" / "ledger.json"),
+        capsules=[{"name": file.parent.name, **_json(file)} for file in sorted(path.glob("capsules/*/capsule.json"))],
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", fix="delete it: the page is drawn without it"
+        ) from error
+    return found
+
+
+def _settings(path: Path) -> dict[str, tuple[str, str]]:
+    """With sources where the run stored them; older runs have the values alone."""
+    stored = _json(path / "report" / "config.json").get("settings", {})
+    if stored:
+        return {key: (_shown(one["value"]), _source(one["source"])) for key, one in stored.items()}
+    try:
+        values = yaml.safe_load((path / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {error}") from error
+    return {key: (_shown(value), "") for key, value in _flat(values or {}).items()}
+
+
+def _source(source: dict[str, Any]) -> str:
+    layer, where = str(source.get("layer", "")), str(source.get("where", ""))
+    return where if where.startswith(layer) else f"{layer} {where}".strip()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _samples(folder: Path) -> list[Path]:
+    """The newest ones, oldest of them first; texts among them."""
+    files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in (*PICTURES, ".txt")]
+    return [file for file in files if file.stat().st_size <= LARGEST_PICTURE][-MOST_SAMPLES:]

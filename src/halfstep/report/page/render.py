@@ -1,0 +1,247 @@
+"""The page itself: sections of plain HTML around the charts. Every text that came from a run is escaped."""
+
+from __future__ import annotations
+
+import base64
+import json
+import mimetypes
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from halfstep.report.page.charts import Chart, charts_of
+from halfstep.report.page.read_run import RunRecord
+
+MOST_ROWS = 200
+"""Of modules and events: the rest is a number."""
+
+
+def page_of_runs(runs: Sequence[RunRecord]) -> str:
+    title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', runs[0].name)}".strip()
+    sections = [
+        *(_cards(run) for run in runs),
+        _section("Curves", _charts(charts_of(runs))),
+        *(_section(_named("Plan", run, runs), _plan(run)) for run in runs if run.plan),
+        *(_section(_named("Where the time went", run, runs), _time(run)) for run in runs if _has_time(run)),
+        *(_section(_named("Faults", run, runs), _faults(run)) for run in runs),
+        *(_section(_named("What really ran", run, runs), _ledger(run)) for run in runs if run.ledger),
+        *(_section(_named("Samples", run, runs), _samples(run)) for run in runs if run.samples),
+        _section("Settings", _settings(runs)),
+        *(_section(_named("Made by", run, runs), _origin(run)) for run in runs if run.summary),
+    ]
+    return _page(f"halfstep: {title}", "".join(sections))
+
+
+def page_of_comparison(name: str, table: dict[str, Any], charts: Sequence[Chart]) -> str:
+    """The table of `halfstep compare`, with its notes."""
+    rows = [
+        [
+            row["row"],
+            _mean(row["values"]),
+            row["verdict"],
+            _optional(row["seconds_per_epoch"], "{:.3g}"),
+            _optional(row["samples_per_s"], "{:,.3g}"),
+            _optional(row["memory_bytes"], "{:.2f} GB", 1e-9),
+            _optional(row["joules"], "{:,.0f}"),
+            _optional(row["money"], "{:.3g}"),
+            _optional(row["seconds_to_same_quality"], "{:.1f} s"),
+        ]
+        for row in table["rows"]
+    ]
+    titles = [
+        "row",
+        table["metric"],
+        "verdict",
+        "s/epoch",
+        "samples/s",
+        "memory",
+        "J/run",
+        "money/run",
+        "same quality in",
+    ]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table["notes"])
+    body = _section("Result", _table(titles, rows) + f"<ul class=faint>{notes}</ul>")
+    body += _section("Curves", _charts(charts))
+    return _page(
+        f"halfstep compare: {name}", f"<p class=faint>margin {table['margin']:.4g}, {table['seeds']} seeds</p>{body}"
+    )
+
+
+# --- sections ---
+
+
+def _cards(run: RunRecord) -> str:
+    summary = run.summary
+    state = "" if run.has_ended else "<p class=bad>This run has not ended: the page shows what is on record.</p>"
+    pairs = [
+        (f"best {run.metric}", _optional(summary.get("best"), "{:.4f}")),
+        ("time", _optional(summary.get("elapsed_s"), "{:,.0f} s")),
+        ("speed", _optional(summary.get("samples_per_s"), "{:,.1f} samples/s")),
+        ("peak memory", _optional(summary.get("peak_memory_bytes"), "{:.2f} GB", 1e-9)),
+        ("energy", _optional(summary.get("joules"), "{:,.0f} J")),
+        ("skipped steps", _optional(summary.get("skipped"), "{:.0f}")),
+        ("precision", str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")),
+        ("steps run", str(summary.get("steps_run", run.plan.get("way") or ""))),
+        ("device", str(run.plan.get("device_name", ""))),
+    ]
+    cards = "".join(
+        f"<div class=card><span class=faint>{escape(n)}</span><b>{escape(v)}</b></div>" for n, v in pairs if v
+    )
+    return f"<p class=faint>{escape(run.name)}</p>{state}<div class=cards>{cards}</div>"
+
+
+def _charts(charts: Sequence[Chart]) -> str:
+    hint = "<p class=faint>Wheel or + and − zoom, drag or arrow keys pan, double click or 0 shows all.</p>"
+    return (
+        hint + f"<div class=charts>{''.join(map(_chart, charts))}</div>" if charts else "<p>Nothing is on record.</p>"
+    )
+
+
+def _chart(chart: Chart) -> str:
+    words = escape(chart.in_words, quote=True)
+    return (
+        f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{words}\"></svg>"
+        f"<figcaption>{escape(chart.title)} over {escape(chart.x)}</figcaption><div class=legend></div>"
+        f"<script type='application/json'>{_safe_json(chart.as_data())}</script></figure>"
+    )
+
+
+def _plan(run: RunRecord) -> str:
+    plan, titles = run.plan, ("module", "stored", "computes in", "why")
+    lines = [f"asked {plan.get('asked')}, granted {plan.get('granted')}: {plan.get('reason', '')}"]
+    lines += [f"steps run {plan['way']}: {plan.get('way_reason', '')}"] if plan.get("way") else []
+    said = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    warned = "".join(f"<p class=bad>{escape(str(line))}</p>" for line in plan.get("warnings", ()))
+    rows = [(row["module"], row["storage"], row["compute"], row["reason"]) for row in plan.get("rows", ())]
+    special = [cells for cells, row in zip(rows, plan.get("rows", ()), strict=True) if row.get("kind") != "default"]
+    whole = f"<details><summary>every module ({len(rows)})</summary>{_table(titles, rows)}</details>"
+    return said + warned + (_table(titles, special) if special else "") + whole
+
+
+def _has_time(run: RunRecord) -> bool:
+    return bool(run.summary.get("elapsed_s")) and "trained_s" in run.summary
+
+
+def _time(run: RunRecord) -> str:
+    whole, trained, waited = (float(run.summary[key]) for key in ("elapsed_s", "trained_s", "waited_s"))
+    parts = [
+        ("training", trained - waited, "#2f6fde"),
+        ("waiting for data", waited, "#e8710a"),
+        ("validation, checkpoints, start", whole - trained, "#9aa5b1"),
+    ]
+    bar = "".join(
+        f"<span style='width:{max(100 * s / whole, 0):.2f}%;background:{c}' title='{escape(n)}'></span>"
+        for n, s, c in parts
+    )
+    words = [[name, f"{seconds:.1f} s", f"{seconds / whole:.0%}"] for name, seconds, _ in parts]
+    return (
+        f"<div class=bar role=img aria-label='shares of the time'>{bar}</div>{_table(['part', 'time', 'share'], words)}"
+    )
+
+
+def _faults(run: RunRecord) -> str:
+    events = run.of_kind("event")
+    if not events and not run.capsules:
+        return "<p>None on record.</p>"
+    rows = [
+        [
+            str(e.get("bad_step", e.get("step", ""))),
+            str(e.get("event", "")),
+            str(e.get("reason", "")),
+            ", ".join(map(str, e.get("files") or e.get("sample_ids") or ()))[:120],
+        ]
+        for e in events
+    ]
+    found = _table(["step", "event", "reason", "samples"], rows) if rows else ""
+    capsules = [
+        [c["name"], str(c.get("reason", "")), f"halfstep replay {run.path / 'capsules' / c['name']}"]
+        for c in run.capsules
+    ]
+    return found + (_table(["capsule", "reason", "find the cause"], capsules) if capsules else "")
+
+
+def _ledger(run: RunRecord) -> str:
+    rows = [[str(value) for value in row.values()] for row in run.ledger.get("rows", ())]
+    titles = list(run.ledger["rows"][0]) if rows else []
+    return f"<p>{escape(str(run.ledger.get('summary', '')))}</p>" + (_table(titles, rows) if rows else "")
+
+
+def _samples(run: RunRecord) -> str:
+    return f"<div class=samples>{''.join(_sample(path, run.path) for path in run.samples)}</div>"
+
+
+def _sample(path: Path, root: Path) -> str:
+    name = escape(str(path.relative_to(root / "report" / "samples")))
+    if path.suffix == ".txt":
+        text = escape(path.read_text(errors="replace")[:2000])
+        return f"<figure><pre>{text}</pre><figcaption>{name}</figcaption></figure>"
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f"<figure><img alt='sample {name}' src='data:{kind};base64,{data}'><figcaption>{name}</figcaption></figure>"
+
+
+def _settings(runs: Sequence[RunRecord]) -> str:
+    """One column a run; settings that differ are marked and come first."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
+    differ = {key for key in keys if len({run.settings.get(key, ("",))[0] for run in runs}) > 1}
+    ordered = [*(key for key in keys if key in differ), *(key for key in keys if key not in differ)]
+    titles = ["setting", *([run.name for run in runs] if len(runs) > 1 else ["value", "from"])]
+    rows = []
+    for key in ordered:
+        cells = [run.settings.get(key, ("", "")) for run in runs]
+        rows.append([key, *([value for value, _ in cells] if len(runs) > 1 else cells[0])])
+    note = f"<p class=faint>{len(differ)} settings differ and are marked.</p>" if len(runs) > 1 else ""
+    return note + _table(titles, rows, marked=[key in differ for key in ordered])
+
+
+def _origin(run: RunRecord) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items())
+    command = " ".join(map(str, run.summary.get("command", ())))
+    return f"<p>{escape(versions)}; {escape(str(run.summary.get('device', '')))}</p><pre>{escape(command)}</pre>"
+
+
+# --- pieces ---
+
+
+def _page(title: str, body: str) -> str:
+    style, script = (resources.files(__package__).joinpath(name).read_text() for name in ("page.css", "page.js"))
+    return (
+        f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>"
+        f"<meta name=viewport content='width=device-width'><style>{style}</style></head>"
+        f"<body><h1>{escape(title)}</h1><main>{body}</main><script>{script}</script></body></html>\n"
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def _named(title: str, run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    return f"{title}: {run.name}" if len(runs) > 1 else title
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = ()) -> str:
+    head = "".join(f"<th scope=col>{escape(title)}</th>" for title in titles)
+    marks: Iterable[bool] = marked or [False] * len(rows)
+    body = "".join(
+        f"<tr{' class=differs' if is_marked else ''}>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>"
+        for row, is_marked in zip(rows[:MOST_ROWS], marks, strict=False)
+    )
+    rest = f"<p class=faint>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{rest}"
+
+
+def _optional(value: object, form: str, scale: float = 1.0) -> str:
+    return form.format(value * scale) if isinstance(value, int | float) else ""
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    finite = [value for value in values if isinstance(value, int | float) and value == value]
+    return f"{sum(finite) / len(finite):.4f}" if len(finite) == len(values) and finite else "not finite"
+
+
+def _safe_json(value: object) -> str:
+    """JSON that no text in it can close the script with."""
+    return json.dumps(value, allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")

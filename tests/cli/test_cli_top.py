@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from halfstep.cli.main import main
+from halfstep.report.top_view import sparkline
+
+
+def look(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["top", *words])
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.out or said.err
+
+
+def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    step = {"kind": "train", "epoch": 1, "samples_per_s": 250.0, "memory_bytes": 2.5e9, "skipped": 1}
+    records = [{**step, "step": 10, "loss": 0.9}, {**step, "step": 20, "loss": 0.5},
+               {"kind": "val", "step": 20, "epoch": 1, "loss": 0.6, "iou": 0.71},
+               {"kind": "event", "step": 15, "bad_step": 13, "event": "skipped", "reason": "loss is nan"}]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, text = look(capsys, str(tmp_path), "--once")
+    assert code == 0
+    for part in ("running", "20 (epoch 1)", "0.5000", "250.0", "2.50 GB", "iou", "0.7100", "step 13: loss is nan"):
+        assert part in text
+    assert json.loads(look(capsys, str(tmp_path), "--json")[1])["samples/s"] == "250.0"
+
+
+def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("workload: unet\n")
+    assert "starting" in look(capsys, str(tmp_path / "run"), "--once")[1]
+    code, text = look(capsys, str(tmp_path), "--once")
+    assert (code, "is no run" in text) == (2, True)
+
+
+def test_a_sparkline_follows_the_values_and_leaves_out_what_is_not_finite() -> None:
+    assert sparkline([0.0, 1.0, float("nan"), 0.0]) == "▁█▁"
+    assert sparkline([3.0]) == ""

@@ -1,0 +1,112 @@
+"""The HTML page of runs and comparisons: what stands in it, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halfstep.cli.main import main
+from halfstep.report.page.charts import MOST_POINTS, charts_of
+from halfstep.report.page.read_run import read_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def written_run(path: Path, *, lr: float = 1e-3, odd: str = "", steps: int = 30) -> Path:
+    """A run's folder as `train` leaves it."""
+    (path / "report" / "samples" / "00000020").mkdir(parents=True)
+    (path / "config.yaml").write_text(f"workload: unet\noptimizer:\n  lr: {lr}\n")
+    plan = {"asked": "auto", "granted": "bf16", "reason": "fastest here", "device_name": f"GPU {odd}", "way": "graph",
+            "way_reason": "31 % faster", "warnings": ["a warning"],
+            "rows": [dict(module="head", storage="fp32", compute="fp32", reason="island", kind="island")]}  # fmt: skip
+    (path / "plan.json").write_text(json.dumps(plan))
+    summary = {"workload": "unet", "metric": "iou", "mode": "max", "best": 0.81, "elapsed_s": 10.0, "trained_s": 8.0,
+               "waited_s": 1.0, "samples_per_s": 12.0, "skipped": 1, "versions": {"torch": "2.13.0"},
+               "command": ["halfstep", "train", "unet"]}  # fmt: skip
+    (path / "report" / "summary.json").write_text(json.dumps(summary))
+    train = [
+        {"kind": "train", "step": s, "loss": 1 / s, "lr": lr, "grad_norm": 1.0, "scale": 1.0} for s in range(1, steps)
+    ]
+    val = [{"kind": "val", "step": s, "loss": 1 / s, "iou": 0.02 * s} for s in (10, 20)]
+    event = {"kind": "event", "step": 7, "bad_step": 5, "event": "skipped", "reason": f"loss is nan {odd}"}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (*train, *val, event)))
+    (path / "monitor.jsonl").write_text('{"elapsed_s": 1, "utilization": 95}\n{"elapsed_s": 2, "utilization": 60}\n')
+    Image.fromarray(np.full((8, 8, 3), 200, np.uint8)).save(path / "report" / "samples" / "00000020" / "grid.png")
+    return path
+
+
+def page(*words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["report", *words])
+    assert not end.value.code
+    return Path(words[words.index("--out") + 1]).read_text()
+
+
+def test_one_file_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
+    text = page(str(written_run(tmp_path / "run")), "--out", str(tmp_path / "page.html"))
+    for part in ("granted bf16", "fastest here", "31 % faster", "loss is nan", "0.8100", "a warning", "torch 2.13.0",
+                 "data:image/png;base64,", "optimizer.lr", "GPU busy", "waiting for data"):  # fmt: skip
+        assert part in text, part
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
+
+
+def test_what_a_run_is_called_cannot_run_in_the_page(tmp_path: Path) -> None:
+    odd = "</script><script>alert(1)</script>"
+    text = page(str(written_run(tmp_path / "run", odd=odd)), "--out", str(tmp_path / "page.html"))
+    assert odd not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_several_runs_stand_side_by_side_with_what_differs_marked(tmp_path: Path) -> None:
+    runs = [str(written_run(tmp_path / name, lr=lr)) for name, lr in (("slow", 1e-4), ("quick", 1e-2))]
+    text = page(*runs, "--out", str(tmp_path / "page.html"))
+    assert "1 settings differ" in text
+    assert "<tr class=differs><td>optimizer.lr</td><td>0.0001</td><td>0.01</td>" in text
+    assert "quick validation" in text
+
+
+def test_long_curves_are_thinned_and_a_constant_scale_is_not_drawn(tmp_path: Path) -> None:
+    charts = {chart.title: chart for chart in charts_of([read_run(written_run(tmp_path / "run", steps=5000))])}
+    assert len(charts["loss"].series[0].points) <= MOST_POINTS + 1
+    assert charts["loss"].series[0].points[-1][0] == 4999
+    assert "loss scale" not in charts
+    assert "iou over step: validation from 0.2 to 0.4" in charts["iou"].in_words
+
+
+def test_a_run_that_has_not_ended_is_shown_as_such(tmp_path: Path) -> None:
+    run = written_run(tmp_path / "run")
+    (run / "report" / "summary.json").unlink()
+    assert "has not ended" in page(str(run), "--out", str(tmp_path / "page.html"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("nowhere", "is no folder"), ("empty", "is no run"), ("damaged", "cannot be read")]
+)
+def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (written_run(tmp_path / "damaged") / "plan.json").write_text("{")
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(tmp_path / name)])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: the page was NOT seen in a browser")
+def test_a_real_browser_draws_the_curves(tmp_path: Path) -> None:
+    page(str(written_run(tmp_path / "run")), "--out", str(tmp_path / "page.html"))
+    browser = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+               "--virtual-time-budget=2000"]  # fmt: skip
+    url = (tmp_path / "page.html").as_uri()
+    shown = subprocess.run([*browser, "--dump-dom", url], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert shown.count('class="series"') >= 6, "lines are drawn by the page's script"
+    assert "validation</span>" in shown, "the legend is filled in"
+    picture = tmp_path / "shot.png"
+    subprocess.run([*browser, f"--screenshot={picture}", url], capture_output=True, timeout=60, check=True)
+    assert np.asarray(Image.open(picture).convert("L")).std() > 5, "not a blank page"
