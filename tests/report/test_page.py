@@ -25,7 +25,7 @@ def written_run(path: Path, *, lr: float = 1e-3, odd: str = "", steps: int = 30)
     (path / "config.yaml").write_text(f"workload: unet\noptimizer:\n  lr: {lr}\n")
     plan = {"asked": "auto", "granted": "bf16", "reason": "fastest here", "device_name": f"GPU {odd}", "way": "graph",
             "way_reason": "31 % faster", "warnings": ["a warning"],
-            "rows": [dict(module="head", storage="fp32", compute="fp32", reason="island", kind="island")]}  # fmt: skip
+            "rows": [{"module": "head", "storage": "-", "compute": "-", "reason": "", "kind": "island"}]}  # fmt: skip
     (path / "plan.json").write_text(json.dumps(plan))
     summary = {"workload": "unet", "metric": "iou", "mode": "max", "best": 0.81, "elapsed_s": 10.0, "trained_s": 8.0,
                "waited_s": 1.0, "samples_per_s": 12.0, "skipped": 1, "versions": {"torch": "2.13.0"},

@@ -29,6 +29,7 @@ COMMANDS = (
     "plan",
     "predict",
     "report",
+    "top",
     "train",
 )
 """Each is the function `command` of the module of its name."""

@@ -14,6 +14,7 @@ from halfstep.report.tables import pairs_table
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
+GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 
 
 def top_lines(path: Path) -> dict[str, str]:
@@ -35,8 +36,8 @@ def top_lines(path: Path) -> dict[str, str]:
         lines[metric] = f"{val[-1][metric]:.4f}  {sparkline([r[metric] for r in val if metric in r])}"
     if run.monitor:
         now = run.monitor[-1]
-        lines["GPU"] = ", ".join(f"{now[key]:.0f} {unit}" for key, unit in
-                                 (("utilization", "% busy"), ("power_w", "W"), ("temperature_c", "°C")) if now.get(key) is not None)  # fmt: skip
+        shown = [f"{now[key]:.0f} {unit}" for key, unit in GPU.items() if now.get(key) is not None]
+        lines["GPU"] = ", ".join(shown)
     if events:
         last = events[-1]
         lines["last fault"] = f"step {last.get('bad_step', last['step'])}: {last.get('reason', last['event'])}"
