@@ -53,6 +53,11 @@ def test_warmup_rises_linearly_and_its_first_step_already_moves(name: str) -> No
     assert curve[:5] == pytest.approx([top * share for share in (0.2, 0.4, 0.6, 0.8, 1.0)])
 
 
+def test_a_decay_may_begin_below_the_warmup() -> None:
+    curve = our_curve(50, name="exponential", half_life_steps=10, warmup_steps=5, decay_from_start=True)
+    assert curve == pytest.approx([min((step + 1) / 5, 1) * 0.5 ** (step / 10) for step in range(50)])
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear", "polynomial"])
 def test_after_the_last_step_the_rate_stays_at_its_floor(name: str) -> None:
     schedule = build_schedule(ScheduleOptions(name=name, total_steps=10, min_factor=0.1))

@@ -40,6 +40,7 @@ OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
 """Which optimizers read an option; a value given to another one is reported, never dropped in silence."""
 
 SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
+    "decay_from_start": frozenset({"cosine", "linear", "polynomial", "exponential", "step"}),
     "min_factor": frozenset({"cosine", "linear", "polynomial", "exponential", "plateau"}),
     "power": frozenset({"polynomial"}),
     "half_life_steps": frozenset({"exponential"}),
@@ -103,6 +104,9 @@ class ScheduleConfig(Section):
         default=None, description="Steps of linear warmup; when given it replaces warmup_epochs"
     )
     warmup_epochs: float = Field(default=0.0, ge=0, description="Linear warmup in epochs, fractions allowed")
+    decay_from_start: bool = Field(
+        default=False, description="Decay from the first step on, also during the warmup, instead of after it"
+    )
     min_factor: Fraction = Field(default=0.0, description="The factor never falls below this")
     power: Positive = Field(default=1.0, description="Exponent of the polynomial schedule")
     half_life_steps: PositiveCount = Field(default=10_000, description="Steps in which the exponential schedule halves")

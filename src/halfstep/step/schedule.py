@@ -26,6 +26,8 @@ class ScheduleOptions:
     name: str = "constant"
     total_steps: int = 1
     warmup_steps: int = 0
+    decay_from_start: bool = False
+    """Whether the shape begins with the first step, below the warmup, instead of after it."""
     min_factor: float = 0.0
     """What cosine, linear and polynomial end at, as a share of the base learning rate."""
     power: float = 1.0
@@ -99,12 +101,12 @@ def build_schedule(options: ScheduleOptions) -> Schedule:
     if options.name not in SCHEDULES:
         raise ConfigError(f"unknown schedule {options.name!r}", fix=nearest(options.name, SCHEDULES))
     shape, warmup = SCHEDULES[options.name], options.warmup_steps
-    length = max(options.total_steps - warmup, 1)
+    start = 0 if options.decay_from_start else warmup
+    length = max(options.total_steps - start, 1)
 
     def multiplier(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup * shape(0, options, length)
-        return shape(step - warmup, options, length)
+        share = (step + 1) / warmup if step < warmup else 1.0
+        return share * shape(max(step - start, 0), options, length)
 
     return multiplier
 
