@@ -55,6 +55,8 @@ class Seen(NamedTuple):
     """Which slot each position went to: (B, T, slots, rows, columns)."""
     reconstruction: Tensor
     """By the VAE alone, (B, T, channels, H, W), not clamped."""
+    words: Tensor
+    """(B · T, positions)."""
 
 
 class GridPositions(nn.Module):
@@ -146,7 +148,8 @@ class Steve(nn.Module):
         cross_entropy = words_loss(hidden, self.steve_decoder.head.weight, coded.words) / len(frames)
         with fp32_island():
             mse = (to_fp32(coded.reconstruction) - frames).square().sum() / len(frames)
-        return Seen(mse, cross_entropy, slots, attention, coded.reconstruction.unflatten(0, video.shape[:2]))
+        reconstruction = coded.reconstruction.unflatten(0, video.shape[:2])
+        return Seen(mse, cross_entropy, slots, attention, reconstruction, coded.words)
 
     def imagined(self, slots: Tensor) -> Tensor:
         """Images (N, 3, H, W) of slots (N, slots, slot_dim), word after word."""

@@ -36,6 +36,7 @@ KINDS = Kinds(
         "gpt2_xl": LANGUAGE,
         "vae": "halfstep.workloads.diffusion:VAE",
         "diffusion": "halfstep.workloads.diffusion:DIFFUSION",
+        "steve": "halfstep.workloads.slots.steve:KIND",
     }
 )
 

@@ -1,0 +1,142 @@
+"""STEVE on a folder of videos."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.data import noise
+from halfstep.data.loader import Batch, Samples
+from halfstep.models.steve import Seen, Steve, SteveSize
+from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.kind import Store
+from halfstep.workloads.parts import Group
+from halfstep.workloads.scheduled import Scheduled
+from halfstep.workloads.slots.clip_data import ClipData, open_clips, unit_frames
+from halfstep.workloads.slots.steve_config import SteveConfig
+from halfstep.workloads.slots.steve_loss import SteveMetrics, loss_of, start_scale, temperature
+from halfstep.workloads.workload import Workload
+
+FRAGILE = (
+    "dvae.gumbel: logarithms of tiny numbers, and logits divided by a temperature down to 0.1",
+    "dvae.words: of 4096 logits many are equal in half formats; the argmax is over fp32",
+    "steve_encoder.savi: slots from frame to frame, softmax over slots and its sums over positions",
+    "loss.mse: a sum over all pixels passes fp16's largest number",
+    "loss.cross_entropy: log of probabilities near 0",
+)
+KEY_RANGE = 2**31
+THEIR_MASKS = ".self_attn_mask"
+"""Of the public project's weights: a triangle for each block, stored as parameters."""
+
+
+def build(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload for `config.data.dir`."""
+    clips = open_clips(config.data)
+    workload = _workload(config, clips.train, clips.val, about=clips)
+    if store is None and config.model.weights:
+        weights, _ = read_weights(Path(config.model.weights))
+        own = {name: value for name, value in weights.items() if not name.endswith(THEIR_MASKS)}
+        load_weights_(workload.model, own, source=config.model.weights)
+    return workload
+
+
+def over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
+    """On samples that are there already."""
+    return _workload(config, samples, samples)
+
+
+def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipData | None = None) -> Workload:
+    tau = Scheduled(lambda step: temperature(config.model, step))
+
+    def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        seen: Seen = model(
+            batch["video"],
+            tau.value,
+            soft_noise=batch["soft_keys"].flatten(0, 1),
+            word_noise=batch["word_keys"].flatten(0, 1),
+            slot_draw=batch["slot_draw"],
+            hard=config.model.hard,
+        )
+        outputs = {"mse": seen.mse, "cross_entropy": seen.cross_entropy, "words": seen.words}
+        outputs["masks"] = seen.attention.flatten(3)
+        return outputs if model.training else outputs | {"slots": seen.slots, "reconstruction": seen.reconstruction}
+
+    return Workload(
+        name=config.workload,
+        model=model_of(config),
+        train_samples=train,
+        val_samples=val,
+        prepare=Prepared(config),
+        forward=forward,
+        loss=loss_of(config),
+        metrics=SteveMetrics,
+        metric="loss",
+        mode="min",
+        scoring="fg_ari and mbo: attention masks against true masks, where the data has some",
+        fragile=FRAGILE,
+        groups=(
+            Group(modules=("dvae",), lr=config.optimizer.dvae_lr, schedule={"name": "constant", "warmup_steps": 0}),
+            Group(modules=("steve_encoder",), lr=config.optimizer.encoder_lr),
+        ),
+        values={"tau": tau},
+        settled=_scale(config),
+        store={"image_size": config.data.image_size},
+        notes=about.notes if about else (),
+        about=about.about if about else (),
+        val_names=about.val_names if about else (),
+    )
+
+
+def model_of(config: SteveConfig) -> Steve:
+    m = config.model
+    size = SteveSize(
+        image_size=config.data.image_size,
+        vocabulary=m.vocabulary,
+        num_slots=m.slots,
+        slot_dim=m.slot_dim,
+        num_iterations=m.iterations,
+        cnn_channels=m.cnn_channels,
+        mlp_dim=m.mlp_dim,
+        predictor_blocks=m.predictor_blocks,
+        predictor_heads=m.predictor_heads,
+        dim=m.dim,
+        decoder_blocks=m.decoder_blocks,
+        decoder_heads=m.decoder_heads,
+        dropout=m.dropout,
+    )
+    return Steve(size, checkpointing=config.train.activation_checkpointing)
+
+
+def _scale(config: SteveConfig) -> dict[str, float]:
+    """Where losses are sums, fp16 starts with a scale that holds them, unless the user named one."""
+    named = config.scaler.model_fields_set
+    if config.model.loss == "mean" or "init_scale" in named:
+        return {}
+    scale = start_scale(config.data.image_size)
+    floor = {} if "min_scale" in named else {"scaler.min_scale": min(config.scaler.min_scale, scale / 2**12)}
+    return floor | {"scaler.init_scale": scale}
+
+
+class Prepared:
+    """Frames as numbers, and each clip's own draws: keys of both Gumbel draws (models/keyed_noise.py), slots' start."""
+
+    def __init__(self, config: SteveConfig) -> None:
+        self.side, self.slots = config.data.image_size, (config.model.slots, config.model.slot_dim)
+
+    def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        video = batch["video"]
+        num, frames, device = len(video), video.shape[1], video.device
+
+        def keys(stream: str) -> Tensor:
+            return noise.integers(key, num, KEY_RANGE, device, stream=stream, shape=(frames, 2)).to(torch.int32)
+
+        return batch | {
+            "video": unit_frames(video, self.side),
+            "soft_keys": keys("soft words"),
+            "word_keys": keys("words"),
+            "slot_draw": noise.normal(key, num, self.slots, device, stream="slots"),
+        }
