@@ -83,4 +83,4 @@ def unit_frames(video: Tensor, side: int) -> Tensor:
     if frames.shape[3:] == (side, side):
         return frames
     resized = F.interpolate(frames.flatten(0, 1), (side, side), mode="bilinear", antialias=True)
-    return resized.unflatten(0, video.shape[:2])
+    return resized.reshape(*video.shape[:3], side, side)

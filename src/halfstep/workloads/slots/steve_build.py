@@ -18,7 +18,7 @@ from halfstep.workloads.parts import Group
 from halfstep.workloads.scheduled import Scheduled
 from halfstep.workloads.slots.clip_data import ClipData, open_clips, unit_frames
 from halfstep.workloads.slots.steve_config import SteveConfig
-from halfstep.workloads.slots.steve_loss import SteveMetrics, loss_of, start_scale, temperature
+from halfstep.workloads.slots.steve_loss import SteveMetrics, start_scale, temperature, total_loss
 from halfstep.workloads.workload import Workload
 
 FRAGILE = (
@@ -61,8 +61,8 @@ def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipD
             slot_draw=batch["slot_draw"],
             hard=config.model.hard,
         )
-        outputs = {"mse": seen.mse, "cross_entropy": seen.cross_entropy, "words": seen.words}
-        outputs["masks"] = seen.attention.flatten(3)
+        outputs = {"mse": seen.mse, "cross_entropy": seen.cross_entropy, "masks": seen.attention.flatten(3)}
+        outputs["loss"] = total_loss(seen, config.model.loss)
         return outputs if model.training else outputs | {"slots": seen.slots, "reconstruction": seen.reconstruction}
 
     return Workload(
@@ -72,7 +72,7 @@ def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipD
         val_samples=val,
         prepare=Prepared(config),
         forward=forward,
-        loss=loss_of(config),
+        loss=lambda outputs, batch: (outputs["loss"], len(batch["video"])),
         metrics=SteveMetrics,
         metric="loss",
         mode="min",
