@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.bench.runner import Problem
@@ -12,10 +13,12 @@ MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
 
 
 def step_flops(problem: Problem) -> int:
-    """Matmuls, convolutions and attention of forward and backward, counted on tensors without content."""
+    """Matmuls, convolutions and attention of forward and backward, counted on tensors without content where nothing but
+    the model computes."""
+    place = problem.device if problem.has_frozen else torch.device("meta")
     received = {name: tensor.to(problem.device) for name, tensor in problem.host_batch.items()}
-    prepared = {name: tensor.to("meta") for name, tensor in problem.prepare(received).items()}
-    model = problem.make_model().to("meta").train()
+    prepared = {name: tensor.to(place) for name, tensor in problem.prepare(received).items()}
+    model = problem.make_model().to(place).train()
     with FlopCounterMode(display=False) as counter:
         problem.loss(model, prepared).backward()
     return int(counter.get_total_flops())

@@ -40,6 +40,8 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
     """What everybody who is timed gets: weights, one pinned batch, preparation and loss."""
     kind = kind_with_random_data(config)
     workload = random_workload(config)
+    for part in workload.frozen.values():  # peers autocast them; ours are built anew and placed by the plan
+        part.module.to(device).eval().requires_grad_(False)
     batch = kind.make_batch(config, workload.store)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
@@ -56,6 +58,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
         clip_norm=config.train.clip_norm,
         samples=samples,
         unit=kind.unit_of(config, workload.store),
+        has_frozen=bool(workload.frozen),
     )
 
 

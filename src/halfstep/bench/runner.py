@@ -43,6 +43,8 @@ class Problem:
     """In one step."""
     unit: Unit = Unit()
     """What throughput counts."""
+    has_frozen: bool = False
+    """Whether the loss uses parts beside the model; they lie on the device."""
     own_data: Workload | None = None
     """The user's own, to be read as in a run; None where one random batch comes over and over."""
 

@@ -18,6 +18,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import placed
+from halfstep.run.frozen import modules_of, place_frozen_
 from halfstep.step.optimizers import build_optimizer, parameter_groups
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory
@@ -79,10 +80,11 @@ def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | Non
 
 
 def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
-    plan = decide(config.precision, hardware)
     kind = KINDS.of(config.workload)
     workload: Workload = kind.part("over")(config, store, NoSamples())
+    plan = decide(config.precision, hardware, workload.model, frozen=modules_of(workload.frozen))
     model = placed(config, workload.model, plan).train()
+    place_frozen_(config, workload.frozen, plan)
     groups = parameter_groups(model, config.optimizer.weight_decay)
     optimizer = build_optimizer(config.optimizer.name, groups, lr=1e-6, options=config.optimizer.options())
     device = torch.device(plan.device)

@@ -44,10 +44,12 @@ def decide(
     simulate: bool = False,
     force: bool = False,
     fp8_gains: Mapping[str, Fp8Gain] | None = None,
+    frozen: Mapping[str, torch.nn.Module] | None = None,
 ) -> Plan:
     """Choose what runs. `fragile` names islands with their reasons: `"loss: Dice sums"`.
 
     `fp8_gains` is what fp8 was measured to gain by layer (`fp8_pays.measured_gains`); `force` runs it all the same.
+    `frozen` are parts that the model uses and does not hold, by name; `modules` may name them too.
     """
     if not isinstance(request, str):
         modules = {**request.modules, **(modules or {})}
@@ -59,6 +61,7 @@ def decide(
         for pattern, asked in (modules or {}).items()
     }
     grants = (default, *parts.values())
+    used, parts = _split_frozen(frozen or {}, default, parts)
     plan = Plan(
         asked=default.asked,
         granted=default.precision,
@@ -67,12 +70,25 @@ def decide(
         device_name=hardware.name,
         simulated=any(answer.simulated for answer in grants),
         rows=(*_rows(model, default, parts, hardware, fp8_gains or {}, force=force), *map(_island, fragile)),
+        frozen=used,
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
     plan = _with_recurrent_warning(plan, model)
     if model is not None and any(answer.compute == "fp8" for answer in grants):
         return _checked_fp8(plan, model, strict=strict)
     return plan
+
+
+def _split_frozen(
+    frozen: Mapping[str, torch.nn.Module], default: Grant, parts: dict[str, Grant]
+) -> tuple[tuple[Row, ...], dict[str, Grant]]:
+    """Rows of the frozen parts, and the patterns that are left for the model."""
+    if not frozen:
+        return (), parts
+    from halfstep.precision.frozen import frozen_rows, is_of_frozen
+
+    theirs = {pattern: part for pattern, part in parts.items() if is_of_frozen(pattern, frozen)}
+    return tuple(frozen_rows(frozen, default, theirs)), {p: part for p, part in parts.items() if p not in theirs}
 
 
 def _with_recurrent_warning(plan: Plan, model: torch.nn.Module | None) -> Plan:

@@ -55,6 +55,8 @@ class Plan:
     simulated: bool = False
     """Numerics of `granted` on hardware that lacks it: never a statement about speed."""
     rows: tuple[Row, ...] = ()
+    frozen: tuple[Row, ...] = ()
+    """Those of parts that the model uses and does not hold; empty in plans of older runs."""
     warnings: tuple[str, ...] = ()
     """What the user must see once: a fall down the ladder, an ignored wish."""
     way: Literal["", "eager", "compile", "graph"] = ""
@@ -87,7 +89,8 @@ class Plan:
     @property
     def needs_loss_scaling(self) -> bool:
         """Whether anything computes in fp16, be it only one part: its gradients would vanish unscaled."""
-        return self.granted == "fp16" or any(row.is_part and row.compute == "fp16" for row in self.rows)
+        rows = (*self.rows, *self.frozen)  # of a frozen part: a loss may be taken through it
+        return self.granted == "fp16" or any(row.is_part and row.compute == "fp16" for row in rows)
 
     def forward(self) -> AbstractContextManager[None]:
         """The one context a forward pass runs in: backend flags, simulation, autocast; all restored on exit."""
@@ -118,9 +121,10 @@ class Plan:
         try:
             fields: dict[str, Any] = json.loads(text)
             rows = tuple(Row(**row) for row in fields.pop("rows"))
+            frozen = tuple(Row(**row) for row in fields.pop("frozen", ()))
             gains = tuple(Gain(**gain) for gain in fields.pop("gains", ()))
             lines = {name: tuple(fields.get(name, ())) for name in ("warnings", "memory_trials")}
-            return cls(**{**fields, **lines, "rows": rows, "gains": gains})
+            return cls(**{**fields, **lines, "rows": rows, "frozen": frozen, "gains": gains})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "use the plan.json of a run folder"
             raise PrecisionError(f"this is not a stored plan: {error}", fix=fix) from error
@@ -148,8 +152,9 @@ def render(plan: Plan) -> str:
     if plan.memory_reason:
         lines.append(f"memory     low: {plan.memory_reason}")
     lines += [f"           {line}" for line in plan.memory_trials]
-    if plan.rows:
-        body = [(_names(names), row.storage, row.compute, row.reason) for names, row in folded(plan.rows)]
+    if plan.rows or plan.frozen:
+        rows = folded((*plan.rows, *plan.frozen))
+        body = [(_names(names), row.storage, row.compute, row.reason) for names, row in rows]
         lines += ["", *_table([("module", "storage", "compute", "why"), *body])]
     return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])
 

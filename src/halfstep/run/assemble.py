@@ -19,6 +19,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.run.frozen import modules_of, place_frozen_
 from halfstep.run.optimizing import Length, make_step, steps_per_epoch, taken
 from halfstep.run.phases import AssembledPhase, assemble_phases, phased_step
 from halfstep.run.snapshots import Snapshots
@@ -72,7 +73,14 @@ class Assembly:
 def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
     """Decide with the model at hand, so that the plan has its rows."""
     gains = fp8_gains(config, workload, hardware)
-    return decide(config.precision, hardware, workload.model, fragile=workload.fragile, fp8_gains=gains)
+    return decide(
+        config.precision,
+        hardware,
+        workload.model,
+        fragile=workload.fragile,
+        fp8_gains=gains,
+        frozen=modules_of(workload.frozen),
+    )
 
 
 def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
@@ -80,6 +88,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     setting = MemorySetting(**plan.memory)
     device = torch.device(plan.device)
     model = placed(config, workload.model, plan)
+    place_frozen_(config, workload.frozen, plan)
     if setting.recompute != "none":
         set_recompute(model, setting.recompute)
     eager = eager_region(workload, model)

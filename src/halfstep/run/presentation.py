@@ -13,6 +13,7 @@ from halfstep.report.config_view import header_lines
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
+from halfstep.run.frozen import described
 from halfstep.run.loop import Loop
 from halfstep.run.waiting import num_cores, way_out
 
@@ -43,6 +44,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         *([("always fp32", _few(islands))] if islands else []),
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
+        *described(parts.workload.frozen, plan),
         ("data", f"{num_train:,} training, {counted(num_val, 'validation sample')}"),
         *([("data folder", _with_source(str(config.data.dir), loaded, "data.dir"))] if config.data.dir else []),
         *parts.workload.about,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from halfstep.errors import CheckpointError
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint
+from halfstep.run.frozen import identities
 from halfstep.run.loose_buffers import loose_buffers, put_back
 from halfstep.run.resume import Changes
 from halfstep.step.randomness import generator_states, restore_generators
@@ -35,6 +36,7 @@ def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
         "generators": generator_states(),
         "workload": parts.workload.name,
         "store": dict(parts.workload.store),
+        "frozen": identities(parts.workload.frozen),
         "num_samples": [len(parts.workload.train_samples), len(parts.workload.val_samples)],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -7,10 +7,12 @@ import gc
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +38,7 @@ from halfstep.run.disk_space import check_disk
 from halfstep.run.ending import Progress, ended_early, left_nothing, refuse_only_skips
 from halfstep.run.export import export, is_exported
 from halfstep.run.folder import RunFolder
+from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_files, store
 from halfstep.run.hints import hint_about
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal
@@ -76,7 +79,8 @@ def _start(loaded: Loaded, out: str | None) -> Path:
                 if is_demo:
                     folder = RunFolder.create(out, f"{_run_name(loaded.config)}-demo")
                     loaded = _with_demo_data(loaded, folder)
-                workload = build_workload(loaded.config)
+                workload = identified(build_workload(loaded.config))
+                made = made_here(workload.frozen)
                 loaded = dataclasses.replace(loaded, config=with_settled(loaded.config, workload))
                 plan = plan_for(loaded.config, workload, hardware)
                 plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet), rehearsal)
@@ -85,6 +89,7 @@ def _start(loaded: Loaded, out: str | None) -> Path:
                 folder = folder or RunFolder.create(out, _run_name(loaded.config))
                 lock.enter_context(folder.locked())
                 record_data(workload, folder)
+                store(made, folder.path)
                 _write_settings(folder, loaded.config, plan)
         except BaseException:  # Ctrl-C as well: nothing was trained, so nobody will miss the folder
             if folder is not None:
@@ -149,7 +154,7 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         if (finished := why_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
             RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
-        workload = build_workload(loaded.config, dict(checkpoint.state["store"]))
+        workload = _built_as_stored(loaded.config, checkpoint.state, folder)
         found = [len(workload.train_samples), len(workload.val_samples)]
         other = refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
         plan = _plan_to_go_on(loaded.config, workload, folder, changes)
@@ -159,6 +164,13 @@ def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
         _run(loaded, folder, parts, resumed=resumed, warnings=warnings)
     return folder.path
+
+
+def _built_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFolder) -> Workload:
+    stored = state.get("frozen", {})  # older runs have none
+    with naming_lost_files(stored):
+        workload = build_workload(config, dict(state["store"]))
+    return dataclasses.replace(workload, frozen=as_stored(workload.frozen, stored, folder.path))
 
 
 def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:

@@ -12,14 +12,14 @@ from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 
 
-def wants_channels_last(config: RunConfig, plan: Plan, model: nn.Module) -> bool:
+def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> bool:
     """Asked for or found by trials; else yes on a CPU, and on CUDA where matrix units, which read images so, compute.
     Never where nothing convolves images.
 
     docs/log.md has U-Net's times: on an Arm CPU 0.137 s in it, 0.243 contiguous; in strict fp32 on an H200 no
     difference (362 and 365 ms) without cuDNN's trials, and with trials only contiguous was timed.
     """
-    if not convolves_images(model):
+    if not convolves_images(*modules):
         return False
     wish = config.train.channels_last
     if wish != "auto":
@@ -30,9 +30,9 @@ def wants_channels_last(config: RunConfig, plan: Plan, model: nn.Module) -> bool
     return kind == "cpu" or kind == "cuda" and plan.compute != "fp32"
 
 
-def convolves_images(model: nn.Module) -> bool:
-    """Whether it has kernels of two dimensions; a table of positions (1, C, H, W) is none."""
-    return any(parameter.ndim == 4 and len(parameter) > 1 for parameter in model.parameters())
+def convolves_images(*modules: nn.Module) -> bool:
+    """Whether they have kernels of two dimensions; a table of positions (1, C, H, W) is none."""
+    return any(parameter.ndim == 4 and len(parameter) > 1 for module in modules for parameter in module.parameters())
 
 
 def to_channels_last_(model: nn.Module) -> nn.Module:

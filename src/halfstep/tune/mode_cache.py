@@ -35,12 +35,13 @@ class KeptWay:
     """A decision on disk, under everything it depends on."""
 
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan) -> None:
+        rows = (*plan.rows, *plan.frozen)
         identity = (
-            str(workload.model),
+            "\n".join(map(str, (workload.model, *(part.module for part in workload.frozen.values())))),
             [config.train.batch_size, config.train.accumulate, config.data.image_size],
             [config.optimizer.name, config.ema.enabled],
             [config.train.channels_last, config.train.tune_kernels, config.train.activation_checkpointing],
-            [plan.granted, plan.device_name, [(row.module, row.compute) for row in plan.rows if row.is_part]],
+            [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )
         self.name = f"ways-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"

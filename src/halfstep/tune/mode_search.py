@@ -55,7 +55,7 @@ class WaySearch:
         self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
         self.fields: dict[str, Any] = {
             "way": "eager",
-            "channels_last": wants_channels_last(config, plan, workload.model),
+            "channels_last": wants_channels_last(config, plan, *workload.modules()),
             "tunes_kernels": config.train.tune_kernels is True,
             "cudnn_benchmark": False,
         }
@@ -91,7 +91,7 @@ class WaySearch:
     def _eager(self) -> Cost | None:
         """The eager step in the usual layout, and in the other where that is left open; the faster one is found."""
         usual = self.fields["channels_last"]
-        is_open = self.config.train.channels_last == "auto" and convolves_images(self.workload.model)
+        is_open = self.config.train.channels_last == "auto" and convolves_images(*self.workload.modules())
         layouts = (usual, not usual) if is_open else (usual,)
         tried: dict[bool, Cost] = {}
         for channels_last in layouts:

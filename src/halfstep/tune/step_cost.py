@@ -68,11 +68,12 @@ def step_cost(config: RunConfig, store: Store, precision: str) -> StepCost:
         workload: Workload = kind.part("over")(config, store, NoSamples())
     batch = workload.prepared(kind.make_batch(small, store), key=(), training=True)
     num_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
+    num_frozen = sum(p.numel() for part in workload.frozen.values() for p in part.module.parameters())
     is_half = precision not in ("fp32", "tf32")
     a_parameter = FIXED_BYTES.get(config.optimizer.name, ADAM_FIXED_BYTES) + HALF_COPY_BYTES * is_half
     return StepCost(
         num_parameters=num_parameters,
-        fixed_bytes=num_parameters * a_parameter,
+        fixed_bytes=num_parameters * a_parameter + num_frozen * (HALF_COPY_BYTES if is_half else 4),
         sample_bytes=_peak_bytes(workload, batch) // SAMPLES // (2 if is_half else 1),
         sample_flops=_flops(workload, batch) // SEEN,
     )

@@ -20,12 +20,22 @@ from halfstep.precision.plan import Plan
 from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
+from halfstep.run.frozen import naming_lost_files
 from halfstep.run.hints import hint_about
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.validate import evaluating, validate
 from halfstep.step.randomness import algorithms
 from halfstep.tune.memory_limit import OutOfMemory
-from halfstep.use.open_run import OpenedRun, fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
+from halfstep.use.open_run import (
+    OpenedRun,
+    as_trained,
+    fresh_folder,
+    in_use,
+    open_run,
+    plan_for_use,
+    with_weights,
+    write_text,
+)
 from halfstep.workloads import KINDS
 from halfstep.workloads.options import with_defaults
 from halfstep.workloads.other_data import any_folder
@@ -52,8 +62,10 @@ def evaluate(
     kind = KINDS.of(run.config.workload)
     evaluating_as: Any = PlainEvaluation if kind.evaluation is None else kind.part("evaluation")
     wanted = with_defaults(kind.evaluate_options, options or {}, run.config.workload)
-    config, workload = _with_data(run, evaluating_as, data, report)
-    plan = plan_for_use(run, workload.model, device=device, precision=precision)
+    with naming_lost_files(run.frozen):
+        config, workload = _with_data(run, evaluating_as, data, report)
+    workload = replace(workload, frozen=as_trained(run, workload.frozen))
+    plan = plan_for_use(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
     for note in (*run.notes, *plan.warnings, *workload.notes):
         report.notice(note, "warning")
     evaluation = evaluating_as(workload)
@@ -61,7 +73,7 @@ def evaluate(
         fresh_folder(out, run.folder.report / "evaluation") as folder,
         algorithms(deterministic=config.train.deterministic),
     ):
-        model = with_weights(run, workload.model, plan)
+        model = with_weights(run, workload.model, plan, workload.frozen)
         counted = replace(workload, metrics=lambda: evaluation.metrics)
         trained = in_use(model, plan, report)
         metrics = evaluation.scored(config, trained, wanted, report.phase, batch_size) if wanted else None

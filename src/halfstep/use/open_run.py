@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,11 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import placed
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder
+from halfstep.run.frozen import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
 from halfstep.workloads import load as load_config
+from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.using import Trained
 
 
@@ -46,6 +48,11 @@ class OpenedRun:
         return dict(self.checkpoint.state["store"])
 
     @property
+    def frozen(self) -> dict[str, dict[str, str]]:
+        """Checksum and file of each frozen part; runs of older versions have none."""
+        return dict(self.checkpoint.state.get("frozen", {}))
+
+    @property
     def weights(self) -> str:
         """Which weights are used: those that validation used."""
         return "averaged (EMA)" if self.checkpoint.ema else "as trained"
@@ -60,7 +67,20 @@ def open_run(path: Path, *, checkpoint: str = "best") -> OpenedRun:
     return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
 
 
-def plan_for_use(run: OpenedRun, model: nn.Module, *, device: str | None, precision: str | None) -> Plan:
+def as_trained(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
+    """The frozen parts the run was trained with, as far as they are used; others are refused."""
+    used = {name: known for name, known in run.frozen.items() if name in frozen}
+    return as_stored(frozen, used, run.folder.path)
+
+
+def plan_for_use(
+    run: OpenedRun,
+    model: nn.Module,
+    *,
+    device: str | None,
+    precision: str | None,
+    frozen: Mapping[str, FrozenPart] | None = None,
+) -> Plan:
     """The stored plan; another one where another device or precision is asked for, or the run's device is not here."""
     stored = _stored_plan(run.folder)
     hardware = probe(device or _here(stored.device))
@@ -71,16 +91,19 @@ def plan_for_use(run: OpenedRun, model: nn.Module, *, device: str | None, precis
         # Parts with a precision of their own belong to the request that is replaced.
         request = request.model_copy(update={"default": precision_name(precision, "--precision"), "modules": {}})
     islands = [f"{row.module}: {row.reason}" for row in stored.rows if row.kind == "island"]
-    plan = decide(request, hardware, model, fragile=islands)
+    plan = decide(request, hardware, model, fragile=islands, frozen=modules_of(frozen or {}))
     if device is None and plan.device != stored.device:
         moved = f"the run's device {stored.device} ({stored.device_name}) is not here: using {plan.device}"
         return replace(plan, warnings=(*plan.warnings, f"{moved} in {plan.granted}"))
     return plan
 
 
-def with_weights(run: OpenedRun, model: nn.Module, plan: Plan) -> nn.Module:
+def with_weights(
+    run: OpenedRun, model: nn.Module, plan: Plan, frozen: Mapping[str, FrozenPart] | None = None
+) -> nn.Module:
     """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
     model = placed(run.config, model, plan)
+    place_frozen_(run.config, frozen or {}, plan)
     try:
         load_for_use(model, run.checkpoint)
     except (RuntimeError, KeyError, AttributeError) as error:

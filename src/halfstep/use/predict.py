@@ -12,13 +12,14 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.measure.clock import Stopwatch
 from halfstep.report.prediction_view import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
+from halfstep.run.frozen import naming_lost_files
 from halfstep.step.randomness import algorithms
 from halfstep.use.inputs import find_inputs
-from halfstep.use.open_run import fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
+from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.options import with_defaults
-from halfstep.workloads.using import Input, Predictor, Wishes
+from halfstep.workloads.using import Input, Predictor, Wishes, frozen_of
 
 
 def predict(
@@ -44,19 +45,21 @@ def predict(
         )
     wishes = replace(wishes, options=with_defaults(kind.predict_options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(kind, asked, run.config.workload)
-    predictor: Predictor = kind.part("predictor")(run.config, run.store)
+    with naming_lost_files(run.frozen):
+        predictor: Predictor = kind.part("predictor")(run.config, run.store)
+    frozen = as_trained(run, frozen_of(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
         _tell(failure, report)
     if kind.needs_input:
         _some_must_be_left(inputs, failed)
-    plan = plan_for_use(run, predictor.model, device=device, precision=precision)
+    plan = plan_for_use(run, predictor.model, device=device, precision=precision, frozen=frozen)
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
     has_folder = wishes.out is not None or kind.writes_files
     place = fresh_folder(wishes.out, run.folder.path / "predictions") if has_folder else nullcontext()
     with place as folder, algorithms(deterministic=run.config.train.deterministic):
-        model = with_weights(run, predictor.model, plan)
+        model = with_weights(run, predictor.model, plan, frozen)
         answers: list[Answer] = []
         with report.phase("Predicting", len(inputs)) as bar:
             for result in predictor.answers(inputs, in_use(model, plan, report), replace(wishes, out=folder), bar):

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from halfstep.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenPart:
@@ -15,6 +17,8 @@ class FrozenPart:
 
     module: nn.Module
     source: str = ""
+    checksum: str = ""
+    """Filled in by a run: of the weights as they were built."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,3 +32,38 @@ class Group:
     schedule: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the config's `schedule` that differ."""
     weight_decay: float | None = None
+
+
+def frozen_parts(given: Mapping[str, Any]) -> dict[str, FrozenPart]:
+    """Modules or FrozenParts as FrozenParts."""
+    return {name: _frozen(name, part) for name, part in given.items()}
+
+
+def _frozen(name: str, part: Any) -> FrozenPart:
+    if not name.isidentifier():
+        raise ConfigError(
+            f"{name!r} is no name for a frozen part",
+            why="precision.modules and the run's folder name it",
+            fix="letters, digits and _",
+        )
+    if not isinstance(part, nn.Module | FrozenPart):
+        raise ConfigError(f"the frozen part {name!r} is a {type(part).__name__}", fix="give an nn.Module or FrozenPart")
+    return part if isinstance(part, FrozenPart) else FrozenPart(module=part)
+
+
+def refuse_held_twice(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> None:
+    """A frozen part that is part of the model too, by its name or by its weights."""
+    trained = {id(parameter) for parameter in model.parameters()}
+    for name, part in frozen.items():
+        if name in dict(model.named_children()):
+            raise ConfigError(
+                f"{name!r} names a frozen part and a module of {type(model).__name__}",
+                why="precision.modules could mean either",
+                fix="give one of them another name",
+            )
+        if any(id(parameter) in trained for parameter in part.module.parameters()):
+            raise ConfigError(
+                f"{type(model).__name__} holds weights of the frozen part {name!r}",
+                why="they would be trained, averaged and stored with it",
+                fix="keep the part out of the model: let forward hold it",
+            )

@@ -17,6 +17,7 @@ from halfstep.report.evaluation_view import Cell
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.other_data import any_folder
+from halfstep.workloads.parts import FrozenPart, frozen_parts
 from halfstep.workloads.workload import Batch, Metrics, Workload
 
 
@@ -135,7 +136,7 @@ class Wishes:
 
 
 class Predictor(Protocol):
-    """One workload in use on files."""
+    """One workload in use on files. Where it has `frozen`, as Workload has, these parts are placed with the model."""
 
     @property
     def model(self) -> nn.Module:
@@ -151,6 +152,10 @@ class Predictor(Protocol):
         """One for each input, in order; the bar counts inputs, and may show how far one of them is. Without inputs
         (`Kind.needs_input`) as many as the options ask for; set `bar.total` first."""
         ...
+
+
+def frozen_of(predictor: Predictor) -> dict[str, FrozenPart]:
+    return frozen_parts(getattr(predictor, "frozen", {}))
 
 
 def failure_of(item: Input, error: DataError) -> Failure:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.data.loader import Samples
-from halfstep.errors import ConfigError, printable
+from halfstep.errors import printable
 from halfstep.islands import fp32_island
-from halfstep.workloads.parts import FrozenPart, Group
+from halfstep.workloads.parts import Group, frozen_parts, refuse_held_twice
 from halfstep.workloads.phase import Phase
 from halfstep.workloads.scheduled import Scheduled
 
@@ -94,9 +94,14 @@ class Workload:
     """Names of modules or parameters that are averaged; empty: all."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "frozen", {name: _frozen(name, part) for name, part in self.frozen.items()})
+        object.__setattr__(self, "frozen", frozen_parts(self.frozen))
+        refuse_held_twice(self.model, self.frozen)
         object.__setattr__(self, "val_names", tuple(printable(name) for name in self.val_names))
         object.__setattr__(self, "about", tuple((name, printable(value)) for name, value in self.about))
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The model and its frozen parts."""
+        return (self.model, *(part.module for part in self.frozen.values()))
 
     def prepared(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         """`prepare` as it runs everywhere: in fp32, outside autocast, without gradients."""
@@ -107,15 +112,3 @@ class Workload:
         """Loss and weight; a loss that comes alone counts by the number of samples."""
         found: Any = self.loss(outputs, batch)
         return found if isinstance(found, tuple) else (found, len(next(iter(batch.values()))))
-
-
-def _frozen(name: str, part: Any) -> FrozenPart:
-    if not name.isidentifier():
-        raise ConfigError(
-            f"{name!r} is no name for a frozen part",
-            why="precision.modules and the run's folder name it",
-            fix="letters, digits and _",
-        )
-    if not isinstance(part, nn.Module | FrozenPart):
-        raise ConfigError(f"the frozen part {name!r} is a {type(part).__name__}", fix="give an nn.Module or FrozenPart")
-    return part if isinstance(part, FrozenPart) else FrozenPart(module=part)
