@@ -22,6 +22,7 @@ Record = Mapping[str, Any]
 
 INK, FAINT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 TRAIN, VALIDATION, BAD = "#2f6fde", "#e8710a", "#d62f3a"
+PHASE_COLOURS = (TRAIN, "#12805c", "#8e44ad", "#b7791f")
 METRIC_COLOURS = ("#12805c", "#8e44ad", "#0b9ac0", "#b7791f")
 """Four at most: more curves in one quarter of a page cannot be told apart."""
 NOT_METRICS = {"step", "epoch", "loss", "elapsed_s"}
@@ -90,7 +91,7 @@ def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
     validation = [record for record in metrics if record.get("kind") == "val"]
     # An event is on record two steps after the step it is about, which it names by the number of steps before.
     skipped = [float(r["bad_step"] + 1 if "bad_step" in r else r["step"]) for r in metrics if r.get("event") in SKIPS]
-    losses = [*_with_mean(_curve(train, "loss", "train", TRAIN)), _curve(validation, "loss", "val", VALIDATION)]
+    losses = [*_training_losses(train), _curve(validation, "loss", "val", VALIDATION)]
     health = Quarter(title="Loss scale", curves=[_curve(train, "scale", "last", TRAIN)], skipped=skipped, log_base=2)
     if all(value == 1.0 for value in health.curves[0].finite):  # bf16, tf32 and fp32 run at a scale of one
         norms = _with_mean(_curve(train, "grad_norm", "last", TRAIN))
@@ -101,6 +102,13 @@ def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
         Quarter(title="Learning rate", curves=[_curve(train, "lr", "last", TRAIN)]),
         health,
     ]
+
+
+def _training_losses(train: Sequence[Record]) -> list[Curve]:
+    """One, or that of each phase (`loss/critic`)."""
+    phases = dict.fromkeys(name for record in train for name in record if name.startswith("loss/"))
+    found = [_curve(train, key, key.removeprefix("loss/"), colour) for key, colour in zip(phases, PHASE_COLOURS, strict=False)]
+    return [line for curve in found or [_curve(train, "loss", "train", TRAIN)] for line in _with_mean(curve)]
 
 
 def _curve(records: Sequence[Record], key: str, name: str, colour: str) -> Curve:
