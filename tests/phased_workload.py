@@ -27,10 +27,12 @@ SIZE = 2 * 8 * 8
 class Pair(nn.Module):
     """A generator that denoises and a critic; each holds BatchNorm, which the other's phase writes as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, SIZE))
-        self.critic = nn.Sequential(nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 1))
+        self.critic = nn.Sequential(
+            nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.generator(x)
@@ -118,7 +120,7 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     ]
     return Workload(
         name="pair",
-        model=Pair(),
+        model=Pair(options.get("dropout", 0.1)),
         train_samples=Samples(22),
         val_samples=Samples(9),
         prepare=prepare,
