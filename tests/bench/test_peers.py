@@ -354,3 +354,10 @@ def test_a_peer_computes_in_the_layers_of_torch_not_in_our_fast_forms() -> None:
         with isolated(torch.device("cpu")):
             assert not any(wanted(form, x) for form in FORMS)
         assert all(wanted(form, x) for form in FORMS)
+
+
+def test_a_workload_of_several_phases_is_not_timed_against_loops_of_one_step() -> None:
+    problem = dataclasses.replace(Watched().problem, num_phases=2)
+    with pytest.raises(HardwareError, match="2 phases") as refused:
+        runners("plain", problem)
+    assert "--against" in refused.value.fix

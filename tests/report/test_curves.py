@@ -69,6 +69,15 @@ def test_flags_and_single_classes_are_no_metrics_of_their_own(tmp_path: Path) ->
     assert pixels_of(fourth_colour, tmp_path / "curves.png") == 0
 
 
+def test_each_phase_has_a_curve_of_its_own(tmp_path: Path) -> None:
+    green = (0x12, 0x80, 0x5C)
+    one = records(60, with_validation=False)
+    draw_curves(one, tmp_path / "one.png")
+    draw_curves([{**r, "loss/generator": r["loss"], "loss/critic": 0.5} for r in one], tmp_path / "two.png")
+    assert pixels_of(green, tmp_path / "one.png") == 0
+    assert pixels_of(green, tmp_path / "two.png") > 0
+
+
 def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot write"):

@@ -103,6 +103,12 @@ def peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: 
             why=f"without further packages they take {', '.join(PEER_PRECISIONS)}",
             fix="leave that precision or --against out",
         )
+    if problem.num_phases > 1:
+        raise HardwareError(
+            f"{problem.config.workload} trains in {problem.num_phases} phases",
+            why="a peer's loop makes one optimizer step, so it would be timed at other work",
+            fix="leave --against out",
+        )
     return [
         PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
         for word in words

@@ -57,6 +57,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
         weight_decay=config.optimizer.weight_decay,
         clip_norm=config.train.clip_norm,
         samples=samples,
+        num_phases=max(len(workload.phases), 1),
         unit=kind.unit_of(config, workload.store),
         has_frozen=bool(workload.frozen),
     )

@@ -41,6 +41,8 @@ class Problem:
     clip_norm: float
     samples: int
     """In one step."""
+    num_phases: int = 1
+    """Optimizer steps of an iteration; a peer's loop makes one."""
     unit: Unit = Unit()
     """What throughput counts."""
     has_frozen: bool = False

@@ -107,7 +107,10 @@ def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
 def _training_losses(train: Sequence[Record]) -> list[Curve]:
     """One, or that of each phase (`loss/critic`)."""
     phases = dict.fromkeys(name for record in train for name in record if name.startswith("loss/"))
-    found = [_curve(train, key, key.removeprefix("loss/"), colour) for key, colour in zip(phases, PHASE_COLOURS, strict=False)]
+    found = [
+        _curve(train, key, key.removeprefix("loss/"), colour)
+        for key, colour in zip(phases, PHASE_COLOURS, strict=False)
+    ]
     return [line for curve in found or [_curve(train, "loss", "train", TRAIN)] for line in _with_mean(curve)]
 
 
