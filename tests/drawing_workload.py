@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import tiny_workload
+from halfstep.data import noise
 from halfstep.report.prediction_view import Answer
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.options import Option
@@ -63,3 +67,22 @@ KIND = Kind(
     units_per_sample=lambda config, store: 64,
     task="drawing",
 )
+
+
+def build_sampling(config: Any, store: Any = None) -> Any:
+    """The tiny workload with samples that draw from every generator they should leave alone."""
+    workload = tiny_workload.build(config, store)
+
+    def sample(model: torch.nn.Module, key: Any) -> dict[str, Any]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        random.random(), np.random.rand(), torch.rand(3)
+        scores = model(noise.normal(key, 1, (2, 8, 8), torch.device("cpu"), stream="sample"))
+        picture = (scores.float().softmax(1) * 255).to(torch.uint8).numpy()
+        return {"grey": picture, "colour": np.stack([picture] * 3, axis=-1), "words": f"{scores.tolist()}"}
+
+    return dataclasses.replace(workload, sample=sample)
+
+
+def build_bad_sampling(config: Any, store: Any = None) -> Any:
+    return dataclasses.replace(tiny_workload.build(config, store), sample=lambda model, key: {"a": np.zeros((2, 2))})

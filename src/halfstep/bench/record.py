@@ -47,7 +47,13 @@ SHORT_NAMES = {
 NOT_OF_THE_STEP = (
     *("preset", "device", "globals", "log.", "data."),
     *("precision.default", "precision.strict", "precision.simulate", "train.fast"),
-    *("train.early_stopping_patience", "train.validate_every", "train.checkpoint", "train.report_every"),
+    *(
+        "train.early_stopping_patience",
+        "train.validate_every",
+        "train.sample_every",
+        "train.checkpoint",
+        "train.report_every",
+    ),
 )
 """What a bench does not read, and what its rows and its device are named by. Channels of the data show in the model."""
 DEFAULT_NAMES = {"--picture": "bench.png", "--save": "bench.json"}

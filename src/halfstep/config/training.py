@@ -137,6 +137,12 @@ class TrainConfig(Section):
         default=20, description="Validations without a better metric before the run ends; 0: off"
     )
     validate_every: PositiveCount = Field(default=1, description="Epochs between two validations")
+    validate_every_steps: OffCount = Field(
+        default=0, description="Attempted steps between two validations, in place of epochs; 0: by epochs"
+    )
+    sample_every: OffCount = Field(
+        default=0, description="Attempted steps between two looks at what the model makes, in report/samples; 0: off"
+    )
     checkpoint_every: OffCount = Field(
         default=0, description="Attempted steps between two checkpoints; 0: at each epoch's end"
     )

@@ -80,6 +80,7 @@ def _num_kept(parts: Assembly) -> int:
     """Checkpoints that lie there at once: the newest, the best, and one that is being written."""
     train = parts.config.train
     steps_each = train.checkpoint_every or max(1, math.ceil(len(parts.train_loader) / train.accumulate))
+    steps_each = min(steps_each, train.validate_every_steps or steps_each)
     written = math.ceil(parts.total_steps / steps_each)
     return min(written, train.checkpoints_total_limit + 2) if train.checkpoints_total_limit else written
 

@@ -273,9 +273,9 @@ class Journal:
         self.report.notice(COMPILING)
         self._is_compiling = True
 
-    def early_stop(self, epoch: int, stopping: EarlyStopping) -> None:
+    def early_stop(self, when: str, stopping: EarlyStopping) -> None:
         self.report.notice(
-            f"early stopping after epoch {epoch}: no better {self.metric} than {stopping.best:.4f} "
+            f"early stopping after {when}: no better {self.metric} than {stopping.best:.4f} "
             f"(epoch {stopping.best_epoch + 1}) in {stopping.num_since} validations"
         )
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
-from halfstep.data.prefetch import prefetch
-from halfstep.errors import Interrupted, TrainingStopped, suggested
+from halfstep.data.prefetch import Prefetcher, prefetch
+from halfstep.errors import CheckpointError, Interrupted, TrainingStopped, suggested
 from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
@@ -18,14 +18,17 @@ from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.resume import Changes
+from halfstep.run.sampling import sample
 from halfstep.run.stored_state import restore, stored
-from halfstep.run.validate import validate
+from halfstep.run.validate import averaged, validate
 from halfstep.run.waiting import Waiting
 from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts
 from halfstep.step.guard import Action, Verdict
 from halfstep.step.phase_facts import PhasedFacts
 from halfstep.tune.memory_limit import OutOfMemory, explained
+
+Looked = TypeVar("Looked")
 
 
 class AskedToLeave(Exception):
@@ -52,22 +55,31 @@ class Loop:
         self.throughput = Throughput()
         self.waiting = Waiting()
         self.num_samples = 0
+        self.validated_at = self.sampled_at = -1
+        """The steps at which the model was last looked at: a resumed run does what was due, and nothing twice."""
+        if parts.config.train.sample_every and parts.workload.sample is None:
+            journal.notice(f"train.sample_every does nothing: {parts.workload.name} has no sample()", "warning")
 
     @property
     def is_done(self) -> bool:
         limit = self.parts.config.train.max_steps
         return bool(limit) and self.parts.step.attempted >= limit
 
+    @property
+    def is_over(self) -> bool:
+        return self.is_done or self.parts.stopping.should_stop
+
     def run(self) -> None:
         epochs = self.parts.config.train.epochs
         self._keep_a_way_back()
-        while self.position.epoch < epochs and not self.is_done and not self.parts.stopping.should_stop:
+        while self.position.epoch < epochs and not self.is_over:
             with explained(self.parts.config, lambda: self.engine.pieces, self.parts.device):
                 self._train_epoch()
                 self._act_on(self.parts.guard.drain())
                 self._end_epoch()
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
-            self.journal.early_stop(self.position.epoch, self.parts.stopping)
+            when = f"step {self.parts.step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
+            self.journal.early_stop(when, self.parts.stopping)
 
     def _trained(self) -> dict[str, float]:
         """Metrics of the epoch's training so far, where steps give outputs that they know."""
@@ -80,21 +92,31 @@ class Loop:
 
     def _train_epoch(self) -> None:
         parts = self.parts
-        batches = parts.train_loader.epoch(self.position.epoch, self.position.batch)
-        feed = prefetch(batches, parts.device)
+        feed = prefetch(parts.train_loader.epoch(self.position.epoch, self.position.batch), parts.device)
+        windows = parts.step.windows(feed)
+        self._pause()  # what was due when the run was stopped
+        while not self.is_over and (left := self._num_windows_left()):
+            self._train_until_pause(windows, feed, left)
+            self._pause()
+
+    def _num_windows_left(self) -> int:
+        return -(-(len(self.parts.train_loader) - self.position.batch) // self.parts.step.accumulate)
+
+    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher, left: int) -> None:
+        """The windows of an epoch, up to the next look at the model."""
+        parts = self.parts
         self.throughput.restart()
-        clock = Stopwatch()
-        left = -(-(len(parts.train_loader) - self.position.batch) // parts.step.accumulate)
+        clock, waited_s = Stopwatch(), feed.waited_s
         with self.journal.training(self.position.epoch, left):
-            for window in parts.step.windows(feed):
+            for window in windows:
                 facts = self._one_step(window)
                 # Before the guard's word, which may be to save and stop: this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
-                self._after_step(window, Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s))
-                if self.is_done:
+                self._after_step(window, Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s))
+                if self.is_over or self._is_pause_due():
                     break
-        self.waiting.add(clock.elapsed_s, feed.waited_s)
+        self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
 
     def _one_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
         facts = self.engine(window)
@@ -151,18 +173,62 @@ class Loop:
         plateau = self.parts.plateau.factor if self.parts.plateau is not None else 1.0
         self.parts.step.set_rate_factor(plateau * self.parts.guard.rate_factor)
 
+    # --- between two windows ---
+
+    @property
+    def _by_steps(self) -> bool:
+        return self.parts.config.train.validate_every_steps > 0
+
+    def _is_due(self, every: int, done_at: int) -> bool:
+        attempted = self.parts.step.attempted
+        return every > 0 and attempted > 0 and attempted % every == 0 and done_at != attempted
+
+    def _is_pause_due(self) -> bool:
+        return self._samples_are_due() or self._validation_is_due()
+
+    def _samples_are_due(self) -> bool:
+        wanted = self.parts.config.train.sample_every if self.parts.workload.sample is not None else 0
+        return self._is_due(wanted, self.sampled_at)
+
+    def _validation_is_due(self) -> bool:
+        every = self.parts.config.train.validate_every_steps
+        return self._is_due(every, self.validated_at) and len(self.parts.val_loader) > 0
+
+    def _pause(self) -> None:
+        """Look at the model, where it is due by steps."""
+        if self._samples_are_due():
+            self._sample()
+        if self._validation_is_due():
+            self._act_on(self.parts.guard.drain())
+            is_best = self._validate(self.position.epoch, in_turn=True)
+            self.train_metrics = self.parts.workload.metrics()
+            self.save(is_best=is_best)
+            if self.interrupts:
+                self._leave()
+
+    def _sample(self) -> None:
+        folder = self.checkpoints.folder.parent / "report" / "samples" / f"{self.parts.step.attempted:08d}"
+        try:
+            written = self._with_room(lambda: sample(self.parts, folder))
+            self.journal.notice(f"samples in {folder}: {', '.join(path.name for path in written)}")
+        except CheckpointError as error:  # by-products: a full disk will stop the run at its next checkpoint
+            self.journal.notice(str(error), "warning")
+        self.sampled_at = self.parts.step.attempted
+
     # --- the end of an epoch ---
 
     def _end_epoch(self) -> None:
         parts, train = self.parts, self.parts.config.train
         epoch, is_whole = self.position.epoch, self.position.batch >= len(parts.train_loader)
-        in_turn = (epoch + 1) % train.validate_every == 0
-        is_due = in_turn or self.is_done or epoch + 1 == train.epochs
+        in_turn = not self._by_steps and (epoch + 1) % train.validate_every == 0
+        is_due = in_turn or self.is_over or epoch + 1 == train.epochs
+        is_due = is_due and self.validated_at != parts.step.attempted
         is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch, in_turn=in_turn and is_whole)
         # Only now: a run that ends while it validates, validates again when it is resumed.
         if is_whole:
             self.position = Position(epoch=epoch + 1)
-        self.train_metrics = parts.workload.metrics()
+        if is_due or not self._by_steps:
+            self.train_metrics = parts.workload.metrics()
         # With checkpoints by steps an epoch's end is nothing special, but for what validation found.
         if is_due or not train.checkpoint_every:
             self.save(is_best=is_best)
@@ -172,16 +238,12 @@ class Loop:
     def _validate(self, epoch: int, *, in_turn: bool) -> bool:
         """Whether it is the best so far. One out of turn, at the end of a run, decides nothing else."""
         parts = self.parts
-        average = parts.step.ema
         try:
-            with self.journal.validating(epoch, len(parts.val_loader)) as advance:
-                if average is None:
-                    found = self._validated(self._unless_asked(advance))
-                else:
-                    with average.swapped_in():
-                        found = self._validated(self._unless_asked(advance))
+            with self.journal.validating(epoch, len(parts.val_loader)) as advance, averaged(parts.step):
+                found = self._with_room(lambda: self._found(self._unless_asked(advance)))
         except AskedToLeave:
             self._leave()  # here the model holds its own weights again
+        self.validated_at = parts.step.attempted
         value = found[parts.workload.metric]
         is_best = parts.stopping.observe(value, epoch, in_turn=in_turn)
         if parts.plateau is not None and in_turn:
@@ -198,15 +260,16 @@ class Loop:
 
         return go_on
 
-    def _validated(self, advance: Any) -> dict[str, float]:
+    def _with_room(self, look: Callable[[], Looked]) -> Looked:
+        """A look at the model, with the memory of the captured steps where it does not fit beside them."""
         try:
-            return self._found(advance)
+            return look()
         except OutOfMemory as error:
             if not self.engine.graphs:
                 raise
             error.__traceback__ = None  # its frames hold what did not fit
         self.engine.forget_graphs()  # nobody else can use their memory while they are kept
-        return self._found(lambda: None)
+        return look()
 
     def _found(self, advance: Any) -> dict[str, float]:
         parts = self.parts
@@ -230,6 +293,8 @@ class Loop:
         own = {
             "position": asdict(self.position),
             **self.engine.stored(),
+            "validated_at": self.validated_at,
+            "sampled_at": self.sampled_at,
             "train_metrics": self.train_metrics.state_dict(),
             "journal": self.journal.state_dict(),
             "is_best": is_best,
@@ -247,6 +312,7 @@ class Loop:
         self._set_rate_factor()
         self.position = Position(**state["position"])
         self.engine.go_on(state, is_same=not changes.are_binding)
+        self.validated_at, self.sampled_at = (int(state.get(name, -1)) for name in ("validated_at", "sampled_at"))
         self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])
         self.journal.attempted = self.parts.step.attempted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import batch_length
+from halfstep.step.step import Step
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import split_window
 from halfstep.workloads.workload import Workload
@@ -29,6 +30,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def averaged(step: Step) -> Iterator[None]:
+    """The model holds its averaged weights inside, where the step keeps an average."""
+    with step.ema.swapped_in() if step.ema is not None else nullcontext():
+        yield
 
 
 def validate(

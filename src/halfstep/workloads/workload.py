@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from halfstep.data.loader import Samples
+from halfstep.data.seeds import Key
 from halfstep.errors import printable
 from halfstep.islands import fp32_island
 from halfstep.workloads.parts import Group, frozen_parts, refuse_held_twice
@@ -44,6 +46,16 @@ class Loss(Protocol):
     """Loss and weight of a batch: the weight is its number of samples (or pixels, or tokens)."""
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]: ...
+
+
+Sampled = Mapping[str, "np.ndarray[Any, Any] | str"]
+"""Pictures (height, width) or (height, width, 3) of uint8, and texts, by name."""
+
+
+class Sample(Protocol):
+    """What the model makes by itself, for people to look at; every draw by the key, which is the same each time."""
+
+    def __call__(self, model: nn.Module, key: Key) -> Sampled: ...
 
 
 class MakeMetrics(Protocol):
@@ -90,6 +102,9 @@ class Workload:
     """Parameters with a learning rate or schedule of their own."""
     values: Mapping[str, Scheduled] = field(default_factory=dict)
     """What changes with the steps and is read in forward or loss."""
+    sample: Sample | None = None
+    """Called every `train.sample_every` steps in evaluation mode with the averaged weights; written to
+    report/samples."""
     ema_parts: tuple[str, ...] = ()
     """Names of modules or parameters that are averaged; empty: all."""
 
