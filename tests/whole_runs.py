@@ -42,6 +42,7 @@ def newest(folder: Path) -> Checkpoint:
 def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Every tensor and every number of the last checkpoint."""
     checkpoint = newest(folder)
+    checkpoint.state["journal"].pop("elapsed_s", None)  # a clock's
     plain, tensors = pack(checkpoint.state)
     named = {f"model.{k}": v for k, v in checkpoint.model.items()} | {f"ema.{k}": v for k, v in checkpoint.ema.items()}
     return named | tensors, json.dumps(plain, sort_keys=True)
@@ -49,7 +50,7 @@ def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """Without what a clock or the machine decides."""
-    clocks = ("samples_per_s", "memory_bytes")
+    clocks = ("samples_per_s", "memory_bytes", "elapsed_s")
     return [{name: value for name, value in line.items() if name not in clocks} for line in stored_lines(folder)]
 
 

@@ -49,7 +49,7 @@ def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_rea
             if epoch == 0:
                 told.stepped(1, 1.0, Waiting())
                 assert not any(part.startswith("loss") for part in bar_of(told).parts())
-                told.on_reading(fact(1, 0.75))
+                told.observe(None, fact(1, 0.75))
             told.stepped(2, 1.0, Waiting())
             assert {"loss 0.7500", "lr 1.0e-03", "fp32"} <= set(bar_of(told).parts())
 
@@ -58,7 +58,7 @@ def test_what_the_bar_shows_early_is_no_record(tmp_path: Path, plan: Plan) -> No
     told = journal(tmp_path, plan)
     with told.training(0, 12):
         for attempted in range(1, 13):
-            told.on_reading(fact(attempted, 1.0 / attempted))
+            told.observe(None, fact(attempted, 1.0 / attempted))
             told.stepped(attempted, 1.0, Waiting())
             shown = [part for part in bar_of(told).parts() if part.startswith("loss")]
             assert shown == [f"loss {1.0 / (1 if attempted < 10 else 10 if attempted < 12 else 12):.4f}"]

@@ -10,8 +10,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from halfstep.data.prefetch import RecentWindows
 from halfstep.errors import ConfigError, Interrupted
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
+from halfstep.report.run_report import RunReport
+from halfstep.run.assemble import assemble, build_workload
+from halfstep.run.folder import RunFolder
+from halfstep.run.interrupts import interrupts
+from halfstep.run.journal import Journal
+from halfstep.run.loop import Loop
 from halfstep.run.train import train
+from halfstep.step.facts import Reading
+from halfstep.step.guard import LAG
 from halfstep.workloads import load
 from whole_runs import TINY, assert_same_run, final_state, learning_rates, records, resume, run
 
@@ -72,7 +83,7 @@ def test_a_run_with_samples_is_bit_equal_to_one_without(tmp_path: Path) -> None:
     (tensors, plain), (other, other_plain) = final_state(without), final_state(with_samples)
     assert all(np.array_equal(tensors[name].numpy(), other[name].numpy(), equal_nan=True) for name in tensors)
     differing = {k for k, v in json.loads(plain).items() if json.loads(other_plain)[k] != v}
-    assert differing - {"journal"} == {"sampled_at"}  # the journal has a clock
+    assert differing == {"sampled_at"}
     assert records(without) == records(with_samples)
     assert not (without / "report" / "samples").exists()
 
@@ -96,3 +107,33 @@ def test_a_sample_of_another_form_is_refused_with_the_form(tmp_path: Path) -> No
 def test_samples_nobody_makes_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "run", {"train.sample_every": 2, "train.max_steps": 2})
     assert "train.sample_every does nothing" in capsys.readouterr().err
+
+
+def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_still_there(tmp_path: Path) -> None:
+    """Steps are looked at two steps later, across the border of an epoch."""
+    words = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "train.accumulate": 2}.items()]
+    config = load("tiny_workload:build", overrides=[*words, "train.epochs=2"]).config
+    workload = build_workload(config)
+    parts = assemble(config, workload, decide(config.precision, probe("cpu"), workload.model))
+    parts.recent = RecentWindows(LAG + 1)
+    seen: list[tuple[int | None, int | None, tuple[int, ...]]] = []
+
+    def observe(facts: Any, reading: Reading) -> None:
+        window = parts.recent.of(reading.attempted) if parts.recent else None
+        assert window is not None
+        assert reading.sample_ids == tuple(int(index) for batch in window for index in batch["index"])
+        assert facts.attempted == reading.attempted
+        assert set(facts.rng) == {"cpu"}
+        seen.append((reading.epoch, reading.window, reading.sample_ids))
+
+    parts.guard.observers.append(observe)
+    report = RunReport(tmp_path, quiet=True)
+    journal = Journal(report, parts.plan, epochs=2, report_every=1, metric="accuracy")
+    with interrupts() as asked:
+        loop = Loop(parts, RunFolder(tmp_path).checkpoints(), journal, asked)
+        loop.run()
+    report.close()
+    assert [place[:2] for place in seen] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert sorted(i for *_, ids in seen[:3] for i in ids) == list(range(22))
+    assert loop.num_samples == 44  # the last window of an epoch is a partial one
+    assert parts.recent.of(0) is None

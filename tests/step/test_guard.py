@@ -29,7 +29,8 @@ def feed(guard: Guard, readings: list[Reading]) -> list[Action]:
 
 def test_the_guard_looks_exactly_two_steps_back() -> None:
     seen: list[int] = []
-    guard = Guard(scaling=False, on_reading=lambda r: seen.append(r.attempted))
+    guard = Guard(scaling=False)
+    guard.observers.append(lambda facts, reading: seen.append(reading.attempted))
     for k in range(5):
         guard.watch(reading(k))
         assert seen == list(range(k - LAG + 1))

@@ -15,6 +15,7 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
+from halfstep.data.prefetch import RecentWindows
 from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
@@ -68,6 +69,8 @@ class Assembly:
     total_steps: int
     unit: Unit
     """What throughput counts."""
+    recent: RecentWindows | None = None
+    """Set before the run begins by whoever wants to see the windows of steps that the guard looks at."""
 
 
 def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:

@@ -210,9 +210,10 @@ class Step:
             options,
             scaling=plan.needs_loss_scaling,
             min_scale=self._step.scaler.options.min_scale,
-            on_reading=lambda reading: on_outcome(Outcome(reading)) if on_outcome is not None else None,
             advice=OF_OWN_LOOPS,
         )
+        if on_outcome is not None:
+            self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
         self._loss = OwnLoss(self._step)
         self._strangers = Strangers(self._step.writes)

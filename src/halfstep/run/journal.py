@@ -18,9 +18,9 @@ from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
 from halfstep.run.stopping import EarlyStopping
 from halfstep.run.waiting import Waiting
-from halfstep.step.facts import Reading
+from halfstep.step.facts import Facts, Reading
 from halfstep.step.guard import Guard, Verdict
-from halfstep.step.phase_facts import parts_of, reading_from
+from halfstep.step.phase_facts import PhasedFacts, parts_of, reading_from
 from halfstep.workloads.kind import Unit
 
 METRIC_EVERY_S = 2.0
@@ -86,8 +86,9 @@ class Journal:
 
     # --- one step ---
 
-    def on_reading(self, reading: Reading) -> None:
+    def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
         """Called by the guard with the facts of two steps ago; at an epoch's end with the last ones, too."""
+        del facts
         self.latest = reading
         for name, part in parts_of(reading).items():
             self.seen[name].newest = part
@@ -124,7 +125,7 @@ class Journal:
             {
                 "kind": "train",
                 "step": r.attempted + 1,
-                "epoch": self._epoch + 1,
+                "epoch": (self._epoch if r.epoch is None else r.epoch) + 1,
                 "loss": first.loss,
                 "grad_norm": first.grad_norm,
                 "lr": first.lr,

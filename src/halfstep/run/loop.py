@@ -119,8 +119,12 @@ class Loop:
         self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
 
     def _one_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
+        parts, position = self.parts, self.position
+        if parts.recent is not None:
+            parts.recent.keep(parts.step.attempted, window)
         facts = self.engine(window)
-        self.journal.attempted = self.parts.step.attempted
+        facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
+        self.journal.attempted = parts.step.attempted
         return facts
 
     def _after_step(self, window: list[dict[str, Tensor]], waiting: Waiting) -> None:

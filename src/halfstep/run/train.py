@@ -216,7 +216,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         hint=partial(hint_about, config.workload),
         unit=parts.unit,
     )
-    parts.guard.on_reading = journal.on_reading
+    parts.guard.observers.append(journal.observe)
     with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
         is_new = resumed is None

@@ -13,6 +13,7 @@ from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import batch_length
+from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import split_window
@@ -33,7 +34,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def averaged(step: Step) -> Iterator[None]:
+def averaged(step: Step | PhasedStep) -> Iterator[None]:
     """The model holds its averaged weights inside, where the step keeps an average."""
     with step.ema.swapped_in() if step.ema is not None else nullcontext():
         yield

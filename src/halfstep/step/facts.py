@@ -29,6 +29,9 @@ class Reading:
     """Committed steps after this one."""
     lr: float
     sample_ids: tuple[int, ...] = ()
+    epoch: int | None = None
+    """The epoch it belongs to, and its window in that epoch; None in a loop that has none, and in older runs."""
+    window: int | None = None
 
     @property
     def reason(self) -> str:
@@ -48,11 +51,12 @@ FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined",
 
 
 class Facts:
-    """One step's findings as device tensors, with the sample ids and RNG state that identify the step."""
+    """One step's findings as device tensors, and what identifies the step: its samples, its place in the data, and the
+    generators as they were before its forward pass (`rng`). Whoever keeps facts can repeat the step."""
 
     __slots__ = (
-        "_event", "_host", "attempted", "bad", "empty", "factor", "grad_norm", "ids", "loss", "packed", "rng", "ruined",
-        "scale", "spike",
+        "_event", "_host", "attempted", "bad", "empty", "epoch", "factor", "grad_norm", "ids", "loss", "packed", "rng",
+        "ruined", "scale", "spike", "window",
     )  # fmt: skip
 
     def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
@@ -63,6 +67,8 @@ class Facts:
         """What the optimizers have yet to multiply the gradients by: unscaling and clipping in one."""
         self.ids: tuple[Tensor, ...] = ()
         self.rng: dict[str, Tensor] = {}
+        self.epoch: int | None = None
+        self.window: int | None = None
         self.packed = torch.empty(0)
         """All fields in one device tensor, once the step is committed."""
         self._host: Tensor | None = None
@@ -112,6 +118,8 @@ class Facts:
             committed=int(v["committed"]),
             lr=v["lr"],
             sample_ids=tuple(int(i) for ids in self.ids for i in ids.tolist()),
+            epoch=self.epoch,
+            window=self.window,
         )
 
 

@@ -86,6 +86,10 @@ OF_RUNS = Advice(overflow="--precision bf16", clip="train.clip_norm", rollback="
 OF_OWN_LOOPS = Advice(overflow='precision="bf16"', clip="clip_norm=1.0", rollback='guard={"on_fault": "rollback"}')
 
 
+Observer = Callable[[Facts | PhasedFacts | None, Reading], None]
+"""Takes a step's facts and their reading; no facts where a checkpoint was taken before the step was looked at."""
+
+
 class Guard:
     """Watches the facts of earlier steps and decides: continue, roll back, or stop."""
 
@@ -95,11 +99,13 @@ class Guard:
         *,
         scaling: bool,
         min_scale: float = 1.0,
-        on_reading: Callable[[Reading], None] = lambda reading: None,
         advice: Advice = OF_RUNS,
     ) -> None:
         self.options = options or GuardOptions()
-        self.scaling, self.min_scale, self.on_reading, self.advice = scaling, min_scale, on_reading, advice
+        self.scaling, self.min_scale, self.advice = scaling, min_scale, advice
+        self.observers: list[Observer] = []
+        """Called with each step that is looked at, in order, before it is judged. Whoever wants to see steps adds
+        itself here: the values are on the host by then, so watching costs no wait."""
         self.pending: deque[Facts | PhasedFacts | Reading] = deque()
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
         self.first_fault_committed = 0
@@ -134,7 +140,8 @@ class Guard:
     def _judge_oldest(self) -> Verdict:
         oldest = self.pending.popleft()
         reading = oldest if isinstance(oldest, Reading) else oldest.read()
-        self.on_reading(reading)
+        for observe in self.observers:
+            observe(None if isinstance(oldest, Reading) else oldest, reading)
         return self.judge(reading)
 
     def judge(self, reading: Reading) -> Verdict:

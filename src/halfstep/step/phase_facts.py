@@ -30,6 +30,8 @@ class PhasedFacts:
 
     def __init__(self, attempted: int, committed: Tensor, phases: Mapping[str, Facts]) -> None:
         self.attempted, self.phases = attempted, phases
+        self.epoch: int | None = None
+        self.window: int | None = None
         self._committed = to_host(committed.clone())
         self._event: torch.cuda.Event | None = None
         if committed.is_cuda:
@@ -50,6 +52,8 @@ class PhasedFacts:
                 "is_empty": all(reading.is_empty for reading in own.values()),
                 "is_ruined": any(reading.is_ruined for reading in own.values()),
                 "committed": int(self._committed),
+                "epoch": self.epoch,
+                "window": self.window,
             },
             phases=own,
         )
