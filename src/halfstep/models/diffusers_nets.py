@@ -152,16 +152,15 @@ def halvings(net_config: Mapping[str, Any]) -> int:
 
 
 def encoded_moments(vae: Net, image: Tensor) -> Tensor:
-    """Mean and log-variance of the latents (N, 2C, h, w), in the VAE's own format: no autocast reaches it."""
-    moments: Tensor = vae.encode(image.to(next(vae.parameters()).dtype)).latent_dist.parameters
+    """Mean and log-variance of the latents (N, 2C, h, w)."""
+    moments: Tensor = vae.encode(image).latent_dist.parameters
     return moments
 
 
 def decoded(vae: Net, latents: Tensor) -> Tensor:
     """Images in -1..1 (N, 3, H, W), fp32, of latents as the U-Net knows them: scaled."""
     shift = vae.config.shift_factor or 0.0
-    unscaled = latents.float() / vae.config.scaling_factor + shift
-    image: Tensor = vae.decode(unscaled.to(next(vae.parameters()).dtype)).sample
+    image: Tensor = vae.decode(latents.float() / vae.config.scaling_factor + shift).sample
     return image.float()
 
 

@@ -19,6 +19,7 @@ from halfstep.models.noise_schedule import noised, target_of
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
 from halfstep.workloads.diffusion.latents import Encoder
+from halfstep.workloads.diffusion.make import Maker
 from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts
 from halfstep.workloads.diffusion.noising import Noising, schedule_of
 from halfstep.workloads.diffusion.samples import open_samples
@@ -42,7 +43,7 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
     parts = open_parts(config, classes)
     model = model_of(config, parts, store)
     samples = open_samples(config, data, parts, store)
-    found = {"unet": config_of(model), "classes": list(classes), "latents_sha256": samples.checksum}
+    found = {"unet": config_of(model), "classes": list(classes), **samples.store}
     return Workload(
         name=config.workload,
         model=model,
@@ -62,6 +63,7 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         about=(*data.about, *samples.about),
         settled=samples.settled,
         frozen=frozen_parts(config, parts, with_vae=config.data.cache == "off"),
+        sample=Maker(config, parts, found).sheet,
     )
 
 
@@ -89,7 +91,7 @@ class Forward:
     """What the U-Net says of noised images, and what it should have said."""
 
     def __init__(self, config: DiffusionConfig, parts: Parts) -> None:
-        self.target, self.conditions = config.model.target, parts.conditions
+        self.target, self.parts, self.conditions = config.model.target, parts, parts.conditions
         self.encoder = Encoder(parts.vae) if parts.vae is not None else None
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

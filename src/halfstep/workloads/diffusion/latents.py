@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,24 +84,32 @@ def chosen_format(vae: Any, samples: Samples, device: torch.device, asked: str, 
 
 def round_trip_errors(vae: Any, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:
     """How far encoding and decoding in each format is from fp32's, relative to its pixels' spread; None: not finite."""
-    exact = _round_trip(copy.deepcopy(vae).to(images.device), images)
+    vae = copy.deepcopy(vae).to(images.device)
+    exact = _round_trip(vae, images, "fp32")
     if not bool(exact.isfinite().all()):
         raise ModelError("the VAE gives NaN or infinity for your pictures in fp32", fix="another VAE: model.vae=DIR")
     spread = float((exact - exact.mean()).square().mean().sqrt()) or 1.0
     errors: dict[str, float | None] = {}
     for name in formats:
-        found = _round_trip(copy.deepcopy(vae).to(images.device, HALF[name]), images)
+        found = _round_trip(vae, images, name)
         error = float((found - exact).square().mean().sqrt()) / spread
         errors[name] = error if bool(found.isfinite().all()) else None
     return errors
 
 
 @torch.no_grad()
-def _round_trip(vae: Any, images: Tensor) -> Tensor:
-    with fp32_island():
+def _round_trip(vae: Any, images: Tensor, format_name: str) -> Tensor:
+    with computing_in(format_name, images.device):
         mean, _ = posterior(encoded_moments(vae, images))
         latents = (mean - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
         return decoded(vae, latents)
+
+
+def computing_in(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
+    """As a frozen part of a run computes: autocast's way, norms in fp32."""
+    if format_name not in HALF:
+        return fp32_island()
+    return torch.autocast(device.type, dtype=HALF[format_name])
 
 
 def some_images(samples: Samples, device: torch.device, num: int = TRIED_IMAGES) -> Tensor:
@@ -150,16 +159,21 @@ def opened_or_made(
 
 def fingerprint(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> str:
     """Changes with the pictures, their size, the mirror images, the VAE and its format."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(vae.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
     settings = {
         "size": config.data.image_size,
         "flips": bool(config.data.flip),
-        "vae": digest.hexdigest(),
+        "vae": checksum_of(vae),
         "format": format_name,
     }
     return fingerprint_of(data.root, (data.train.paths, data.val.paths), settings)
+
+
+def checksum_of(vae: Any) -> str:
+    """SHA-256 of its weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(vae.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @torch.no_grad()
@@ -172,7 +186,7 @@ def _encoded(
     views: int,
     progress: Callable[[int, int], None],
 ) -> Iterator[Tensor]:
-    vae = copy.deepcopy(vae).to(device, HALF.get(format_name, torch.float32))
+    vae = copy.deepcopy(vae).to(device)
     listings = [square_pictures(listing, config.data.image_size) for listing in (data.train, data.val)]
     total, done = sum(map(len, listings)), 0
     for samples in listings:
@@ -180,7 +194,7 @@ def _encoded(
             places = range(start, min(start + ENCODED_AT_ONCE, len(samples)))
             image = torch.stack([samples.sample(k, key=(0, 0, k))["image"] for k in places]).to(device)
             pixels = unit_images({"image": image}, key=(), flip=0.0)
-            with fp32_island():
+            with computing_in(format_name, device):
                 seen = [pixels, pixels.flip(-1)][:views]
                 moments = torch.stack([encoded_moments(vae, one) for one in seen], dim=1).float()
             if not bool(moments.isfinite().all()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,15 @@ from torch import Tensor
 from halfstep.data.latent_cache import CachedLatents
 from halfstep.data.loader import Samples
 from halfstep.data.pack_progress import PackingBar
-from halfstep.errors import DataError
+from halfstep.errors import DataError, ModelError
 from halfstep.workloads.diffusion.conditions import Conditions, TextConditions
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import PictureData, WithTokens, square_pictures
-from halfstep.workloads.diffusion.latents import cache_path, chosen_format, opened_or_made
+from halfstep.workloads.diffusion.latents import cache_path, checksum_of, chosen_format, opened_or_made
 from halfstep.workloads.diffusion.networks import Parts, training_device
 
 Store = Mapping[str, Any]
+Tokens = list[Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +31,8 @@ class OpenedSamples:
     val: Samples
     about: tuple[tuple[str, str], ...] = ()
     settled: Mapping[str, Any] = field(default_factory=dict)
-    checksum: str = ""
-    """Of the latents on disk."""
+    store: Mapping[str, str] = field(default_factory=dict)
+    """Of latents on disk: their checksum, that of the VAE, and its format."""
 
 
 def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store: Store | None) -> OpenedSamples:
@@ -45,36 +46,38 @@ def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store
     modules = dict(config.precision.modules)
     if store is None:
         is_full = config.precision.default in ("fp32", "tf32")
-        asked = modules.get("vae", "fp32" if is_full else "auto")
-        device = training_device(config)
-        choice = chosen_format(parts.vae, train, device, asked, simulated=config.precision.simulate)
-        modules["vae"] = choice.name
+        asked = modules.pop("vae", "fp32" if is_full else "auto")
+        choice = chosen_format(parts.vae, train, training_device(config), asked, simulated=config.precision.simulate)
         about.append(("VAE's format", f"{choice.name}: {choice.why}"))
-    settled = {"precision.modules": modules}
+        form = choice.name
+    else:
+        form = store.get("vae_format") or modules.pop("vae", "fp32")
     if config.data.cache == "off":
+        settled = {"precision.modules": {**modules, "vae": form}}
         return OpenedSamples(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
-    return _cached(config, data, parts, store, tokens, about, settled)
+    found = _cached(config, data, parts, form, store, tokens)
+    return replace(found, about=(*about, *found.about), settled={"precision.modules": modules})
 
 
 def _cached(
-    config: DiffusionConfig,
-    data: PictureData,
-    parts: Parts,
-    store: Store | None,
-    tokens: list[Tensor] | None,
-    about: list[tuple[str, str]],
-    settled: Mapping[str, Any],
+    config: DiffusionConfig, data: PictureData, parts: Parts, form: str, store: Store | None, tokens: Tokens
 ) -> OpenedSamples:
-    path, stored = cache_path(config, data.root), str((store or {}).get("latents_sha256", ""))
+    path, own = cache_path(config, data.root), checksum_of(parts.vae)
+    stored = {name: str((store or {}).get(name, "")) for name in ("latents_sha256", "vae_sha256")}
+    if stored["vae_sha256"] not in ("", own):
+        raise ModelError(
+            f"{parts.vae_source} is not the VAE of this run",
+            why=f"SHA-256 of its weights {own[:12]}… instead of {stored['vae_sha256'][:12]}…",
+            fix="put it back, or start a new run",
+        )
     with PackingBar(path) as bar:
-        form = settled["precision.modules"]["vae"]
         cache, is_new = opened_or_made(config, data, parts.vae, form, training_device(config), bar)
     line = f"cached in {path}, " + ("with mirror images" if cache.moments.shape[1] > 1 else "without augmentation")
-    if stored and cache.checksum != stored:
+    if stored["latents_sha256"] not in ("", cache.checksum):
         if not is_new:
             raise DataError(
                 f"{path} holds other latents than the run was trained on",
-                why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
+                why=f"SHA-256 {cache.checksum[:12]}… instead of {stored['latents_sha256'][:12]}…",
                 fix="put the file back, or delete it: it is made again, and the run goes on, but not bit for bit",
             )
         line += "; made anew with other bits: from here on the run is no exact continuation"
@@ -85,13 +88,12 @@ def _cached(
     return OpenedSamples(
         train=CachedLatents(cache.moments[:split], flip=config.data.flip, extra=extra[0]),
         val=CachedLatents(cache.moments[split:], extra=extra[1]),
-        about=(*about, ("latents", line)),
-        settled=settled,
-        checksum=cache.checksum,
+        about=(("latents", line),),
+        store={"latents_sha256": cache.checksum, "vae_sha256": own, "vae_format": form},
     )
 
 
-def _tokens(data: PictureData, conditions: Conditions) -> list[Tensor] | None:
+def _tokens(data: PictureData, conditions: Conditions) -> Tokens:
     if not isinstance(conditions, TextConditions):
         return None
     return [conditions.tokens(captions) for captions in data.captions]

@@ -122,16 +122,21 @@ def model_of(config: VaeConfig, store: Mapping[str, Any] | None = None) -> VaeNe
     return VaeNet(vae, PatchGan(channels=wish.gan_channels, num_halvings=wish.gan_layers))
 
 
+def latent_shape(form: Mapping[str, Any], image: Tensor) -> tuple[int, int, int]:
+    """Of one latent, by the VAE's config."""
+    height, width = (side >> halvings(form) for side in image.shape[2:])
+    return int(form["latent_channels"]), height, width
+
+
 class Prepared:
     """Images in -1..1, mirrored by chance in training, and the noise of their latents."""
 
     def __init__(self, config: VaeConfig, vae: Net) -> None:
-        self.flip = config.data.flip
-        self.channels, self.halvings = int(vae.config.latent_channels), halvings(vae.config)
+        self.flip, self.form = config.data.flip, dict(vae.config)
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         image = unit_images(batch, key=key, flip=self.flip if training else 0.0)
-        shape = (self.channels, image.shape[2] >> self.halvings, image.shape[3] >> self.halvings)
+        shape = latent_shape(self.form, image)
         drawn_noise = noise.normal(key, len(image), shape, image.device, stream="posterior")
         return batch | {"image": image, "posterior_noise": drawn_noise}
 

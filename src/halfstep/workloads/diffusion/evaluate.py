@@ -1,0 +1,171 @@
+"""Evaluation: errors by timestep, samples to look at, FID and KID with features of the user's; reconstructions.
+
+torchmetrics computes FID and KID; the network whose features they compare is a TorchScript file that the user names,
+since the usual one (Inception) would have to be downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from halfstep.data.seeds import Key
+from halfstep.errors import ConfigError, ModelError
+from halfstep.report.progress import Bar
+from halfstep.workloads.diffusion.build import Forward
+from halfstep.workloads.diffusion.config import DiffusionConfig
+from halfstep.workloads.diffusion.data import to_bytes
+from halfstep.workloads.diffusion.make import Maker
+from halfstep.workloads.diffusion.pictures import Array, grid
+from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
+from halfstep.workloads.workload import Metrics, Workload
+
+FEWEST_FOR_FID = 2
+SHOWN = 8
+
+
+class DiffusionEvaluation(PlainEvaluation):
+    """Validation's errors by timestep, a grid of samples, and where features are named FID and KID."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.workload = workload
+        self.distances: dict[str, float] = {}
+        self.sheet: Mapping[str, Array] = {}
+        self.metrics: Metrics = WithDistances(workload.metrics(), self.distances)
+
+    def scored(
+        self,
+        config: DiffusionConfig,
+        trained: Trained,
+        options: Mapping[str, Any],
+        phase: Phase,
+        batch_size: int | None,
+    ) -> dict[str, float] | None:
+        """Samples first; validation follows."""
+        assert isinstance(self.workload.forward, Forward)
+        maker = Maker(config, self.workload.forward.parts, self.workload.store)
+        seed = int(options["seed"])
+        if options["features"]:
+            features = open_features(Path(options["features"]), trained.device)
+            num = int(options["num"] or len(self.workload.val_samples))
+            with phase("Sampling", num) as bar:
+                self.distances |= self._distances(maker, config, trained, features, num, seed, bar)
+        with trained.inside():
+            self.sheet = maker.sheet(trained.model, Key.of_sampling(seed))
+        return None
+
+    def draw(self, folder: Path, look: Look) -> list[Path]:
+        paths = []
+        for name, picture in self.sheet.items():
+            paths.append(folder / f"{name}.png")
+            Image.fromarray(picture).save(paths[-1])
+        return paths
+
+    def _distances(
+        self,
+        maker: Maker,
+        config: DiffusionConfig,
+        trained: Trained,
+        features: nn.Module,
+        num: int,
+        seed: int,
+        bar: Bar,
+    ) -> dict[str, float]:
+        real = real_pictures(self.workload, maker, trained.device)
+        if min(num, len(real)) < FEWEST_FOR_FID:
+            raise ConfigError(f"FID of {min(num, len(real))} pictures", fix=f"at least {FEWEST_FOR_FID}: --num N")
+        size = config.train.batch_size
+        made = []
+        for start in range(0, num, size):
+            with trained.inside():
+                made.append(maker.usual_images(trained.model, Key.of_sampling(seed, start), min(size, num - start)))
+            for _ in range(len(made[-1])):
+                bar.advance()
+        return distances(real, torch.cat(made), features, trained.device, size)
+
+
+class WithDistances:
+    """Validation's metrics, and what was computed beside them."""
+
+    def __init__(self, metrics: Metrics, beside: Mapping[str, float]) -> None:
+        self._metrics, self._beside = metrics, beside
+
+    def update(self, outputs: Any, batch: Mapping[str, Tensor]) -> None:
+        self._metrics.update(outputs, batch)
+
+    def compute(self) -> dict[str, float]:
+        return self._metrics.compute() | dict(self._beside)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._metrics.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._metrics.load_state_dict(state)
+
+
+def real_pictures(workload: Workload, maker: Maker, device: torch.device) -> Tensor:
+    """Bytes (N, H, W, 3) of the held-out pictures; of cached latents as the VAE decodes them."""
+    samples = workload.val_samples
+    found = [samples.sample(k, key=(0, 0, k)) for k in range(len(samples))]
+    if "image" in found[0]:
+        return torch.stack([one["image"] for one in found])
+    means = torch.stack([one["moments"].chunk(2)[0] for one in found])
+    return maker.decoded_means(means.to(device))
+
+
+def distances(real: Tensor, made: Tensor, features: nn.Module, device: torch.device, size: int) -> dict[str, float]:
+    """`fid`, and `kid` where there are enough pictures for its subsets, by torchmetrics in float64 and float32."""
+    from torchmetrics.image.fid import FrechetInceptionDistance
+    from torchmetrics.image.kid import KernelInceptionDistance
+
+    subset = min(100, len(real), len(made))
+    meters: dict[str, Any] = {
+        "fid": FrechetInceptionDistance(feature=features, normalize=False),
+        "kid": KernelInceptionDistance(feature=features, subsets=10, subset_size=subset),
+    }
+    for name, meter in meters.items():
+        meter.to(device)
+        if name == "fid":
+            meter.set_dtype(torch.float64)
+        for pictures, is_real in ((real, True), (made, False)):
+            for part in pictures.split(size):
+                meter.update(part.permute(0, 3, 1, 2).to(device), real=is_real)
+    mean, deviation = meters["kid"].compute()
+    return {"fid": float(meters["fid"].compute()), "kid": float(mean), "kid_std": float(deviation)}
+
+
+def open_features(path: Path, device: torch.device) -> nn.Module:
+    """A TorchScript module: images (N, 3, H, W) of bytes to features (N, D)."""
+    try:
+        module: nn.Module = torch.jit.load(str(path), map_location=device).eval()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ModelError(
+            f"cannot read the features in {path}",
+            why="it is no TorchScript file" if path.is_file() else "there is no such file",
+            fix="torch.jit.script(module).save(FILE): images (N, 3, H, W) of bytes to features (N, D)",
+        ) from error
+    return module
+
+
+class VaeEvaluation(PlainEvaluation):
+    """Validation's scores, and pictures above their reconstructions."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.workload = workload
+
+    def draw(self, folder: Path, look: Look) -> list[Path]:
+        shown = min(SHOWN, len(self.workload.val_samples))
+        pairs = [look(k * len(self.workload.val_samples) // shown) for k in range(shown)]
+        rows = [
+            to_bytes(torch.cat(images)) for images in zip(*((b["image"], o["image"]) for b, o in pairs), strict=True)
+        ]
+        path = folder / "reconstructions.png"
+        Image.fromarray(grid(torch.cat(rows).numpy(), columns=shown)).save(path)
+        return [path]

@@ -1,0 +1,104 @@
+"""What a trained model is for others: folders of diffusers', which its pipelines open.
+
+pixels, told nothing     DDPMPipeline
+latents, told nothing    LDMPipeline (the VAE as its vqvae)
+latents, text            StableDiffusionPipeline
+others                   the parts alone: unet/, scheduler/, vae/, text_encoder/, tokenizer/, classes.json
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.islands import fp32_island
+from halfstep.models.diffusers_nets import Net, build_net, config_of, diffusers_class, encoded_moments
+from halfstep.models.posterior import posterior
+from halfstep.workloads.diffusion.conditions import ClassConditions, Conditions, TextConditions
+from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
+from halfstep.workloads.diffusion.data import open_pictures, square_pictures
+from halfstep.workloads.diffusion.latents import ENCODED_AT_ONCE, some_images
+from halfstep.workloads.diffusion.networks import open_parts
+from halfstep.workloads.diffusion.noising import schedule_of
+from halfstep.workloads.diffusion.sampling import scheduler_config
+from halfstep.workloads.diffusion.vae import VaeNet
+
+MEASURED_IMAGES = 512
+
+
+def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], folder: Path) -> None:
+    """The U-Net with all it needs to draw samples."""
+    parts = open_parts(config, tuple(store["classes"]))
+    unet = _plain(model, store["unet"])
+    shared = scheduler_config(schedule_of(config), config.model.target)
+    clips = parts.vae is None
+    conditions = parts.conditions
+    if clips and not conditions.is_told:
+        scheduler = diffusers_class("DDPMScheduler")(**shared, clip_sample=True)
+        diffusers_class("DDPMPipeline")(unet=unet, scheduler=scheduler).save_pretrained(folder)
+        return
+    scheduler = diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
+    if not clips and type(conditions) is Conditions:
+        diffusers_class("LDMPipeline")(vqvae=parts.vae, unet=unet, scheduler=scheduler).save_pretrained(folder)
+    elif not clips and isinstance(conditions, TextConditions):
+        diffusers_class("StableDiffusionPipeline")(
+            vae=parts.vae,
+            text_encoder=conditions.encoder,
+            tokenizer=conditions.tokenizer,
+            unet=unet,
+            scheduler=scheduler,
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        ).save_pretrained(folder)
+    else:
+        _save_parts(folder, {"unet": unet, "scheduler": scheduler, "vae": parts.vae}, conditions)
+
+
+def _save_parts(folder: Path, nets: Mapping[str, Any], conditions: Conditions) -> None:
+    for name, net in nets.items():
+        if net is not None:
+            net.save_pretrained(folder / name)
+    if isinstance(conditions, TextConditions):
+        conditions.encoder.save_pretrained(folder / "text_encoder")
+        conditions.tokenizer.save_pretrained(folder / "tokenizer")
+    if isinstance(conditions, ClassConditions):
+        (folder / "classes.json").write_text(json.dumps(list(conditions.names), indent=1) + "\n")
+
+
+def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], folder: Path) -> None:
+    """The VAE alone, with the scale of its latents measured on the training pictures."""
+    assert isinstance(model, VaeNet)
+    vae = _plain(model.vae, store["vae"])
+    device = next(model.parameters()).device
+    scale = measured_scale(vae.to(device), config, device)
+    vae.register_to_config(scaling_factor=scale)
+    vae.to("cpu").save_pretrained(folder / "vae")
+
+
+@torch.no_grad()
+def measured_scale(vae: Net, config: VaeConfig, device: torch.device) -> float:
+    """1 over the standard deviation of latents (Rombach et al. 2022), in fp32; 1 where they do not vary at all."""
+    samples = square_pictures(open_pictures(config.data).train, config.data.image_size)
+    images = some_images(samples, torch.device("cpu"), MEASURED_IMAGES)
+    with fp32_island():
+        moments = [posterior(encoded_moments(vae, part.to(device))) for part in images.split(ENCODED_AT_ONCE)]
+    means, logvars = (torch.cat([one[k] for one in moments]).double() for k in (0, 1))
+    variance = means.var(unbiased=False) + logvars.exp().mean()
+    deviation = float(variance.sqrt())
+    return 1 / deviation if deviation > 1e-6 else 1.0
+
+
+def _plain(net: Net, config: Mapping[str, Any]) -> Net:
+    """A copy in fp32 on the CPU, free of what a run changed in its modules."""
+    plain = build_net(config)
+    weights = {name: copy.deepcopy(tensor.detach()).float().cpu() for name, tensor in net.state_dict().items()}
+    plain.load_state_dict(weights)
+    assert config_of(plain)["_class_name"] == config["_class_name"]
+    return plain.eval()

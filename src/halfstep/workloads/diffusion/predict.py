@@ -1,0 +1,138 @@
+"""`halfstep predict` with a diffusion model: samples of a seed, as files; with a VAE: reconstructions of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.decode import open_picture
+from halfstep.data.files import PICTURES, some_of
+from halfstep.data.folder_samples import centre_square
+from halfstep.data.seeds import Key
+from halfstep.errors import CheckpointError, ConfigError, DataError
+from halfstep.report.prediction_view import Answer, Failure
+from halfstep.report.progress import Bar
+from halfstep.workloads.diffusion import vae as autoencoder
+from halfstep.workloads.diffusion.conditions import ClassConditions, Conditions, TextConditions
+from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
+from halfstep.workloads.diffusion.data import to_bytes, unit_images
+from halfstep.workloads.diffusion.make import PATH_IMAGES, PATH_STATES, Maker
+from halfstep.workloads.diffusion.networks import frozen_parts, model_of, open_parts
+from halfstep.workloads.diffusion.pictures import grid, path_picture
+from halfstep.workloads.kind import Store
+from halfstep.workloads.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.workload import Batch
+
+
+class SamplePredictor:
+    """Images of a seed: the same noise for any batch size."""
+
+    endings: tuple[str, ...] = ()
+
+    def __init__(self, config: DiffusionConfig, store: Store) -> None:
+        self.config, self.parts = config, open_parts(config, tuple(store["classes"]))
+        self.model = model_of(config, self.parts, store)
+        self.frozen = frozen_parts(config, self.parts, with_vae=config.data.cache == "off")
+        self.maker = Maker(config, self.parts, store)
+
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        """One file a sample, then a grid of all and a picture of the way there."""
+        asked, out = wishes.options, wishes.out
+        assert out is not None
+        num, size = int(asked["num"]), self.config.train.batch_size
+        bar.total = num
+        made: list[Tensor] = []
+        path: list[Tensor] = []
+        for start in range(0, num, size):
+            images, states = self._made(trained, asked, start, min(size, num - start))
+            made.append(images)
+            path = path or [*states, images[:PATH_IMAGES]]
+            for k, image in enumerate(images, start=start):
+                file = _saved(image, out / f"{k:04d}.png")
+                found = {"image": str(file), "seed": asked["seed"], "number": k}
+                yield Answer(file=file.name, found=found, cells=found, brief={"image": str(file)})
+        _saved(grid(torch.cat(made).numpy()), out / "grid.png")
+        _saved(path_picture([state.numpy() for state in path]), out / "path.png")
+
+    def _made(self, trained: Trained, asked: Mapping[str, Any], start: int, num: int) -> tuple[Tensor, list[Tensor]]:
+        wish = self.config.sample
+        with trained.inside():
+            return self.maker.images(
+                trained.model,
+                told(self.parts.conditions, asked, num, trained.device),
+                key=Key.of_sampling(int(asked["seed"]), start),
+                num=num,
+                device=trained.device,
+                steps=asked["steps"] or wish.steps,
+                sampler=asked["sampler"] or wish.sampler,
+                guidance=wish.guidance if asked["guidance"] is None else asked["guidance"],
+                kept=PATH_STATES if start == 0 else 0,
+            )
+
+
+def told(conditions: Conditions, asked: Mapping[str, Any], num: int, device: torch.device) -> Batch:
+    """What `--prompt` or `--class` says; nothing where neither is given."""
+    prompt, name = asked["prompt"], asked["class"]
+    if prompt is not None and not isinstance(conditions, TextConditions):
+        raise ConfigError(f"--prompt {prompt!r}: the model was not trained with text", fix="leave it out")
+    if name is not None and not isinstance(conditions, ClassConditions):
+        raise ConfigError(f"--class {name}: the model was not trained with classes", fix="leave it out")
+    batch = conditions.nothing(num, device)
+    if isinstance(conditions, TextConditions) and prompt is not None:
+        batch["tokens"] = conditions.tokens([prompt]).to(device).expand(num, -1)
+    if isinstance(conditions, ClassConditions) and name is not None:
+        batch["label"] = torch.full((num,), _number(conditions, str(name)), device=device)
+    return batch
+
+
+def _number(conditions: ClassConditions, name: str) -> int:
+    if name in conditions.names:
+        return conditions.names.index(name)
+    if name.isdecimal() and int(name) < len(conditions.names):
+        return int(name)
+    raise ConfigError(f"--class {name} is none of the model's", fix=f"one of {some_of(conditions.names, 10)}")
+
+
+class ReconstructionPredictor:
+    """Each picture beside what the VAE makes of it."""
+
+    endings = PICTURES
+
+    def __init__(self, config: VaeConfig, store: Store) -> None:
+        self.config, self.model = config, autoencoder.model_of(config, store)
+
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        assert wishes.out is not None
+        for item in inputs:
+            try:
+                yield self._answer(item, trained, wishes.out)
+            except DataError as error:
+                yield failure_of(item, error)
+
+    def _answer(self, item: Input, trained: Trained, out: Path) -> Answer:
+        with open_picture(item.path) as picture:
+            pixels = torch.from_numpy(centre_square(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
+        image = unit_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
+        latent = autoencoder.latent_shape(self.model.vae.config, image)
+        # The mean of the latent: a reconstruction is no draw.
+        found = to_bytes(trained(image, torch.zeros(1, *latent, device=image.device))["image"])
+        error = (found.double() - pixels.double()).square().mean()
+        psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))
+        file = _saved(torch.cat([pixels, found], dim=2)[0], out / item.name.with_suffix(".png"))
+        cells = {"picture": str(file), "psnr": psnr}
+        brief = {"picture and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
+        return Answer(file=str(item.path), found=cells, cells=cells, brief=brief)
+
+
+def _saved(image: Any, path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.numpy() if isinstance(image, Tensor) else image).save(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}", fix="make room, or --out DIR") from error
+    return path
