@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ def open_text(folder: str) -> TextConditions:
     try:
         from transformers import CLIPTextModel, CLIPTokenizer
 
-        encoder = CLIPTextModel.from_pretrained(place, local_files_only=True, dtype=torch.float32)
+        with _without_bars():
+            encoder = CLIPTextModel.from_pretrained(place, local_files_only=True, dtype=torch.float32)
         tokenizer = CLIPTokenizer.from_pretrained(words, local_files_only=True)
     except ImportError as error:
         raise ModelError("transformers is not installed", fix="pip install 'halfstep[diffusion]'") from error
@@ -105,6 +107,19 @@ def open_text(folder: str) -> TextConditions:
             fix="a folder with text_encoder/ and tokenizer/, as Stable Diffusion has",
         ) from error
     return TextConditions(freeze_(encoder), tokenizer)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def _some(key: tuple[int, ...], num: int, device: torch.device, share: float) -> Tensor:

@@ -66,6 +66,7 @@ class Maker:
     def decoded_means(self, means: Tensor) -> Tensor:
         """Bytes of pictures, of the means of their latents."""
         vae = self.parts.vae
+        assert vae is not None
         return self._shown((means.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor)
 
     def _usual_images(

@@ -124,7 +124,7 @@ class ReconstructionPredictor:
         error = (found.double() - pixels.double()).square().mean()
         psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))
         file = _saved(torch.cat([pixels, found], dim=2)[0], out / item.name.with_suffix(".png"))
-        cells = {"picture": str(file), "psnr": psnr}
+        cells: dict[str, str | float] = {"picture": str(file), "psnr": psnr}
         brief = {"picture and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
         return Answer(file=str(item.path), found=cells, cells=cells, brief=brief)
 

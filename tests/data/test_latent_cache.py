@@ -1,0 +1,61 @@
+"""Latents on disk: written whole, checked when opened, mirrored by the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from halfstep.data.latent_cache import CachedLatents, open_latents, write_latents
+from halfstep.errors import DataError
+
+MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
+
+
+def written(path: Path) -> str:
+    return write_latents(path, 6, (2, 4, 2, 2), MOMENTS.split(4), {"fingerprint": "f"})
+
+
+def test_any_reader_of_safetensors_reads_the_file(tmp_path: Path) -> None:
+    checksum = written(tmp_path / "latents.safetensors")
+    assert torch.equal(load_file(tmp_path / "latents.safetensors")["moments"], MOMENTS)
+    opened = open_latents(tmp_path / "latents.safetensors")
+    assert torch.equal(opened.moments, MOMENTS)
+    assert opened.checksum == checksum
+    assert opened.meta["fingerprint"] == "f"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "text"])
+def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "latents.safetensors"
+    written(path)
+    whole = path.read_bytes()
+    path.write_bytes({"cut": whole[:-4], "flip": whole[:-1] + b"\x01", "text": b"hello"}[damage])
+    with pytest.raises(DataError, match="no usable file of latents"):
+        open_latents(path)
+
+
+def test_a_failure_on_the_way_leaves_no_file(tmp_path: Path) -> None:
+    def rows() -> object:
+        yield MOMENTS[:2]
+        raise DataError("a bad picture")
+
+    with pytest.raises(DataError, match="a bad picture"):
+        write_latents(tmp_path / "latents.safetensors", 6, (2, 4, 2, 2), rows(), {})  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_is_its_samples_and_mirror_images_come_by_the_key() -> None:
+    samples = CachedLatents(MOMENTS, flip=0.5, extra={"label": torch.arange(6)})
+    indices = torch.tensor([4, 0, 3])
+    batch = samples.batch(indices, seed=1, epoch=2)
+    for row, index in enumerate(indices.tolist()):
+        alone = samples.sample(index, key=(1, 2, index))
+        assert torch.equal(batch["moments"][row], alone["moments"])
+        assert int(alone["label"]) == index
+    views = {int((s["moments"] == MOMENTS[0, 1]).all()) for e in range(8) for s in [samples.sample(0, key=(1, e, 0))]}
+    assert views == {0, 1}
+    plain = CachedLatents(MOMENTS)
+    assert all(torch.equal(plain.sample(k, key=(1, e, k))["moments"], MOMENTS[k, 0]) for k in range(6) for e in range(4))

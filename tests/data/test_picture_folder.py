@@ -1,0 +1,91 @@
+"""Folders of pictures without classes, with classes and with captions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halfstep.data.image_folder import FolderLayout
+from halfstep.data.picture_folder import find_captioned, find_classes, find_pictures
+from halfstep.errors import DataError
+
+LAYOUT = FolderLayout(val_fraction=0.25)
+
+
+def picture(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+def table(folder: Path, rows: list[dict[str, object]]) -> None:
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_pictures_of_all_folders_are_divided_by_the_seed(tmp_path: Path) -> None:
+    for name in ("1.png", "a/2.png", "a/b/10.png", "a/b/9.png"):
+        picture(tmp_path / name)
+    found = find_pictures(tmp_path, LAYOUT).images
+    assert len(found.train) == 3
+    assert len(found.val) == 1
+    again = find_pictures(tmp_path, LAYOUT).images
+    assert (found.train, found.val) == (again.train, again.val)
+
+
+def test_a_validation_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    for name in ("train/1.png", "train/2.png", "val/3.png"):
+        picture(tmp_path / name)
+    found = find_pictures(tmp_path, LAYOUT).images
+    assert [path.name for path in found.train.paths] == ["1.png", "2.png"]
+    assert [path.name for path in found.val.paths] == ["3.png"]
+
+
+@pytest.mark.parametrize("num", [0, 1])
+def test_one_picture_is_too_few(tmp_path: Path, num: int) -> None:
+    for k in range(num):
+        picture(tmp_path / f"{k}.png")
+    with pytest.raises(DataError, match=f"{num} picture"):
+        find_pictures(tmp_path, LAYOUT)
+
+
+def test_captions_belong_to_their_pictures_and_bare_pictures_are_counted(tmp_path: Path) -> None:
+    for k in range(5):
+        picture(tmp_path / f"{k}.png")
+    table(tmp_path, [{"file_name": f"{k}.png", "text": f"number {k}"} for k in range(4)])
+    found = find_captioned(tmp_path, LAYOUT, "text")
+    assert {path.name: text for path, text in found.captions.items()} == {f"{k}.png": f"number {k}" for k in range(4)}
+    assert len(found.images.train) + len(found.images.val) == 4
+    assert found.notes == ("left out: 1 picture without a caption",)
+
+
+def test_captions_without_files_or_without_text_are_named(tmp_path: Path) -> None:
+    for k in range(2):
+        picture(tmp_path / f"{k}.png")
+    with pytest.raises(DataError, match=r"metadata\.jsonl"):
+        find_captioned(tmp_path, LAYOUT, "text")
+    table(tmp_path, [{"file_name": "0.png", "text": "zero"}, {"file_name": "7.png", "text": "seven"}])
+    with pytest.raises(DataError, match=r"line 2 names 7\.png"):
+        find_captioned(tmp_path, LAYOUT, "text")
+    table(tmp_path, [{"file_name": "0.png", "caption": "zero"}])
+    with pytest.raises(DataError, match=r"data\.text_column"):
+        find_captioned(tmp_path, LAYOUT, "text")
+
+
+def test_a_class_file_numbers_the_classes_and_one_that_does_not_match_is_refused(tmp_path: Path) -> None:
+    for name in ("data/cat/1.png", "data/cat/2.png", "data/dog/1.png", "data/dog/2.png"):
+        picture(tmp_path / name)
+    names = tmp_path / "classes.txt"
+    names.write_text("dog\ncat\n")
+    found = find_classes(tmp_path / "data", LAYOUT, names).images
+    assert found.classes == ("dog", "cat")
+    assert all(found.classes[k] == p.parent.name for k, p in zip(found.train.labels, found.train.paths, strict=True))
+    names.write_text("dog\nwolf\n")
+    with pytest.raises(DataError, match="it lacks cat; no pictures are of wolf"):
+        find_classes(tmp_path / "data", LAYOUT, names)
+    names.write_text("dog\ncat\ndog\n")
+    with pytest.raises(DataError, match="dog twice"):
+        find_classes(tmp_path / "data", LAYOUT, names)
