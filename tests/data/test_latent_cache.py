@@ -58,4 +58,6 @@ def test_a_batch_is_its_samples_and_mirror_images_come_by_the_key() -> None:
     views = {int((s["moments"] == MOMENTS[0, 1]).all()) for e in range(8) for s in [samples.sample(0, key=(1, e, 0))]}
     assert views == {0, 1}
     plain = CachedLatents(MOMENTS)
-    assert all(torch.equal(plain.sample(k, key=(1, e, k))["moments"], MOMENTS[k, 0]) for k in range(6) for e in range(4))
+    assert all(
+        torch.equal(plain.sample(k, key=(1, e, k))["moments"], MOMENTS[k, 0]) for k in range(6) for e in range(4)
+    )

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="train/<class>/* and val/<class>/*, or <class>/*.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR|CONFIG.yaml", help="train/<class>/* and val/<class>/*, or <class>/*; or a config that caches."
+        ),
+    ],
     size: Annotated[int, typer.Option(min=1, help="Pixels per side of a stored image.")] = 256,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; default: inside DIR.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Threads that decode; 0: one per core.")] = 0,
@@ -49,7 +54,13 @@ def command(
         halfstep pack data/photos --size 320 --workers 16 --on-bad-file skip
 
         halfstep pack data/photos --verify --json
+
+    A config with `data.cache: latents` packs what its VAE says of every picture:
+
+        halfstep pack latent.yaml
     """
+    if folder.suffix in (".yaml", ".yml") and not folder.is_dir():
+        return pack_config(context, folder, as_json=as_json)
     from halfstep.data.image_folder import FolderLayout
     from halfstep.data.pack_folder import PackSettings, default_pack_path
 
@@ -76,6 +87,31 @@ def command(
     )
     if summary.get("stale"):
         raise typer.Exit(1)
+    return None
+
+
+def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
+    """What the config's workload can make ahead; everything else is the config's to say."""
+    from halfstep.measure.memory import format_bytes
+    from halfstep.report.evaluation_view import json_text
+    from halfstep.workloads import KINDS, load
+
+    for flag in context.command.params:
+        value = context.params.get(flag.name or "")
+        if flag.param_type_name == "option" and flag.name != "as_json" and value not in (None, flag.default):
+            raise ConfigError(f"{flag.opts[0]} means nothing with a config", fix=f"say it in {path}")
+    config = load(str(path)).config
+    kind = KINDS.of(config.workload)
+    if kind.pack is None:
+        raise ConfigError(
+            f"{config.workload} packs no config", fix=suggested("pack", config.data.dir or "DIR", "--size", "256")
+        )
+    summary = kind.part("pack")(config)
+    if as_json:
+        typer.echo(json_text(summary))
+        return
+    typer.echo(f"{summary['file']}: {summary['text']}, {format_bytes(int(summary['bytes']))}")
+    typer.echo(f"Use it: {suggested('train', path)}")
 
 
 Summary = dict[str, object]

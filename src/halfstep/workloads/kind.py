@@ -54,6 +54,8 @@ class Kind:
     """Other ones, by workload name."""
     reads_packs: bool = False
     """Whether `data.cache_file` may be what `halfstep pack` made of an image folder."""
+    pack: Part | None = None
+    """(config) -> what `halfstep pack CONFIG.yaml` made ahead of training: `file`, `bytes`, `text` and more."""
     demo: Part | None = None
     """(folder, *, seed): data in the layout of real ones."""
     random_store: Part | None = None

@@ -16,7 +16,7 @@ from halfstep.errors import DataError, ModelError
 from halfstep.workloads.diffusion.conditions import Conditions, TextConditions
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import PictureData, WithTokens, square_pictures
-from halfstep.workloads.diffusion.latents import cache_path, checksum_of, chosen_format, opened_or_made
+from halfstep.workloads.diffusion.latents import Choice, cache_path, checksum_of, chosen_format, opened_or_made
 from halfstep.workloads.diffusion.networks import Parts, training_device
 
 Store = Mapping[str, Any]
@@ -45,9 +45,8 @@ def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store
     about = [("diffuses", f"latents of {parts.vae_source}")]
     modules = dict(config.precision.modules)
     if store is None:
-        is_full = config.precision.default in ("fp32", "tf32")
-        asked = modules.pop("vae", "fp32" if is_full else "auto")
-        choice = chosen_format(parts.vae, train, training_device(config), asked, simulated=config.precision.simulate)
+        choice = vae_choice(config, data, parts)
+        modules.pop("vae", None)
         about.append(("VAE's format", f"{choice.name}: {choice.why}"))
         form = choice.name
     else:
@@ -57,6 +56,14 @@ def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store
         return OpenedSamples(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
     found = _cached(config, data, parts, form, store, tokens)
     return replace(found, about=(*about, *found.about), settled={"precision.modules": modules})
+
+
+def vae_choice(config: DiffusionConfig, data: PictureData, parts: Parts) -> Choice:
+    """The VAE's format: as asked, fp32 in a run that computes so, else the better half one."""
+    is_full = config.precision.default in ("fp32", "tf32")
+    asked = config.precision.modules.get("vae", "fp32" if is_full else "auto")
+    samples = square_pictures(data.train, config.data.image_size)
+    return chosen_format(parts.vae, samples, training_device(config), asked, simulated=config.precision.simulate)
 
 
 def _cached(
