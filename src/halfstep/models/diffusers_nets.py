@@ -125,7 +125,9 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     if name not in expected:
         raise ModelError(f"{folder} holds a {name}", fix=f"a folder of {' or '.join(expected)}")
     try:
-        net = diffusers_class(name).from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
+        net = diffusers_class(name).from_pretrained(
+            folder, local_files_only=True, torch_dtype=torch.float32, low_cpu_mem_usage=False
+        )
     except Exception as error:  # a foreign folder can break a reader in any way
         raise ModelError(
             f"cannot open the {name} in {folder}", why=" ".join(str(error).split())[:300], fix="save it again"

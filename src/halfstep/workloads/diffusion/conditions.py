@@ -111,8 +111,9 @@ def open_text(folder: str) -> TextConditions:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    from transformers.utils import logging
+    import transformers
 
+    logging: Any = transformers.utils.logging
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

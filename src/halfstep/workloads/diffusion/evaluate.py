@@ -6,6 +6,7 @@ since the usual one (Inception) would have to be downloaded.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from halfstep.workloads.diffusion.pictures import Array, grid
 from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.workload import Metrics, Workload
 
-FEWEST_FOR_FID = 2
+FEWEST_FOR_FID, LARGEST_SUBSET, NUM_SUBSETS = 2, 100, 10
 SHOWN = 8
 
 
@@ -124,11 +125,13 @@ def distances(real: Tensor, made: Tensor, features: nn.Module, device: torch.dev
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
-    subset = min(100, len(real), len(made))
-    meters: dict[str, Any] = {
-        "fid": FrechetInceptionDistance(feature=features, normalize=False),
-        "kid": KernelInceptionDistance(feature=features, subsets=10, subset_size=subset),
-    }
+    subset = min(LARGEST_SUBSET, len(real), len(made))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # KID keeps all features, as it has to
+        meters: dict[str, Any] = {
+            "fid": FrechetInceptionDistance(feature=features, normalize=False),
+            "kid": KernelInceptionDistance(feature=features, subsets=NUM_SUBSETS, subset_size=subset),
+        }
     for name, meter in meters.items():
         meter.to(device)
         if name == "fid":
@@ -136,7 +139,9 @@ def distances(real: Tensor, made: Tensor, features: nn.Module, device: torch.dev
         for pictures, is_real in ((real, True), (made, False)):
             for part in pictures.split(size):
                 meter.update(part.permute(0, 3, 1, 2).to(device), real=is_real)
-    mean, deviation = meters["kid"].compute()
+    with torch.random.fork_rng(devices=[]):  # it draws its subsets from the global generator
+        torch.manual_seed(0)
+        mean, deviation = meters["kid"].compute()
     return {"fid": float(meters["fid"].compute()), "kid": float(mean), "kid_std": float(deviation)}
 
 

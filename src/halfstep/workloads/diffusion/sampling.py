@@ -6,6 +6,7 @@ network runs in the plan's format.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -58,7 +59,9 @@ def check_steps(steps: int, schedule: NoiseSchedule) -> None:
 @torch.no_grad()
 def denoised(denoise: Denoise, scheduler: Any, start: Tensor, steps: int, kept: int = 0) -> tuple[Tensor, list[Tensor]]:
     """The samples, and `kept` states on the way there, evenly spread, the start first."""
-    scheduler.set_timesteps(steps, device=start.device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # diffusers hands torch's tensors to numpy
+        scheduler.set_timesteps(steps, device=start.device)
     state, path = start.float(), []
     wanted = {round(k * len(scheduler.timesteps) / max(1, kept)) for k in range(kept)}
     for number, timestep in enumerate(scheduler.timesteps):
