@@ -36,7 +36,7 @@ class OnTheHost(GraphedStep):
         if not all(committer.settled for committer in step.committers):
             raise CaptureFailed("an optimizer has not made its first step")
         self.step, self.generation = step, step.generation
-        self.table = step.rates.table if step.rates is not None else None
+        self.tables = tables_of(step)
         with torch.random.fork_rng():
             for batch in window:
                 loss_fn(batch)
@@ -70,7 +70,7 @@ def test_a_captured_step_outlives_the_table_of_learning_rates(monkeypatch: pytes
     table = engine.parts.step.rates
     assert table is not None
     table.table = table.table[:, :6].contiguous()
-    expected = [float(table.base[0]) * table.schedules[0](k) for k in range(16)]
+    expected = [float(table.base[0]) * table.functions[0](k) for k in range(16)]
     found = [engine(window(engine)).read().lr for _ in range(16)]
     assert found == pytest.approx(expected)
     assert engine.graphs

@@ -13,6 +13,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
+from halfstep.step.values import set_to_
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.workload import Workload
@@ -42,6 +43,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
     workload = random_workload(config)
     for part in workload.frozen.values():  # peers autocast them; ours are built anew and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
+    set_to_(workload.values, 0, device)
     batch = kind.make_batch(config, workload.store)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}

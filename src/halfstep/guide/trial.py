@@ -20,6 +20,7 @@ from halfstep.precision.decide import decide
 from halfstep.run.assemble import placed
 from halfstep.run.frozen import modules_of, place_frozen_
 from halfstep.step.optimizers import build_optimizer, parameter_groups
+from halfstep.step.values import set_to_
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.step_cost import NoSamples
@@ -85,6 +86,7 @@ def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Ca
     plan = decide(config.precision, hardware, workload.model, frozen=modules_of(workload.frozen))
     model = placed(config, workload.model, plan).train()
     place_frozen_(config, workload.frozen, plan)
+    set_to_(workload.values, 0, torch.device(plan.device))
     groups = parameter_groups(model, config.optimizer.weight_decay)
     optimizer = build_optimizer(config.optimizer.name, groups, lr=1e-6, options=config.optimizer.options())
     device = torch.device(plan.device)

@@ -32,6 +32,7 @@ from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import seed_everything
 from halfstep.step.schedule import Plateau
 from halfstep.step.step import Step
+from halfstep.step.values import Values
 from halfstep.tune.fp8_trial import fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
@@ -58,6 +59,7 @@ class Assembly:
     eager: Region
     """The same as it is."""
     step: Step | PhasedStep
+    values: Values
     phases: tuple[AssembledPhase, ...] = ()
     """In their order; none: `step`, `region` and `eager` are the one there is."""
     guard: Guard
@@ -103,7 +105,18 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
     )
     train_loader, val_loader = _loaders(config, workload)
     length = Length(total_steps_of(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))
-    phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled)
+    values = Values(workload.values, device)
+    phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values)
+    step = phased_step(phases) or make_step(
+        config,
+        model,
+        plan,
+        setting,
+        length,
+        ema=_average(config, workload, model),
+        values=values,
+        groups=workload.groups,
+    )
     return Assembly(
         config=config,
         plan=plan,
@@ -113,7 +126,8 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         way=asked_way(config, plan),
         region=to_compiled(eager),
         eager=eager,
-        step=phased_step(phases) or make_step(config, model, plan, setting, length, ema=_average(config, model)),
+        step=step,
+        values=values,
         phases=phases,
         guard=_guard(config, plan, workload),
         snapshots=_snapshots(config, workload),
@@ -154,8 +168,10 @@ def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
     return train, val
 
 
-def _average(config: RunConfig, model: nn.Module) -> Ema | None:
-    return Ema(model, **config.ema.model_dump(exclude={"enabled"})) if config.ema.enabled else None
+def _average(config: RunConfig, workload: Workload, model: nn.Module) -> Ema | None:
+    if not config.ema.enabled:
+        return None
+    return Ema(model, parts=workload.ema_parts, **config.ema.model_dump(exclude={"enabled"}))
 
 
 def _guard(config: RunConfig, plan: Plan, workload: Workload) -> Guard:

@@ -277,6 +277,7 @@ class Loop:
 
     def _found(self, advance: Any) -> dict[str, float]:
         parts = self.parts
+        parts.values.refresh()
         return validate(
             parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, advance=advance
         )

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.config.schema import RunConfig
+from halfstep.config.section import Section
+from halfstep.errors import ConfigError, nearest
 from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
-from halfstep.step.optimizers import parameter_groups
+from halfstep.step.optimizers import is_within, parameter_groups
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import Step
+from halfstep.step.values import Values
 from halfstep.tune.memory_levers import optimizer_for
 from halfstep.tune.memory_low import MemorySetting
+from halfstep.workloads.parts import Group
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 
@@ -41,11 +47,13 @@ def make_step(
     parts: tuple[str, ...] = (),
     scaler: Scaler | None = None,
     ema: Ema | None = None,
+    values: Values | None = None,
+    groups: tuple[Group, ...] = (),
     kind: type[AnyStep] = Step,  # type: ignore[assignment]
 ) -> AnyStep:
     """The guarded step of these parts of the model, or of all of it."""
     guard, train = config.guard, config.train
-    optimizer, schedules = optimizing(config, model, setting, length, parts=parts)
+    optimizer, schedules = optimizing(config, model, setting, length, parts=parts, groups=groups)
     return kind(
         model,
         optimizer,
@@ -55,6 +63,7 @@ def make_step(
         schedules=schedules,
         scaler=scaler or ScalerOptions(**taken(config.scaler, ScalerOptions)),
         ema=ema,
+        values=values,
         spikes=SpikeMeter(
             torch.device(plan.device),
             threshold=guard.spike_threshold,
@@ -65,14 +74,73 @@ def make_step(
 
 
 def optimizing(
-    config: RunConfig, model: nn.Module, setting: MemorySetting, length: Length, *, parts: tuple[str, ...] = ()
+    config: RunConfig,
+    model: nn.Module,
+    setting: MemorySetting,
+    length: Length,
+    *,
+    parts: tuple[str, ...] = (),
+    groups: tuple[Group, ...] = (),
 ) -> tuple[Optimizer, list[Schedule]]:
     """Over the parameters in `parts` (modules or parameters by name), or over all; one schedule, or one a group."""
     o = config.optimizer
-    groups = parameter_groups(model, o.weight_decay, decay_all=o.decay_norms_and_biases, parts=parts)
     peak_lr = o.peak_lr(config.train.batch_size * config.train.accumulate)
-    optimizer = optimizer_for(setting, o.name, groups, lr=peak_lr, options=o.options())
-    return optimizer, [build_schedule(_schedule_options(config, length))]
+    own_groups: list[dict[str, Any]] = []
+    schedules: list[Schedule] = []
+    for group, names in _by_group(model, groups, parts):
+        if groups and not names:
+            continue
+        own = _with_group(config, group)
+        made = parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
+        lr = {} if group is None or group.lr is None else {"lr": group.lr}
+        own_groups += [{**found, **lr} for found in made]
+        schedules += [build_schedule(_schedule_options(own, length))] * len(made)
+    optimizer = optimizer_for(setting, o.name, own_groups, lr=peak_lr, options=o.options())
+    return optimizer, schedules if groups else schedules[:1]
+
+
+def _by_group(
+    model: nn.Module, groups: tuple[Group, ...], parts: tuple[str, ...]
+) -> list[tuple[Group | None, tuple[str, ...]]]:
+    """Names of the parameters in no group, then of each group: the first that fits has them."""
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and (not parts or is_within(n, parts))]
+    if not groups:
+        return [(None, parts)]  # none: all
+    found: list[tuple[Group | None, tuple[str, ...]]] = []
+    for group in groups:
+        for part in group.modules:
+            if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
+                known = [name for name, _ in model.named_modules() if name]
+                raise ConfigError(f"a group names {part!r}, and the model has no such part", fix=nearest(part, known))
+        found.append((group, tuple(name for name in trained if is_within(name, group.modules))))
+        trained = [name for name in trained if not is_within(name, group.modules)]
+    return [(None, tuple(trained)), *found]
+
+
+def _with_group(config: RunConfig, group: Group | None) -> RunConfig:
+    """The run's config with what a group says otherwise; its learning rate stands in the group itself."""
+    if group is None:
+        return config
+    if group.schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
+        raise ConfigError(
+            f"the group of {', '.join(group.modules)} asks for the schedule plateau",
+            why="a plateau of the validation metric cuts all rates alike",
+            fix="schedule.name=plateau in the config, or another schedule for the group",
+        )
+    decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+    where = f"the group of {', '.join(group.modules)}"
+    changes = {"optimizer": decay, "schedule": group.schedule}
+    return config.model_copy(update={name: changed(getattr(config, name), own, where) for name, own in changes.items()})
+
+
+def changed(section: Section, changes: Mapping[str, Any], where: str) -> Section:
+    """A config section with some values of a workload's own, checked as the user's are."""
+    try:
+        return type(section).model_validate({**section.model_dump(), **changes})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{where}: {key} is {first['input']!r}", why=first["msg"]) from error
 
 
 def _schedule_options(config: RunConfig, length: Length) -> ScheduleOptions:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.config.section import Section
 from halfstep.errors import ConfigError, nearest
 from halfstep.precision.plan import Plan
-from halfstep.run.optimizing import Length, make_step, taken
+from halfstep.run.optimizing import Length, changed, make_step, taken
 from halfstep.step.ema import Ema
 from halfstep.step.optimizers import is_within
 from halfstep.step.phases import PhasedStep, PhaseStep
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.shared_scaler import SharedScaler
+from halfstep.step.values import Values
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, eager_region
 from halfstep.workloads.phase import Phase
@@ -48,6 +46,7 @@ def assemble_phases(
     setting: MemorySetting,
     length: Length,
     compiled: Callable[[Region], Region],
+    values: Values,
 ) -> tuple[AssembledPhase, ...]:
     """The phases in their order, over the placed model; one that could never train is refused."""
     if not workload.phases:
@@ -74,6 +73,8 @@ def assemble_phases(
             parts=phase.parameters,
             scaler=scaler,
             ema=Ema(model, parts=names, **config.ema.model_dump(exclude={"enabled"})) if names else None,
+            values=values,
+            groups=phase.groups,
             kind=PhaseStep,
         )
         eager = eager_region(_as_workload(workload, phase), model, name=phase.name)
@@ -103,7 +104,9 @@ def phase_config(config: RunConfig, phase: Phase) -> RunConfig:
             fix="schedule.name=plateau in the config, or another schedule for the phase",
         )
     changes = {"optimizer": phase.optimizer, "schedule": phase.schedule}
-    sections = {name: _changed(getattr(config, name), own, f"{phase.name}: {name}") for name, own in changes.items()}
+    sections = {
+        name: changed(getattr(config, name), own, f"phase {phase.name}: {name}") for name, own in changes.items()
+    }
     return config.model_copy(update=sections)
 
 
@@ -177,12 +180,3 @@ def _averaged_names(config: RunConfig, workload: Workload, model: nn.Module) -> 
         found[phase.name] = tuple(name for name in left if trains(phase, name))
         left = [name for name in left if name not in set(found[phase.name])]
     return found
-
-
-def _changed(section: Section, changes: Mapping[str, Any], where: str) -> Section:
-    try:
-        return type(section).model_validate({**section.model_dump(), **changes})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"phase {where}.{key} is {first['input']!r}", why=first["msg"]) from error

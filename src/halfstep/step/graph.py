@@ -55,7 +55,7 @@ class GraphedStep:
         if reason:
             raise CaptureFailed(reason)
         self.step, self.generation = step, step.generation
-        self.table = step.rates.table if step.rates is not None else None
+        self.tables = tables_of(step)
         self.inputs = [
             {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
         ]
@@ -77,8 +77,8 @@ class GraphedStep:
     @property
     def is_valid(self) -> bool:
         """Whether the tensors it was captured with are still the step's."""
-        rates = self.step.rates
-        return self.generation == self.step.generation and (rates is None or rates.table is self.table)
+        same = all(own is now for own, now in zip(self.tables, tables_of(self.step), strict=True))
+        return self.generation == self.step.generation and same
 
     def __call__(self, window: list[Batch]) -> Facts:
         """Make one step; nothing is waited for."""
@@ -122,6 +122,11 @@ class GraphedStep:
             raise CaptureFailed(reason)
         self.step.settle(facts)
         return facts
+
+
+def tables_of(step: Step) -> list[Tensor]:
+    """What the graph reads of schedules: tensors that are replaced when they grow."""
+    return [tabulated.table for tabulated in (step.rates, step.values) if tabulated is not None]
 
 
 @contextlib.contextmanager

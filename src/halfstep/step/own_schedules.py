@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.step.rates import Rates, base_rate, finite, no_rate
+from halfstep.step.rates import Rates, base_rate, no_rate
 from halfstep.step.schedule import Schedule
+from halfstep.step.tabulated import finite
 from halfstep.step.torch_schedulers import BY_BATCH, Curve, PlateauTwin, steps_until_small
 
 AHEAD = 256

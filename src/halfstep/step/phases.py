@@ -78,10 +78,13 @@ class PhasedStep:
         self.accumulate, self.device = first.accumulate, first.device
         averages = [step.ema for step in self.steps.values() if step.ema is not None]
         self.ema = Averages(averages) if averages else None
+        self.values = first.values
         self.attempted = 0
         """Iterations."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
         """Iterations in which a phase committed."""
+        if self.values is not None:
+            self.values.follow(self)
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         return next(iter(self.steps.values())).windows(batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +12,10 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
 from halfstep.step.schedule import Schedule
-
-TABLE_CHUNK = 4096
-"""The table starts with so many steps, 16 KB a group, and doubles when a run outlives it."""
+from halfstep.step.tabulated import NotFinite, Tabulated
 
 
-class Rates:
+class Rates(Tabulated):
     """`base * table[committed] * factor` for every group, computed on the device without asking the host.
 
     Groups of optimizers that take tensor learning rates hold views of the vector; the others get a float when the
@@ -44,9 +41,8 @@ class Rates:
                 f"{len(schedules)} schedules for {len(self.groups)} parameter groups",
                 fix="give one schedule, or one for each group",
             )
-        self.schedules = list(schedules) * (len(self.groups) if len(schedules) == 1 else 1)
+        super().__init__(list(schedules) * (len(self.groups) if len(schedules) == 1 else 1), device, chunk=chunk)
         self.base = torch.tensor(base or [base_rate(group) for group in self.groups], device=device)
-        self.chunk = chunk
         self.cut = 1.0
         self.by_host: list[float | None] = [None] * len(self.groups)
         self.factor = torch.ones(len(self.groups), device=device)
@@ -55,46 +51,13 @@ class Rates:
         self.held: list[Any] = [group["lr"] for group in self.groups]
         """What stands in each group's `lr` unless somebody else wrote there."""
         self.version = self.now._version
-        self.table = torch.empty((len(self.groups), 0), device=device)
-        self.end: ConfigError | None = None
-        """Why there are no more rates after the table's; None while there may be."""
-        self.cover(0, torch.zeros((), dtype=torch.int64))
 
-    def cover(self, attempted: int, committed: Tensor) -> None:
-        """Make the table long enough. The host knows `attempted`, and committed is never more than that; only past the
-        end of a schedule it has to ask how many steps were committed."""
-        known = self.table.shape[1]
-        if attempted >= known and self.end is None:
-            self._extend(known, attempted)
-            known = self.table.shape[1]
-        if attempted >= known and self.end is not None and int(committed) >= known:
-            raise self.end
-
-    def _extend(self, known: int, attempted: int) -> None:
-        columns = self._columns(known, attempted)
-        if not columns:
-            return
-        more = torch.tensor(columns, dtype=torch.float32).T.contiguous()
-        if self.table.is_cuda:
-            more = more.pin_memory()
-        self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)
-
-    def _columns(self, known: int, attempted: int) -> list[list[float]]:
-        """The multipliers of the next steps. A schedule may end (a list, torch's OneCycleLR, a formula that holds for
-        the steps of the training only): running into its end is an error, looking ahead over it is not."""
-        columns: list[list[float]] = []
-        for step in range(known, attempted + (self.chunk or max(known, TABLE_CHUNK))):
-            try:
-                columns.append([finite(schedule(step)) for schedule in self.schedules])
-            except Exception as error:  # whatever a user's function may raise
-                self.end = no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
-                break
-        return columns
+    def ended(self, step: int, error: Exception) -> ConfigError:
+        return no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
 
     def refresh(self, committed: Tensor) -> None:
         """Put the rates of the step after `committed` steps into the vector that the groups look at."""
-        multipliers = self.table.index_select(1, committed.view(1)).view(-1)
-        torch.mul(self.base, multipliers, out=self.now)
+        torch.mul(self.base, self.at(committed), out=self.now)
         self.now.mul_(self.factor)
         self.version = self.now._version
 
@@ -174,16 +137,6 @@ class Rates:
 def base_rate(group: Mapping[str, Any]) -> float:
     """A group that was already scheduled holds the rate of the moment in `lr`; its base is `initial_lr`."""
     return float(group.get("initial_lr", group["lr"]))
-
-
-class NotFinite(ValueError):
-    """A schedule gave something else than a finite number."""
-
-
-def finite(value: Any) -> float:
-    if isinstance(value, complex) or not math.isfinite(value):
-        raise NotFinite(f"it gives {value}")
-    return float(value)
 
 
 def no_rate(when: str, error: Exception, length: str) -> ConfigError:

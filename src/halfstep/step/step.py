@@ -38,6 +38,7 @@ from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
+from halfstep.step.values import Values
 
 Weight = Tensor | float | int
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
@@ -68,6 +69,7 @@ class Step:
         agree: Agree = alone,
         also: Also = (),
         on_gradients: OnGradients | None = None,
+        values: Values | None = None,
     ) -> None:
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, not {accumulate}", fix="1 means no accumulation")
@@ -91,7 +93,9 @@ class Step:
         self.generation = 0
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.on_gradients = on_gradients
+        self.on_gradients, self.values = on_gradients, values
+        if values is not None:
+            values.follow(self)
         self.writes = ForwardWrites(model, also)
         self._rng: dict[str, Tensor] = {}
         """The generators before a compute() that is not committed yet."""
@@ -140,6 +144,8 @@ class Step:
     def judge(self, loss_fn: LossFn, window: Window) -> Facts:
         """The part of `compute` that the device does: what a CUDA graph can hold."""
         parameters = self._trained_parameters()
+        if self.values is not None:
+            self.values.refresh()
         self.writes.save(parameters)
         self.clear_gradients()
         loss, weight = self._accumulate(loss_fn, window)
@@ -174,9 +180,11 @@ class Step:
         facts.send()
 
     def look_ahead(self) -> None:
-        """Have the next step's learning rates at hand. A table that grows is a new tensor: no graph knows it yet."""
+        """Have the next step's rates and values at hand. A table that grows is a new tensor: no graph knows it yet."""
         if self.rates is not None:
             self.rates.cover(self.attempted, self.committed)
+        if self.values is not None:
+            self.values.look_ahead()
 
     @torch.no_grad()
     def settle(self, facts: Facts) -> None:

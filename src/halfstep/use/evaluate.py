@@ -73,7 +73,7 @@ def evaluate(
         fresh_folder(out, run.folder.report / "evaluation") as folder,
         algorithms(deterministic=config.train.deterministic),
     ):
-        model = with_weights(run, workload.model, plan, workload.frozen)
+        model = with_weights(run, workload.model, plan, workload.frozen, workload.values)
         counted = replace(workload, metrics=lambda: evaluation.metrics)
         trained = in_use(model, plan, report)
         metrics = evaluation.scored(config, trained, wanted, report.phase, batch_size) if wanted else None

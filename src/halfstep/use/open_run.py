@@ -25,6 +25,7 @@ from halfstep.run.folder import RunFolder
 from halfstep.run.frozen import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
+from halfstep.step.values import Value, set_to_
 from halfstep.workloads import load as load_config
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.using import Trained
@@ -99,11 +100,16 @@ def plan_for_use(
 
 
 def with_weights(
-    run: OpenedRun, model: nn.Module, plan: Plan, frozen: Mapping[str, FrozenPart] | None = None
+    run: OpenedRun,
+    model: nn.Module,
+    plan: Plan,
+    frozen: Mapping[str, FrozenPart] | None = None,
+    values: Mapping[str, Value] | None = None,
 ) -> nn.Module:
     """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
     model = placed(run.config, model, plan)
     place_frozen_(run.config, frozen or {}, plan)
+    set_to_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
     try:
         load_for_use(model, run.checkpoint)
     except (RuntimeError, KeyError, AttributeError) as error:

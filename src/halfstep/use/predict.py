@@ -59,7 +59,7 @@ def predict(
     has_folder = wishes.out is not None or kind.writes_files
     place = fresh_folder(wishes.out, run.folder.path / "predictions") if has_folder else nullcontext()
     with place as folder, algorithms(deterministic=run.config.train.deterministic):
-        model = with_weights(run, predictor.model, plan, frozen)
+        model = with_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         answers: list[Answer] = []
         with report.phase("Predicting", len(inputs)) as bar:
             for result in predictor.answers(inputs, in_use(model, plan, report), replace(wishes, out=folder), bar):

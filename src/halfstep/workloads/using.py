@@ -136,7 +136,7 @@ class Wishes:
 
 
 class Predictor(Protocol):
-    """One workload in use on files. Where it has `frozen`, as Workload has, these parts are placed with the model."""
+    """One workload in use on files. Its `frozen` and `values`, as of a Workload, are placed with the model."""
 
     @property
     def model(self) -> nn.Module:

@@ -1,0 +1,78 @@
+"""Functions of the step as one table on the device, read by the committed counter without asking the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ConfigError
+
+TABLE_CHUNK = 4096
+"""The table starts with so many steps, 16 KB a row, and doubles when a run outlives it."""
+
+
+class Tabulated:
+    """One row a function. A table that grows is a new tensor: no captured graph knows it."""
+
+    def __init__(
+        self, functions: Sequence[Callable[[int], float]], device: torch.device, *, chunk: int | None = None
+    ) -> None:
+        """Foreign functions are asked for at most `chunk` steps ahead: they may be slow, or end with the training."""
+        self.functions, self.chunk = list(functions), chunk
+        self.table = torch.empty((len(self.functions), 0), device=device)
+        self.end: ConfigError | None = None
+        """Why there is nothing after the table's last column; None while there may be."""
+        self.cover(0, torch.zeros((), dtype=torch.int64))
+
+    def cover(self, attempted: int, committed: Tensor) -> None:
+        """Make the table long enough. The host knows `attempted`, and committed is never more than that; only past the
+        end of a function it has to ask how many steps were committed."""
+        known = self.table.shape[1]
+        if attempted >= known and self.end is None:
+            self._extend(known, attempted)
+            known = self.table.shape[1]
+        if attempted >= known and self.end is not None and int(committed) >= known:
+            raise self.end
+
+    def at(self, committed: Tensor) -> Tensor:
+        """The column of the step after `committed` steps."""
+        return self.table.index_select(1, committed.view(1)).view(-1)
+
+    def ended(self, step: int, error: Exception) -> ConfigError:
+        """What to say where a function has no value for a step."""
+        raise NotImplementedError
+
+    def _extend(self, known: int, attempted: int) -> None:
+        columns = self._columns(known, attempted)
+        if not columns:
+            return
+        more = torch.tensor(columns, dtype=torch.float32).T.contiguous()
+        if self.table.is_cuda:
+            more = more.pin_memory()
+        self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)
+
+    def _columns(self, known: int, attempted: int) -> list[list[float]]:
+        """The values of the next steps. A function may end (a list, torch's OneCycleLR, a formula that holds for the
+        steps of the training only): running into its end is an error, looking ahead over it is not."""
+        columns: list[list[float]] = []
+        for step in range(known, attempted + (self.chunk or max(known, TABLE_CHUNK))):
+            try:
+                columns.append([finite(function(step)) for function in self.functions])
+            except Exception as error:  # whatever a user's function may raise
+                self.end = self.ended(step, error)
+                break
+        return columns
+
+
+class NotFinite(ValueError):
+    """A function gave something else than a finite number."""
+
+
+def finite(value: Any) -> float:
+    if isinstance(value, complex) or not math.isfinite(value):
+        raise NotFinite(f"it gives {value}")
+    return float(value)
