@@ -22,7 +22,7 @@ from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.step import rates
 from halfstep.step.facts import Facts
-from halfstep.step.graph import Batch, CaptureFailed, GraphedStep
+from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, tables_of
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.modes import UNCAPTURED
 from halfstep.workloads import load
