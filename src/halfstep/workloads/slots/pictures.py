@@ -1,0 +1,114 @@
+"""Pictures of slots: frames, true masks and slot masks beside each other, and the same as a gif.
+
+Slot k has colour k in every frame, clip and run, so that a colour that jumps is a slot that jumps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from halfstep.data.clips import ClipSamples
+from halfstep.data.loader import Batch
+from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
+from halfstep.workloads.slots.metrics import slot_labels
+from halfstep.workloads.workload import Prepare
+
+Array = np.ndarray[Any, Any]
+Forward = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
+
+SHOWN_FRAMES = 6
+SAMPLED_CLIPS = 2
+GAP = 4
+MS_PER_FRAME = 120
+
+
+def slot_colours(labels: Array) -> Array:
+    """(..., 3) uint8, the same for a number always."""
+    return CLASS_COLOURS[labels.astype(np.int64) % len(CLASS_COLOURS)]
+
+
+def object_colours(labels: Array) -> Array:
+    """The same for true objects; background is black."""
+    return np.where(labels[..., None] > 0, slot_colours(np.maximum(labels.astype(np.int64) - 1, 0)), 0).astype(np.uint8)
+
+
+def tinted(frames: Array, colours: Array, strength: float = 0.55) -> Array:
+    """Frames (..., 3) uint8 under their slots' colours."""
+    return (frames * (1 - strength) + colours * strength).round().astype(np.uint8)
+
+
+def spread(count: int, shown: int = SHOWN_FRAMES) -> list[int]:
+    """Frames over the whole clip."""
+    return [round(place * (count - 1) / max(min(count, shown) - 1, 1)) for place in range(min(count, shown))]
+
+
+def sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
+    """Rows of a few frames: as they are, under their slots, slots alone, and true objects where they are known."""
+    picked = spread(len(frames))
+    rows = [frames, tinted(frames, slot_colours(slots)), slot_colours(slots)]
+    rows += [object_colours(truth)] if truth is not None else []
+    height, width = frames.shape[1:3]
+    page = np.full((len(rows) * (height + GAP) + GAP, len(picked) * (width + GAP) + GAP, 3), 255, dtype=np.uint8)
+    for r, row in enumerate(rows):
+        for c, t in enumerate(picked):
+            top, left = GAP + r * (height + GAP), GAP + c * (width + GAP)
+            page[top : top + height, left : left + width] = row[t]
+    return page
+
+
+def write_gif(path: Path, frames: Array, slots: Array) -> None:
+    """Frames beside their slots, moving."""
+    pages = [np.concatenate([frame, colours], axis=1) for frame, colours in zip(frames, _beside(frames, slots), strict=True)]
+    pictures = [Image.fromarray(page) for page in pages]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=MS_PER_FRAME, loop=0)
+
+
+def _beside(frames: Array, slots: Array) -> Array:
+    return tinted(frames, slot_colours(slots))
+
+
+def shown_frames(video: Tensor, size: tuple[int, int]) -> Array:
+    """Loaded bytes (T, 3, h, w) as frames (T, H, W, 3)."""
+    frames = np.moveaxis(video.cpu().numpy(), 1, -1)
+    if frames.shape[1:3] == size:
+        return frames
+    return np.stack([np.asarray(Image.fromarray(frame).resize((size[1], size[0]))) for frame in frames])
+
+
+def clip_views(raw: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> tuple[Array, Array, Array | None]:
+    """Frames, slots and true labels of a batch of one, as loaded and as the model answered, at the frames' own size."""
+    count = int(raw["is_real"][0].sum()) if "is_real" in raw else raw["video"].shape[1]
+    video = raw["video"][0, :count]
+    size = (video.shape[-2], video.shape[-1])
+    slots = slot_labels(outputs["masks"][:, :count], size)[0].cpu().numpy()
+    truth = raw["masks"][0, :count].cpu().numpy() if "masks" in raw else None
+    return shown_frames(video, size), slots, truth
+
+
+def sample_pictures(
+    samples: ClipSamples, prepare: Prepare, forward: Forward
+) -> Callable[[nn.Module, tuple[int, ...]], dict[str, Array]] | None:
+    """Sheets of the first validation clips, for the report while training."""
+    if len(samples) == 0:
+        return None
+
+    def sample(model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
+        device = next(model.parameters()).device
+        found = {}
+        for index in range(min(SAMPLED_CLIPS, len(samples))):
+            loaded = samples.sample(index, key=(0, 0, index))
+            raw = {name: value.unsqueeze(0).to(device) for name, value in loaded.items()}
+            with torch.no_grad():
+                found[f"clip_{index}"] = sheet(*clip_views(raw, forward(model, prepare(raw, key=key, training=False))))
+        return found
+
+    return sample
+
+
