@@ -38,7 +38,7 @@ for room in set(ROOMS) - {"errors", "formats", "islands", "disk"}:
     ROOMS[room] = ROOMS[room] | {"disk"}
 
 TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus", "workloads.import_path"} | {
-    f"workloads.{family}.config" for family in ("segmentation", "classification", "language", "diffusion")
+    f"workloads.{family}.config" for family in ("segmentation", "classification", "language", "diffusion", "slots")
 }
 """Rooms and files that must work where torch is not installed."""
 

@@ -7,13 +7,12 @@ that what follows from them follows; all others are ours, on top of the translat
 
 from __future__ import annotations
 
-import math
-import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from halfstep.config.arithmetic import counted_by
 from halfstep.config.scalars import Plain, typed
 from halfstep.config.sources import override_statements
 from halfstep.config.statements import Source, Statement
@@ -21,15 +20,10 @@ from halfstep.config.yaml_source import Document
 from halfstep.errors import ConfigError
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-RESOLVERS: Mapping[str, Callable[[list[float]], float]] = {
-    "mul": math.prod,
-    "add": sum,
-    "sum": sum,
-    "sub": lambda values: operator.sub(*values),
-    "div": lambda values: operator.truediv(*values),
-}
 MOST_REFERENCES = 20
 """Keys that name one another in a row: more go round in a circle."""
+MOST_LOOKUPS = 10_000
+"""References of one file, those inside what they name included: a kilobyte of nested ones may mean billions."""
 Place = tuple[str, ...]
 
 
@@ -144,6 +138,7 @@ class References:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
+        self.num_looked_up = 0
 
     def __call__(self, value: Any, place: Place, depth: int = 0) -> Any:
         if depth > MOST_REFERENCES:
@@ -172,9 +167,13 @@ class References:
         return typed(text)
 
     def _looked_up(self, reference: str, place: Place, depth: int) -> Any:
+        self.num_looked_up += 1
+        if self.num_looked_up > MOST_LOOKUPS:
+            at = f"{'.'.join(place)}: ${{{reference}}}"
+            raise ConfigError(f"{at} is one of more than {MOST_LOOKUPS:,} references", fix="let keys name fewer others")
         name, is_function, arguments = reference.partition(":")
         if is_function:
-            return counted_by(name, arguments, place)
+            return counted_by(name.strip(), arguments, ".".join(place))
         num_up = len(name) - len(name.lstrip("."))
         path = (*(place[: len(place) - num_up] if num_up else ()), *name.lstrip(".").split("."))
         if not has_key(self.values, ".".join(path)):
@@ -184,18 +183,3 @@ class References:
         for part in path:
             found = found[part]
         return self(found, path, depth + 1)
-
-
-def counted_by(name: str, arguments: str, place: Place) -> float:
-    at = f"{'.'.join(place)}: ${{{name}:{arguments}}}"
-    if name not in RESOLVERS:
-        raise ConfigError(
-            f"{at} is a function halfstep does not know", fix=f"write its value; known are {', '.join(RESOLVERS)}"
-        )
-    numbers = [typed(argument.strip()) for argument in arguments.split(",")]
-    if not all(isinstance(number, (int, float)) for number in numbers):
-        raise ConfigError(f"{at} counts with what is no number")
-    try:
-        return RESOLVERS[name](numbers)  # type: ignore[arg-type]
-    except (TypeError, ZeroDivisionError) as error:
-        raise ConfigError(f"{at} cannot be computed", why=str(error)) from error

@@ -47,16 +47,16 @@ class ClipSamples:
     ) -> None:
         self.videos, self.form, self.cut = videos, form, cut
         per_video = {index: videos.videos[index].num_frames // form.frames for index in members}
-        self._starts = [(index, chunk) for index in members for chunk in range(per_video[index] if cut == "all" else 1)]
+        self.places = [(index, chunk) for index in members for chunk in range(per_video[index] if cut == "all" else 1)]
         self._chunks = per_video
         lengths = {videos.videos[index].num_frames for index in members}
         self.are_filled = cut == "whole" and any(length < form.frames for length in lengths)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.places)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        video, chunk = self._starts[index]
+        video, chunk = self.places[index]
         draw = torch.rand(4, generator=generator_for(*key), dtype=torch.float64).tolist()
         if self.cut == "one":
             chunk = int(draw[0] * self._chunks[video])
@@ -90,7 +90,7 @@ class ClipSamples:
         return torch.cat([rows, rows[-1:].expand(short, *rows.shape[1:])]) if short > 0 else rows
 
     def name_of(self, index: int) -> str:
-        video, chunk = self._starts[index]
+        video, chunk = self.places[index]
         name = printable(self.videos.videos[video].name)
         return f"{name}, frames from {chunk * self.form.frames}" if self.cut == "all" else name
 

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from halfstep.config.schema import RunConfig
     from halfstep.workloads.workload import Workload
 
-SEGMENTATION, CLASSIFICATION, LANGUAGE = (
+SEGMENTATION, CLASSIFICATION, LANGUAGE, SLOTS = (
     "halfstep.workloads.segmentation:KIND",
     "halfstep.workloads.classification:KIND",
     "halfstep.workloads.language:KIND",
+    "halfstep.workloads.slots:KIND",
 )
 
 KINDS = Kinds(
@@ -37,6 +38,7 @@ KINDS = Kinds(
         "vae": "halfstep.workloads.diffusion:VAE",
         "diffusion": "halfstep.workloads.diffusion:DIFFUSION",
         "steve": "halfstep.workloads.slots.steve:KIND",
+        "slotcontrast": SLOTS,
     }
 )
 

@@ -203,6 +203,6 @@ def _scoring(config: SlotContrastConfig, data: VideoData) -> tuple[str, str]:
     empty = "are left out of FG-ARI" if config.model.skip_empty else "count as 1 in FG-ARI, as upstream (`empty`)"
     return (
         "fg_ari" if ignores else "ari",
-        f"slot masks at {side}×{side} pixels; fg_ari leaves label 0 out, ari does not, mbo {'does' if ignores else 'not'}; "
+        f"slot masks at {side}×{side} pixels; fg_ari leaves label 0 out{' as mbo does' if ignores else ''}, ari does not; "
         f"*_image: each frame alone; those without foreground {empty}",
     )

@@ -108,9 +108,8 @@ def _notes(data: VideoDataConfig, val: VideoPart) -> list[str]:
         notes.append(f"data.val_size is {data.val_size}, but there are {counted(len(val.members), 'validation video')}")
     if val.members and not val.have_masks:
         with_masks = sum(val.videos.videos[index].has_masks for index in val.members)
-        notes.append(
-            f"{with_masks} of {counted(len(val.members), 'validation video')} have masks: no FG-ARI, the loss is watched"
-        )
+        videos = counted(len(val.members), "validation video")
+        notes.append(f"{with_masks} of {videos} have masks: there is no FG-ARI, the loss alone is watched")
     return notes
 
 
@@ -143,3 +142,13 @@ def sized_masks(masks: Tensor, side: int) -> Tensor:
 def prepared_masks(batch: Mapping[str, Tensor], data: VideoDataConfig) -> Batch:
     """The masks of a batch, where it has any."""
     return {"masks": sized_masks(batch["masks"], data.mask_size or data.image_size)} if "masks" in batch else {}
+
+
+def all_clips(samples: ClipSamples) -> ClipSamples:
+    """Whole videos with their masks in place of training's chunks: a folder without a validation part, evaluated."""
+    members = sorted({video for video, _ in samples.places})
+    part = VideoPart(videos=samples.videos, members=tuple(members))
+    longest = max(part.videos.videos[index].num_frames for index in members)
+    crop = "none" if samples.form.crop == "none" else "central"
+    form = ClipForm(frames=longest, size=samples.form.size, crop=crop, with_masks=part.have_masks)
+    return ClipSamples(part.videos, part.members, form, cut="whole")

@@ -65,7 +65,9 @@ def sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:
     """Frames beside their slots, moving."""
-    pages = [np.concatenate([frame, colours], axis=1) for frame, colours in zip(frames, _beside(frames, slots), strict=True)]
+    pages = [
+        np.concatenate([frame, colours], axis=1) for frame, colours in zip(frames, _beside(frames, slots), strict=True)
+    ]
     pictures = [Image.fromarray(page) for page in pages]
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=MS_PER_FRAME, loop=0)
 
@@ -110,5 +112,3 @@ def sample_pictures(
         return found
 
     return sample
-
-

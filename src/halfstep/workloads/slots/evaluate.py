@@ -1,0 +1,107 @@
+"""Evaluation of slots: FG-ARI and mBO, how much each slot takes, and sheets and gifs of the worst and best clips."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.clips import ClipSamples
+from halfstep.report.evaluation_view import Cell
+from halfstep.workloads.other_data import any_folder
+from halfstep.workloads.slots.metrics import SlotMetrics, slot_labels
+from halfstep.workloads.slots.pictures import clip_views, sheet, write_gif
+from halfstep.workloads.using import Look, PlainEvaluation
+from halfstep.workloads.workload import Workload
+
+SHOWN_EACH = 2
+
+
+class SlotDetails(SlotMetrics):
+    """The metrics of validation, FG-ARI of every clip, and the pixels of every slot."""
+
+    def __init__(self, counted: SlotMetrics) -> None:
+        super().__init__(ignore_background=bool(counted.from_label), skip_empty=counted.skip_empty)
+        self._scored: list[tuple[Tensor, Tensor]] = []
+        self._shares: list[Tensor] = []
+
+    def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+        masks = outputs["masks"]
+        is_real = batch.get("is_real", torch.ones(masks.shape[:2], dtype=torch.bool, device=masks.device))
+        side = round(masks.shape[-1] ** 0.5)
+        winners = torch.nn.functional.one_hot(slot_labels(masks, (side, side)).flatten(2), masks.shape[2])
+        self._shares.append((winners.sum(2) * is_real.unsqueeze(-1)).sum((0, 1)))
+        if "masks" in batch:
+            true = batch["masks"]
+            labels = slot_labels(masks, (true.shape[-2], true.shape[-1]))
+            scores = self.count(true, labels, masks.shape[2], batch.get("is_real"))
+            self._scored.append((batch["index"], scores))
+
+    def per_clip(self) -> list[tuple[int, float]]:
+        """Clip and FG-ARI, the worst first; waits for the device."""
+        pairs = [pair for index, scores in self._scored for pair in zip(index.tolist(), scores.tolist(), strict=True)]
+        return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
+
+    def shares(self) -> list[float]:
+        """Of all pixels, for each slot."""
+        total = torch.stack(self._shares).sum(0).double()
+        found: list[float] = (total / total.sum()).tolist()
+        return found
+
+
+class SlotEvaluation(PlainEvaluation):
+    """Counts every clip."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        counted = workload.metrics()
+        assert isinstance(counted, SlotMetrics)
+        self.metrics: SlotDetails = SlotDetails(counted)
+
+    @staticmethod
+    def config_for(config: RunConfig, folder: Path) -> RunConfig:
+        """Another folder's own shards and split; where it has none, `on_all` takes all its videos."""
+        return any_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
+
+    @staticmethod
+    def on_all(workload: Workload) -> Workload:
+        from dataclasses import replace
+
+        from halfstep.workloads.slots.data import all_clips
+
+        if len(workload.val_samples):
+            return workload
+        samples = workload.train_samples
+        assert isinstance(samples, ClipSamples)
+        whole = all_clips(samples)
+        names = tuple(whole.name_of(index) for index in range(len(whole)))
+        return replace(workload, val_samples=whole, val_names=names)
+
+    def classes(self) -> tuple[dict[str, Cell], ...]:
+        return tuple({"slot": str(k), "share of pixels": share} for k, share in enumerate(self.metrics.shares()))
+
+    def draw(self, folder: Path, look: Look) -> list[Path]:
+        """A sheet and a gif of each chosen clip."""
+        written = []
+        for kind, index in self._chosen():
+            _, outputs = look(index)
+            sample = self.workload.val_samples.sample(index, key=(0, 0, index))
+            frames, slots, truth = clip_views({name: value.unsqueeze(0) for name, value in sample.items()}, outputs)
+            picture, moving = folder / f"{kind}_clip_{index}.png", folder / f"{kind}_clip_{index}.gif"
+            Image.fromarray(sheet(frames, slots, truth)).save(picture)
+            write_gif(moving, frames, slots)
+            written += [picture, moving]
+        return written
+
+    def _chosen(self) -> list[tuple[str, int]]:
+        """The worst and the best clips, or the first ones where nothing was scored."""
+        ranked = [index for index, _ in self.metrics.per_clip()]
+        if not ranked:
+            return [("first", index) for index in range(min(2 * SHOWN_EACH, len(self.workload.val_samples)))]
+        worst = ranked[: min(SHOWN_EACH, -(-len(ranked) // 2))]
+        best = ranked[max(len(worst), len(ranked) - SHOWN_EACH) :]
+        return [*(("worst", index) for index in worst), *(("best", index) for index in best)]

@@ -1,0 +1,143 @@
+"""Slots of videos: for each a gif and a sheet, and slot numbers as an array.
+
+Pictures are frames: those of one folder are one video, in their natural order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.clips import crop_box
+from halfstep.data.files import PICTURES, BadFiles, load_array
+from halfstep.data.images import read_image
+from halfstep.data.video_files import VIDEO_ENDINGS, read_frames, video_facts
+from halfstep.data.videos import Array, ShardVideos
+from halfstep.errors import CheckpointError, DataError, counted
+from halfstep.report.prediction_view import Answer, Failure
+from halfstep.report.progress import Bar
+from halfstep.workloads.kind import Store
+from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
+from halfstep.workloads.slots.config import SlotContrastConfig
+from halfstep.workloads.slots.metrics import slot_labels
+from halfstep.workloads.slots.pictures import sheet, write_gif
+from halfstep.workloads.using import Input, Trained, Wishes, failure_of
+
+FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")
+
+
+class SlotPredictor:
+    """One gif, one sheet and one array a video."""
+
+    endings = (*VIDEO_ENDINGS, ".npy", ".tar", *FRAME_ENDINGS)
+
+    def __init__(self, config: SlotContrastConfig, store: Store) -> None:
+        self.config = config
+        backbone = build_backbone(config)
+        self.frozen = {"backbone": backbone}
+        self.model = build_model(config, backbone.module)
+        self._forward, self._prepare = forward_of(backbone.module), prepare_of(config)
+
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        """One for each file; frames of a folder share theirs."""
+        assert wishes.out is not None
+        for _, grouped in groupby(inputs, key=lambda item: item.path.parent if _is_frame(item) else item.path):
+            items = list(grouped)
+            try:
+                found = [self._written(name, frames, trained, wishes.out) for name, frames in _videos(items)]
+            except DataError as error:
+                yield from (failure_of(item, error) for item in items)
+                continue
+            for item in items:
+                yield _answer(item, found)
+
+    def _written(self, name: Path, frames: Array, trained: Trained, out: Path) -> tuple[Path, list[float]]:
+        box = crop_box((frames.shape[1], frames.shape[2]), "none" if self.config.data.crop == "none" else "central", ())
+        frames = np.ascontiguousarray(frames[(slice(None), *box)])
+        slots = self._slots(torch.from_numpy(frames).movedim(-1, 1), trained)
+        place = _unused(out / name)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_gif(place.with_name(f"{place.name}.gif"), frames, slots)
+            Image.fromarray(sheet(frames, slots, None)).save(place.with_name(f"{place.name}.png"))
+            np.save(place.with_name(f"{place.name}_slots.npy"), slots.astype(np.uint8))
+        except OSError as error:
+            raise CheckpointError(f"cannot write below {out}: {error}", fix="make room, or --out DIR") from error
+        counts = np.bincount(slots.ravel(), minlength=self.config.model.slots)
+        return place, [float(share) for share in counts / counts.sum()]
+
+    def _slots(self, video: Tensor, trained: Trained) -> Array:
+        batch = {"video": video.unsqueeze(0).to(trained.device)}
+        with torch.no_grad():
+            prepared = self._prepare(batch, key=(0,), training=False)
+        with trained.inside():
+            outputs = self._forward(trained.model, prepared)
+        labels = slot_labels(outputs["masks"], (video.shape[-2], video.shape[-1]))
+        slots: Array = labels[0].cpu().numpy()
+        return slots
+
+
+def _is_frame(item: Input) -> bool:
+    return item.path.suffix.lower() in FRAME_ENDINGS
+
+
+def _videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
+    """Names without endings, and frames (T, H, W, 3) uint8."""
+    item = items[0]
+    if _is_frame(item):
+        named = item.name.parent if item.name.parent.name else Path(item.path.resolve().parent.name)
+        yield named, _stacked([_frame(entry.path) for entry in items], item.path.parent)
+    elif item.path.suffix.lower() == ".tar":
+        shard = ShardVideos(item.path.parent, item.path.name, bad_files=BadFiles("error"))
+        for index, video in enumerate(shard.videos):
+            name = item.name.with_suffix("") / video.name.rpartition("/")[2]
+            yield name, shard.frames(index, 0, video.num_frames)
+    elif item.path.suffix.lower() == ".npy":
+        frames = np.asarray(load_array(item.path))
+        if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
+            raise DataError(f"{item.path} holds {frames.dtype} {frames.shape}", why="a video is uint8 (T, H, W, 3)")
+        yield item.name.with_suffix(""), frames
+    else:
+        count, _ = video_facts(item.path)
+        yield item.name.with_suffix(""), read_frames(item.path, 0, count)
+
+
+def _frame(path: Path) -> Array:
+    frame = read_image(path, channels=3)
+    return frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)
+
+
+def _stacked(frames: list[Array], folder: Path) -> Array:
+    if len({frame.shape for frame in frames}) > 1:
+        raise DataError(f"the pictures of {folder} differ in size", why="those of one folder are frames of one video")
+    return np.stack(frames)
+
+
+def _unused(place: Path) -> Path:
+    """Videos of one name from several folders get numbers."""
+    number, free = 1, place
+    while free.with_name(f"{free.name}.gif").exists():
+        number += 1
+        free = place.with_name(f"{place.name}_{number}")
+    return free
+
+
+def _answer(item: Input, found: list[tuple[Path, list[float]]]) -> Answer:
+    gifs = [f"{place}.gif" for place, _ in found]
+    shares = {f"slot {k}": share for k, share in enumerate(found[0][1])}
+    taking = sum(share > 0.01 for share in found[0][1])
+    return Answer(
+        file=str(item.path),
+        found={"gifs": gifs, "shares": shares},
+        cells={"gif": gifs[0], **shares},
+        brief={
+            "gif": gifs[0] if len(gifs) == 1 else f"{gifs[0]} and {len(gifs) - 1} more",
+            "in use": counted(taking, "slot"),
+        },
+    )
