@@ -128,6 +128,7 @@ class TrainConfig(Section):
         default=0, description="Stop after this many attempted steps, whatever the epochs; 0: no limit"
     )
     batch_size: PositiveCount = Field(default=8, description="Samples of one micro-batch")
+    val_batch_size: OffCount = Field(default=0, description="Samples of a batch in validation; 0: as in training")
     accumulate: PositiveCount = Field(default=1, description="Micro-batches of one optimizer step")
     clip_norm: OffNumber = Field(default=1.0, description="Gradients are clipped to this; 0: off")
     clip_type: Literal["l2", "inf", "value"] = Field(

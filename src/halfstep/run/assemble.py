@@ -164,7 +164,8 @@ def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
 def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
     size, seed, workers = config.train.batch_size, config.train.seed, config.data.num_workers
     train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True)
-    val = Loader(workload.val_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=False)
+    val_size = config.train.val_batch_size or size
+    val = Loader(workload.val_samples, batch_size=val_size, seed=seed, num_workers=workers, shuffle=False)
     return train, val
 
 

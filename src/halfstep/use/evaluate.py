@@ -79,7 +79,7 @@ def evaluate(
         metrics = evaluation.scored(config, trained, wanted, report.phase, batch_size) if wanted else None
         if metrics is None:
             pieces = int(run.checkpoint.state["pieces"]) if batch_size is None else 1
-            size = batch_size or config.train.batch_size
+            size = batch_size or config.train.val_batch_size or config.train.batch_size
             metrics = _validated(config, counted, model, plan, report, batch_size=size, pieces=pieces)
         pictures = evaluation.draw(folder, _look(workload, model, plan, config.train.seed))
         summary = folder / "evaluation.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import VideoData, normalised, prepared_masks, unit_pixels, video_data
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.slots.metrics import SlotMetrics
-from halfstep.workloads.slots.pictures import sample_pictures
-from halfstep.workloads.workload import Loss, Prepare, Workload
+from halfstep.workloads.workload import Forward, Loss, Prepare, Workload
 
 FRAGILE = (
     "slot attention: softmax over slots, renormalised with an epsilon that half formats round away",
@@ -61,7 +60,6 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         notes=(*_said_aloud(config), *_negatives(config), *data.notes),
         val_names=data.val_names,
         about=data.about,
-        sample=sample_pictures(data.val, prepare, forward),
     )
 
 
@@ -161,7 +159,7 @@ def prepare_of(config: SlotContrastConfig) -> Prepare:
     return prepare
 
 
-def forward_of(backbone: nn.Module) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
+def forward_of(backbone: nn.Module) -> Forward:
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         video = batch["video"]
         with torch.no_grad():
@@ -203,6 +201,6 @@ def _scoring(config: SlotContrastConfig, data: VideoData) -> tuple[str, str]:
     empty = "are left out of FG-ARI" if config.model.skip_empty else "count as 1 in FG-ARI, as upstream (`empty`)"
     return (
         "fg_ari" if ignores else "ari",
-        f"slot masks at {side}×{side} pixels; fg_ari leaves label 0 out{' as mbo does' if ignores else ''}, ari does not; "
+        f"slot masks at {side}×{side} pixels; {'fg_ari and mbo leave' if ignores else 'fg_ari leaves'} label 0 out; "
         f"*_image: each frame alone; those without foreground {empty}",
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.clips import ClipForm, ClipSamples, long_enough
+from halfstep.data.clips import ClipForm, ClipSamples, Crop, long_enough
 from halfstep.data.files import BadFiles
 from halfstep.data.loader import Batch
 from halfstep.data.video_layouts import FoundVideos, VideoPart, find_videos
@@ -60,10 +60,8 @@ def video_data(config: RunConfig) -> VideoData:
     )  # fmt: skip
     longest = max((val.videos.videos[index].num_frames for index in val.members), default=1)
     frames = min(longest, data.val_frames) if data.val_frames else longest
-    crop = "none" if data.crop == "none" else "central"
-    validation = ClipSamples(
-        val.videos, val.members, ClipForm(frames=frames, size=side, crop=crop, with_masks=has_masks), cut="whole"
-    )
+    form = ClipForm(frames=frames, size=side, crop=steady(data.crop), with_masks=has_masks)
+    validation = ClipSamples(val.videos, val.members, form, cut="whole")
     return VideoData(
         train=train,
         val=validation,
@@ -113,12 +111,17 @@ def _notes(data: VideoDataConfig, val: VideoPart) -> list[str]:
     return notes
 
 
+def steady(crop: Crop) -> Crop:
+    """Where nothing is drawn at random, the middle."""
+    return "none" if crop == "none" else "central"
+
+
 def unit_pixels(video: Tensor, side: int) -> Tensor:
     """Bytes (B, T, 3, h, w) to floats in 0..1 at the model's size, as upstream resizes: bicubic, clamped."""
     frames = video.flatten(0, 1).float() / 255
     if frames.shape[-2:] != (side, side):
         frames = F.interpolate(frames, (side, side), mode="bicubic").clamp(0, 1)
-    return frames.unflatten(0, video.shape[:2])
+    return frames.view(*video.shape[:2], *frames.shape[1:])
 
 
 def normalised(pixels: Tensor, how: str) -> Tensor:
@@ -149,6 +152,5 @@ def all_clips(samples: ClipSamples) -> ClipSamples:
     members = sorted({video for video, _ in samples.places})
     part = VideoPart(videos=samples.videos, members=tuple(members))
     longest = max(part.videos.videos[index].num_frames for index in members)
-    crop = "none" if samples.form.crop == "none" else "central"
-    form = ClipForm(frames=longest, size=samples.form.size, crop=crop, with_masks=part.have_masks)
+    form = ClipForm(frames=longest, size=samples.form.size, crop=steady(samples.form.crop), with_masks=part.have_masks)
     return ClipSamples(part.videos, part.members, form, cut="whole")

@@ -15,13 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from halfstep.data.clips import ClipSamples
-from halfstep.data.loader import Batch
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
 from halfstep.workloads.slots.metrics import slot_labels
-from halfstep.workloads.workload import Prepare
+from halfstep.workloads.workload import Forward, Prepare
 
 Array = np.ndarray[Any, Any]
-Forward = Callable[[nn.Module, Batch], Mapping[str, Tensor]]
 
 SHOWN_FRAMES = 6
 SAMPLED_CLIPS = 2
@@ -65,15 +63,9 @@ def sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:
     """Frames beside their slots, moving."""
-    pages = [
-        np.concatenate([frame, colours], axis=1) for frame, colours in zip(frames, _beside(frames, slots), strict=True)
-    ]
+    pages = np.concatenate([frames, tinted(frames, slot_colours(slots))], axis=2)
     pictures = [Image.fromarray(page) for page in pages]
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=MS_PER_FRAME, loop=0)
-
-
-def _beside(frames: Array, slots: Array) -> Array:
-    return tinted(frames, slot_colours(slots))
 
 
 def shown_frames(video: Tensor, size: tuple[int, int]) -> Array:

@@ -25,6 +25,7 @@ from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
 from halfstep.workloads.slots.config import SlotContrastConfig
+from halfstep.workloads.slots.data import steady
 from halfstep.workloads.slots.metrics import slot_labels
 from halfstep.workloads.slots.pictures import sheet, write_gif
 from halfstep.workloads.using import Input, Trained, Wishes, failure_of
@@ -58,7 +59,7 @@ class SlotPredictor:
                 yield _answer(item, found)
 
     def _written(self, name: Path, frames: Array, trained: Trained, out: Path) -> tuple[Path, list[float]]:
-        box = crop_box((frames.shape[1], frames.shape[2]), "none" if self.config.data.crop == "none" else "central", ())
+        box = crop_box((frames.shape[1], frames.shape[2]), steady(self.config.data.crop), ())
         frames = np.ascontiguousarray(frames[(slice(None), *box)])
         slots = self._slots(torch.from_numpy(frames).movedim(-1, 1), trained)
         place = _unused(out / name)
@@ -132,12 +133,10 @@ def _answer(item: Input, found: list[tuple[Path, list[float]]]) -> Answer:
     gifs = [f"{place}.gif" for place, _ in found]
     shares = {f"slot {k}": share for k, share in enumerate(found[0][1])}
     taking = sum(share > 0.01 for share in found[0][1])
+    shown = gifs[0] if len(gifs) == 1 else f"{gifs[0]} and {len(gifs) - 1} more"
     return Answer(
         file=str(item.path),
         found={"gifs": gifs, "shares": shares},
         cells={"gif": gifs[0], **shares},
-        brief={
-            "gif": gifs[0] if len(gifs) == 1 else f"{gifs[0]} and {len(gifs) - 1} more",
-            "in use": counted(taking, "slot"),
-        },
+        brief={"gif": shown, "in use": counted(taking, "slot")},
     )
