@@ -38,8 +38,9 @@ class FilterBank(nn.Module):
         with fp32_island():
             images = to_fp32(images)
             colours, edges = self.get_buffer("colours").float(), self.get_buffer("edges").float()
-            distance = (images.unsqueeze(1) - colours.view(1, -1, 3, 1, 1)).square().sum(2)
-            nearness = torch.softmax(-SHARPNESS * distance, dim=1)
+            # Of the squared distance, what is the same for all colours does not matter to the softmax.
+            likeness = F.conv2d(images, 2 * colours[..., None, None], -colours.square().sum(1))
+            nearness = torch.softmax(SHARPNESS * likeness, dim=1)
             grey = images.mean(1, keepdim=True)
             strength = F.conv2d(F.pad(grey, (1, 1, 1, 1), mode="replicate"), edges).abs()
             pooled = F.avg_pool2d(torch.cat([nearness, 4 * strength, grey], dim=1), self.patch)

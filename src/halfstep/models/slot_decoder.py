@@ -188,12 +188,18 @@ def _chunk_step(
         torch.cat([torch.mm(grad.t(), mixed).float(), at_alpha_weight.unsqueeze(0)]),
         torch.cat([grad.float().sum(0), at_alpha.sum().unsqueeze(0)]),
     ]
-    at = torch.where(top > 0, at_top, 0.0).to(dtype).view(x.shape)
+    at = _through_relu(at_top.to(dtype), top).view(x.shape)
     for_hidden: list[Tensor] = []
     for matrix, below in zip(reversed(matrices), reversed(maps[:-1]), strict=True):
         for_hidden = [torch.mm(at.t(), below).float(), at.sum(0, dtype=torch.float32), *for_hidden]
-        at = torch.where(below > 0, torch.mm(at, matrix), 0.0)
+        at = _through_relu(torch.mm(at, matrix), below)
     at_first = at.view(frames, slots, positions, width)
     at_slots = at_first.sum(2, dtype=torch.float32)
     at_positions = at_first.sum((0, 1), dtype=torch.float32)
     return error.square().sum(), masks, at_slots, [at_positions, *grads, *for_hidden]
+
+
+def _through_relu(grad: Tensor, out: Tensor) -> Tensor:
+    """The gradient where the output is positive, 0 elsewhere, whatever the gradient is there."""
+    passed: Tensor = torch.ops.aten.threshold_backward(grad, out, 0)
+    return passed
