@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.data.loader import Batch
-from halfstep.errors import ConfigError, counted
+from halfstep.errors import ConfigError, DataError, counted
 from halfstep.models.dinov2 import dinov2, load_backbone_
 from halfstep.models.filter_bank import FilterBank
 from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.parts import FrozenPart
+from halfstep.workloads.slots.clip_data import open_clips
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
-from halfstep.workloads.slots.data import VideoData, normalised, prepared_masks, unit_pixels, video_data
+from halfstep.workloads.slots.data import normalised, notes_on, prepared_masks, unit_pixels
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.slots.metrics import SlotMetrics
 from halfstep.workloads.workload import Forward, Loss, Prepare, Workload
@@ -33,7 +34,10 @@ RANDOM = "random"
 
 def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`."""
-    data = video_data(config)
+    if config.data.dir is None:
+        raise DataError("no data folder", why="videos are read from data.dir", fix="--data-dir DIR")
+    clips = open_clips(config.data)
+    found = {"background_is_labelled": clips.val.videos.labels_background, "has_masks": clips.has_masks}
     backbone = build_backbone(config)
     model = build_model(config, backbone.module)
     if store is None and config.model.weights:  # a stored run's checkpoint brings its own
@@ -41,25 +45,25 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         load_weights_(model, from_upstream(weights), source=config.model.weights)
     forward = forward_of(backbone.module)
     prepare = prepare_of(config)
-    metric, scoring = _scoring(config, data)
+    metric, scoring = _scoring(config, found)
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=data.train,
-        val_samples=data.val,
+        train_samples=clips.train,
+        val_samples=clips.val,
         prepare=prepare,
         forward=forward,
         loss=loss_of(config),
-        metrics=lambda: metrics_of(config, data.store),
+        metrics=lambda: metrics_of(config, found),
         metric=metric,
         mode="min" if metric == "loss" else "max",
         fragile=FRAGILE,
         frozen={"backbone": backbone},
         scoring=scoring,
-        store=data.store,
-        notes=(*_said_aloud(config), *_negatives(config), *data.notes),
-        val_names=data.val_names,
-        about=data.about,
+        store=found,
+        notes=(*_said_aloud(config), *_negatives(config), *notes_on(config.data, clips), *clips.notes),
+        val_names=clips.val_names,
+        about=clips.about,
     )
 
 
@@ -193,11 +197,11 @@ def metrics_of(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetr
     return SlotMetrics(ignore_background=ignores, skip_empty=config.model.skip_empty or not labelled)
 
 
-def _scoring(config: SlotContrastConfig, data: VideoData) -> tuple[str, str]:
-    if not data.has_masks:
+def _scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tuple[str, str]:
+    if not found["has_masks"]:
         return "loss", "the validation videos have no masks, so the loss alone is watched"
     side = config.data.mask_size or config.data.image_size
-    ignores = config.model.ignore_background or not data.store["background_is_labelled"]
+    ignores = config.model.ignore_background or not found["background_is_labelled"]
     empty = "are left out of FG-ARI" if config.model.skip_empty else "count as 1 in FG-ARI, as upstream (`empty`)"
     return (
         "fg_ari" if ignores else "ari",

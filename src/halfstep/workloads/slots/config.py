@@ -6,9 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from halfstep.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from halfstep.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount
 from halfstep.config.training import OptimizerName, ScheduleName
+from halfstep.workloads.slots.video_config import VideoDataConfig
 
 Backbone = Literal[
     "vit_small_patch14_dinov2", "vit_base_patch14_dinov2", "vit_large_patch14_dinov2", "filters"
@@ -16,28 +17,19 @@ Backbone = Literal[
 DINO_PATCH = 14
 
 
-class VideoDataConfig(DataConfig):
-    """Videos: tar shards, folders of frames, or files."""
+class SlotVideoConfig(VideoDataConfig):
+    """MOVi's, as upstream reads it."""
 
     image_size: PositiveCount = Field(default=336, description="Side of the square frames the model sees, in pixels")
-    train_shards: str | tuple[str, ...] = Field(
-        default="", description="Shards to train on: movi_c/movi_c-train-{000000..000304}.tar; empty: found by name"
-    )
-    val_shards: str | tuple[str, ...] = Field(default="", description="Shards to validate on; empty: found by name")
-    val_videos: tuple[str, ...] = Field(
-        default=(), description="Names of the videos kept for validation, * allowed; empty: the last val_fraction"
-    )
-    val_size: OffCount = Field(default=0, description="How many validation videos there should be; 0: as there are")
-    chunk_size: PositiveCount = Field(default=4, description="Frames of one training clip")
+    chunk_size: PositiveCount = Field(default=4, description="Frames of a training clip")
     chunks: Literal["one", "all"] = Field(
-        default="one", description="Clips of a video in an epoch: one at random, or all, one after another"
+        default="one", description="Clips of a video in an epoch: one at random, or all that do not overlap"
     )
-    val_frames: OffCount = Field(default=0, description="Frames of a validation clip; 0: the whole video")
-    crop: Literal["none", "central", "random"] = Field(
-        default="none",
-        description="Square of the shorter side, in the middle or anywhere (in validation: the middle); none: squeeze",
+    val_chunk_size: OffCount = Field(
+        default=0, description="Frames of a validation clip; longer than a video: its length. 0: whole videos"
     )
-    flip: Fraction = Field(default=0.5, description="Chance that a training clip is mirrored")
+    val_size: OffCount = Field(default=0, description="How many validation clips there should be; 0: as there are")
+    flip: Fraction = Field(default=0.5, description="Chance of a mirrored clip")
     mask_size: OffCount = Field(default=0, description="Side at which masks are compared; 0: image_size")
     normalise: Literal["imagenet", "half"] = Field(
         default="imagenet", description="Mean and deviation of the colours: ImageNet's, or 0.5 and 0.5"
@@ -181,7 +173,7 @@ class SlotContrastConfig(RunConfig):
         "train.validate_every_steps": 150,
     }
 
-    data: VideoDataConfig = VideoDataConfig()
+    data: SlotVideoConfig = SlotVideoConfig()
     model: SlotContrastModelConfig = SlotContrastModelConfig()
     optimizer: SlotOptimizerConfig = SlotOptimizerConfig()
     schedule: SlotScheduleConfig = SlotScheduleConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.clips import ClipSamples
 from halfstep.report.evaluation_view import Cell
 from halfstep.workloads.other_data import any_folder
+from halfstep.workloads.slots.data import all_clips
 from halfstep.workloads.slots.metrics import SlotMetrics, slot_labels
 from halfstep.workloads.slots.pictures import clip_views, sheet, write_gif
 from halfstep.workloads.using import Look, PlainEvaluation
@@ -69,10 +71,6 @@ class SlotEvaluation(PlainEvaluation):
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:
-        from dataclasses import replace
-
-        from halfstep.workloads.slots.data import all_clips
-
         if len(workload.val_samples):
             return workload
         samples = workload.train_samples

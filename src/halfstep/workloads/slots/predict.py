@@ -60,7 +60,7 @@ class SlotPredictor:
 
     def _written(self, name: Path, frames: Array, trained: Trained, out: Path) -> tuple[Path, list[float]]:
         box = crop_box((frames.shape[1], frames.shape[2]), steady(self.config.data.crop), ())
-        frames = np.ascontiguousarray(frames[(slice(None), *box)])
+        frames = np.array(frames[(slice(None), *box)])
         slots = self._slots(torch.from_numpy(frames).movedim(-1, 1), trained)
         place = _unused(out / name)
         try:

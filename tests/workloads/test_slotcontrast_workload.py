@@ -1,0 +1,155 @@
+"""SlotContrast trained on generated shards: it learns, resumes exactly, is evaluated and used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from halfstep.config.load import Loaded
+from halfstep.errors import ConfigError, DataError
+from halfstep.models.dinov2 import dinov2
+from halfstep.report.metrics_file import read
+from halfstep.report.run_report import RunReport
+from halfstep.run.train import train
+from halfstep.use.evaluate import evaluate
+from halfstep.use.predict import predict
+from halfstep.workloads import build, load
+from halfstep.workloads.slots.demo import write_demo
+from halfstep.workloads.using import Wishes
+from tiny_training import assert_same_bits
+from whole_runs import final_state, resume
+
+TINY: dict[str, Any] = {
+    "data.image_size": 32, "data.num_workers": 0, "data.chunk_size": 2, "model.backbone": "filters", "model.patch": 8,
+    "model.slots": 3, "model.slot_dim": 8, "model.decoder_hidden": [16], "train.batch_size": 4, "train.clip_norm": 1,
+    "optimizer.lr": 1e-2, "schedule.warmup_steps": 2, "train.val_batch_size": 2, "train.validate_every_steps": 0,
+    "train.validate_every": 100, "device": "cpu", "log.quiet": True, "log.curves": False, "train.fast": "off",
+}  # fmt: skip
+VIT = {
+    "model.backbone": "vit_small_patch14_dinov2", "model.backbone_depth": 1, "model.backbone_dim": 24,
+    "data.image_size": 28,
+}  # fmt: skip
+
+
+def settings(data: Path, more: dict[str, Any] | None = None) -> Loaded:
+    values = {**TINY, "data.dir": str(data), **(more or {})}
+    return load("slotcontrast", overrides=[f"{key}={json.dumps(value)}" for key, value in values.items()])
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slots") / "data"
+    write_demo(folder, num_train=8, num_val=2, frames=5, side=32, per_shard=4)
+    return folder
+
+
+def trained(out: Path, data: Path, **more: Any) -> Path:
+    return train(settings(data, {f"train.{name}": value for name, value in more.items()}), out=out)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_loss_falls_in_simulated_formats(tmp_path: Path, clips: Path, precision: str) -> None:
+    asked = {"precision.default": precision, "precision.simulate": True, "train.max_steps": 20, "train.report_every": 1}
+    run = train(settings(clips, asked), out=tmp_path / "run")
+    losses = [row["loss"] for row in read(run / "metrics.jsonl") if "grad_norm" in row]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_resume_is_exact(tmp_path: Path, clips: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trained(whole, clips, max_steps=4)
+    trained(parts, clips, max_steps=3)
+    resume(parts, "train.max_steps=4")
+    assert_same_bits(final_state(whole), final_state(parts))
+
+
+def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path) -> None:
+    run = tmp_path / "run"
+    trained(run, clips, max_steps=2)
+    found = evaluate(run, report=RunReport(run, quiet=True))
+    assert {"fg_ari", "mbo", "fg_ari_image", "ari", "empty"} <= set(found.metrics)
+    assert sum(row["share of pixels"] for row in found.classes) == pytest.approx(1)  # type: ignore[misc]
+    pictures = [Path(file) for file in found.files if not file.endswith(".json")]
+    assert {path.suffix for path in pictures} == {".png", ".gif"}
+    with Image.open(next(path for path in pictures if path.suffix == ".gif")) as moving:
+        assert moving.n_frames == 5  # type: ignore[attr-defined]
+    video = np.random.default_rng(0).integers(0, 255, (3, 32, 48, 3), dtype=np.uint8)
+    np.save(tmp_path / "a.npy", video)
+    (tmp_path / "frames").mkdir()
+    for t in range(2):
+        Image.fromarray(video[t]).save(tmp_path / "frames" / f"{t}.png")
+    shard = next(clips.glob("*validation*.tar"))
+    asked = [tmp_path / "a.npy", tmp_path / "frames", shard]
+    made = predict(run, asked, report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
+    assert not made.failed
+    assert np.load(tmp_path / "out" / "a_slots.npy").shape == (3, 32, 48)
+    assert (tmp_path / "out" / "frames.gif").exists()
+    assert (tmp_path / "out" / shard.stem / "000001.gif").exists()
+
+
+def test_other_videos_are_evaluated_whole(tmp_path: Path, clips: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    trained(run, clips, max_steps=1)
+    write_demo(other, num_train=3, num_val=0, frames=4, side=32, seed=7)
+    found = evaluate(run, data=other, report=RunReport(run, quiet=True))
+    assert found.samples == 3
+    assert "fg_ari" in found.metrics
+
+
+def test_videos_without_masks_are_trained_on_and_watched_by_loss(tmp_path: Path) -> None:
+    for number in range(5):
+        pictures = [Image.fromarray(np.full((32, 32, 3), 40 * number + t, np.uint8)) for t in range(3)]
+        (tmp_path / "gifs").mkdir(exist_ok=True)
+        pictures[0].save(tmp_path / "gifs" / f"{number}.gif", save_all=True, append_images=pictures[1:])
+    built = build(settings(tmp_path / "gifs").config)
+    assert (built.metric, built.mode) == ("loss", "min")
+    assert any("no FG-ARI" in note for note in built.notes)
+
+
+def test_a_backbone_without_weights_is_an_error_and_random_ones_are_said_aloud(clips: Path) -> None:
+    with pytest.raises(ConfigError, match="vit_small_patch14_dinov2 needs its weights") as raised:
+        build(settings(clips, VIT).config)
+    assert "model.backbone_weights" in raised.value.fix
+    built = build(settings(clips, {**VIT, "model.backbone_weights": "random"}).config)
+    assert any("RANDOM weights" in note for note in built.notes)
+    assert not any(weight.requires_grad for weight in built.frozen["backbone"].module.parameters())
+
+
+def test_a_backbone_file_is_loaded_and_named_as_the_frozen_parts_source(tmp_path: Path, clips: Path) -> None:
+    torch.manual_seed(1)
+    saved = dinov2("vit_small_patch14_dinov2", depth=1, heads=6, dim=24)
+    torch.save(saved.state_dict(), tmp_path / "vit.pth")
+    asked = {**VIT, "model.backbone_weights": str(tmp_path / "vit.pth")}
+    part = build(settings(clips, asked).config).frozen["backbone"]
+    assert part.source == str(tmp_path / "vit.pth")
+    assert torch.equal(part.module.class_token, saved.class_token)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("data.image_size", 30, "no multiple of the backbone's patches of 8"),
+        ("data.train_shards", "nothing-{0..3}.tar", "no shard of nothing"),
+        ("data.chunk_size", 9, "has 5 frames, a chunk 9"),
+    ],
+)
+def test_what_does_not_fit_is_named(clips: Path, key: str, value: object, said: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=said):
+        build(settings(clips, {key: value}).config)
+
+
+def test_one_frame_has_nothing_to_be_contrasted_with(clips: Path) -> None:
+    with pytest.raises(ConfigError, match="chunk_size=1"):
+        settings(clips, {"data.chunk_size": 1})
+    settings(clips, {"data.chunk_size": 1, "model.contrast_weight": 0})
+
+
+def test_accumulation_changes_the_negatives_and_says_so(clips: Path) -> None:
+    built = build(settings(clips, {"train.accumulate": 2}).config)
+    assert any("11 others of their micro-batch of 4 clips" in note for note in built.notes)
