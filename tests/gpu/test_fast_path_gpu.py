@@ -23,7 +23,7 @@ from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.rehearse import rehearsal
 from halfstep.run.train import train
-from halfstep.step import rates
+from halfstep.step import tabulated
 from halfstep.step.clip import Clip
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep
@@ -237,7 +237,7 @@ def test_a_shape_that_changes_all_the_time_runs_uncaptured(tmp_path: Path) -> No
 def test_a_captured_run_outlives_its_table_of_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with algorithms(deterministic=False):
         expected, _ = curve(tmp_path, "eager")
-        monkeypatch.setattr(rates, "TABLE_CHUNK", 7)  # grows at 7, 14 and 28 of 30 steps
+        monkeypatch.setattr(tabulated, "TABLE_CHUNK", 7)  # grows at 7, 14 and 28 of 30 steps
         found, engine = curve(tmp_path, "graph")
     assert [reading.lr for reading in found] == [reading.lr for reading in expected]
     assert engine.way == "graph"

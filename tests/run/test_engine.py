@@ -20,7 +20,7 @@ from halfstep.kernels.fast_forms import decided
 from halfstep.run import engine as engine_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
-from halfstep.step import rates
+from halfstep.step import tabulated
 from halfstep.step.facts import Facts
 from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, tables_of
 from halfstep.step.step import LossFn, Step
@@ -66,7 +66,7 @@ def window(engine: Engine) -> list[Batch]:
 
 
 def test_a_captured_step_outlives_the_table_of_learning_rates(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
-    monkeypatch.setattr(rates, "TABLE_CHUNK", 4)
+    monkeypatch.setattr(tabulated, "TABLE_CHUNK", 4)
     table = engine.parts.step.rates
     assert table is not None
     table.table = table.table[:, :6].contiguous()

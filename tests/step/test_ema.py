@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from halfstep.errors import CheckpointError
+from halfstep.step import ema as ema_module
 from halfstep.step.ema import Ema
 from tiny_training import assert_same_bits, batch, loss_of, make_model, make_step
 
@@ -63,3 +65,25 @@ def test_channels_last_weights_are_averaged_in_place() -> None:
 def test_an_average_of_another_model_is_refused() -> None:
     with pytest.raises(CheckpointError, match="other names"):
         Ema(make_model()).load_state_dict({"x": torch.zeros(1)})
+
+
+def test_a_large_model_is_moved_in_pieces_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    whole = Ema(model)
+    monkeypatch.setattr(ema_module, "CHUNK_ELEMENTS", 5)
+    pieces = Ema(model)
+    assert len(pieces.groups) > len(whole.groups)
+    for step in range(1, 4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        for average in (whole, pieces):
+            average.update(torch.tensor(step), torch.tensor(False))
+    expected, found = whole.state_dict(), pieces.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    with pieces.swapped_in():
+        assert torch.equal(model[2].weight, expected["2.weight"])
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())

@@ -17,6 +17,9 @@ from halfstep.errors import CheckpointError
 from halfstep.step.flat import gather, is_writable_in_place, scatter, shaped_like
 from halfstep.step.optimizers import is_within
 
+CHUNK_ELEMENTS = 1 << 24
+"""64 MB of fp32, and about three times that on the way."""
+
 
 class Ema:
     """Shadow copies of a model's parameters and buffers."""
@@ -35,7 +38,8 @@ class Ema:
         kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, tensor in self._live().items():
             kinds.setdefault((tensor.device, tensor.dtype), []).append(name)
-        self.groups = list(kinds.values())
+        live = self._live()
+        self.groups = [chunk for names in kinds.values() for chunk in _chunks(names, live)]
         self.shadows = [self._start(group) for group in self._live_groups()]
 
     def _live(self) -> dict[str, Tensor]:
@@ -126,6 +130,20 @@ class Ema:
         self.refuse_unfit(state)
         for name, shadow in self.state_dict().items():
             shadow.copy_(state[name])
+
+
+def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Tensors that are moved together: few launches, and what is copied on the way stays far smaller than the model."""
+    chunk: list[str] = []
+    size = 0
+    for name in names:
+        if chunk and size + tensors[name].numel() > CHUNK_ELEMENTS:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(name)
+        size += tensors[name].numel()
+    if chunk:
+        yield chunk
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
