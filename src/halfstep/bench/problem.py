@@ -53,7 +53,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
         make_model=lambda: copy.deepcopy(workload.model),
         host_batch=batch,
         prepare=_preparation(kind, workload, device),
-        loss=lambda model, prepared: workload.loss(workload.forward(model, prepared), prepared)[0],
+        loss=lambda model, prepared: workload.weighed_loss(workload.forward(model, prepared), prepared)[0],
         device=device,
         lr=config.optimizer.peak_lr(samples),
         weight_decay=config.optimizer.weight_decay,
