@@ -14,7 +14,9 @@ MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
 
 def step_flops(problem: Problem) -> int:
     """Matmuls, convolutions and attention of forward and backward, counted on tensors without content where nothing but
-    the model computes."""
+    the model computes; 0 for a workload of several phases, whose arithmetic is not that of its validation loss."""
+    if problem.num_phases > 1:
+        return 0
     place = problem.device if problem.has_frozen else torch.device("meta")
     received = {name: tensor.to(problem.device) for name, tensor in problem.host_batch.items()}
     prepared = {name: tensor.to(place) for name, tensor in problem.prepare(received).items()}
@@ -27,4 +29,4 @@ def step_flops(problem: Problem) -> int:
 def floor_s(flops: int, hardware: Hardware, precision: str) -> float | None:
     """The shortest step this arithmetic allows; None where the format's rate was not measured at full size."""
     measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
-    return flops / (measured.tflops * 1e12) if measured and not measured.small else None
+    return flops / (measured.tflops * 1e12) if flops and measured and not measured.small else None

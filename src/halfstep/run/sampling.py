@@ -15,6 +15,7 @@ def sample(parts: Assembly, folder: Path) -> list[Path]:
     """Call the workload's `sample` with the weights that validation uses; no generator is any further afterwards."""
     assert parts.workload.sample is not None
     generators = generator_states()
+    parts.values.refresh()
     try:
         with averaged(parts.step), evaluating(parts.model), parts.plan.forward():
             found = parts.workload.sample(parts.model, Key.of_sampling(parts.config.train.seed))
