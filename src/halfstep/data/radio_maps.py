@@ -1,0 +1,299 @@
+"""RadioMapSeer as it unpacks: for each transmitter of a city map its path gain, with buildings, antenna and cars.
+
+    png/buildings_complete/<map>.png            png/buildings_missing<1..4>/<1..6>/<map>.png
+    png/antennas/<map>_<transmitter>.png        one bright pixel
+    png/cars/<map>.png
+    gain/DPM/<map>_<transmitter>.png            also IRT2 and IRT4, and carsDPM, carsIRT2, carsIRT4
+
+All of them are gray pictures of one size, 256×256 in the original.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.cache import SampleCache
+from halfstep.data.files import BadFiles, natural_key, some_of
+from halfstep.data.images import image_facts, read_image
+from halfstep.data.seeds import generator_for
+from halfstep.errors import DataError, counted, printable
+
+Array = np.ndarray[Any, Any]
+
+GAIN_NAME = re.compile(r"(\d+)_(\d+)\.png$")
+NUM_VERSIONS = 6
+"""Of each map with missing buildings."""
+SCAN_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RadioFiles:
+    """One transmitter of one map."""
+
+    number: int
+    transmitter: int
+    buildings: tuple[Path, ...]
+    """One file, or the versions of a map with missing buildings."""
+    antenna: Path
+    gain: Path | None
+    """None where only a prediction is wanted."""
+    cars: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.antenna.stem
+
+    def all(self) -> list[Path]:
+        return [path for path in (*self.buildings, self.antenna, self.gain, self.cars) if path is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RadioTree:
+    """A RadioMapSeer folder and which of its simulations is meant."""
+
+    root: Path
+    simulation: str = "DPM"
+    with_cars: bool = False
+    missing_buildings: int = 0
+
+    @classmethod
+    def at(cls, folder: Path, **settings: Any) -> RadioTree:
+        """The folder itself, or the RadioMapSeer in it."""
+        for root in (folder, folder / "RadioMapSeer"):
+            if (root / "gain").is_dir() and (root / "png").is_dir():
+                tree = cls(root=root, **settings)
+                tree.refuse_missing_folders()
+                return tree
+        raise DataError(
+            f"{folder} is no RadioMapSeer folder",
+            why="it needs gain/ and png/, as the data set unpacks",
+            fix="--data-dir RadioMapSeer",
+        )
+
+    @property
+    def gain_dir(self) -> Path:
+        return self.root / "gain" / (f"cars{self.simulation}" if self.with_cars else self.simulation)
+
+    @property
+    def buildings_dir(self) -> Path:
+        kind = f"buildings_missing{self.missing_buildings}" if self.missing_buildings else "buildings_complete"
+        return self.root / "png" / kind
+
+    def refuse_missing_folders(self) -> None:
+        gains = sorted(path.name for path in (self.root / "gain").iterdir() if path.is_dir())
+        if not self.gain_dir.is_dir():
+            cars = ", or data.cars=false" if self.with_cars else ""
+            fix = f"data.simulation is one of DPM, IRT2, IRT4 (here: {', '.join(gains) or 'none'}){cars}"
+            raise DataError(f"no folder {self.gain_dir}", why="it holds the simulation asked for", fix=fix)
+        if self.with_cars and not (self.root / "png" / "cars").is_dir():
+            raise DataError(
+                f"data.cars=true, but there is no {self.root / 'png' / 'cars'}",
+                why="cars are an input of the model then",
+                fix="unpack the cars, or data.cars=false",
+            )
+        for folder in (self.root / "png" / "antennas", self.buildings_dir):
+            if not folder.is_dir():
+                raise DataError(f"no folder {folder}", why="it is an input of the model", fix="unpack all of png/")
+
+    def numbers(self) -> tuple[int, ...]:
+        """Maps that have gains."""
+        return tuple(sorted({number for number, _ in self._gains()}))
+
+    def samples(self, numbers: Sequence[int], *, most: int = 0, bad_files: BadFiles) -> tuple[RadioFiles, ...]:
+        """Every transmitter of these maps, `most` for each map; one that lacks an input is reported."""
+        wanted = set(numbers)
+        pairs = [(number, place) for number, place in self._gains() if number in wanted]
+        if most:
+            pairs = _few_each(pairs, most)
+        known: dict[Path, bool] = {}
+        whole, broken = [], []
+        for number, place in pairs:
+            found = self.sample(number, place)
+            lacking = [path for path in found.all() if not known.setdefault(path, path.is_file())]
+            (broken if lacking else whole).append((found, lacking))
+        if broken:
+            self._report(broken, bad_files)
+        return tuple(found for found, _ in whole)
+
+    def sample(self, number: int, transmitter: int) -> RadioFiles:
+        if self.missing_buildings:
+            versions = range(1, NUM_VERSIONS + 1)
+            buildings = tuple(self.buildings_dir / str(version) / f"{number}.png" for version in versions)
+        else:
+            buildings = (self.buildings_dir / f"{number}.png",)
+        return RadioFiles(
+            number=number,
+            transmitter=transmitter,
+            buildings=buildings,
+            antenna=self.root / "png" / "antennas" / f"{number}_{transmitter}.png",
+            gain=self.gain_dir / f"{number}_{transmitter}.png",
+            cars=self.root / "png" / "cars" / f"{number}.png" if self.with_cars else None,
+        )
+
+    def _gains(self) -> list[tuple[int, int]]:
+        found = [match for path in self.gain_dir.iterdir() if (match := GAIN_NAME.match(path.name))]
+        if not found:
+            seen = some_of(sorted((path.name for path in self.gain_dir.iterdir()), key=natural_key)) or "nothing"
+            raise DataError(
+                f"no gains in {self.gain_dir}", why=f"it holds {seen}", fix="files are named <map>_<transmitter>.png"
+            )
+        return sorted((int(match[1]), int(match[2])) for match in found)
+
+    def _report(self, broken: list[tuple[RadioFiles, list[Path]]], bad_files: BadFiles) -> None:
+        """All at once: a tree that lacks one antenna often lacks thousands."""
+        missing = sorted({path for _, lacking in broken for path in lacking})
+        shown = some_of(path.relative_to(self.root) for path in missing)
+        bad_files.report(
+            DataError(
+                f"{counted(len(broken), 'gain')} of {self.gain_dir} without an input: no {shown}",
+                why="the model needs buildings and the antenna" + (" and cars" if self.with_cars else ""),
+                fix="unpack all of png/, or leave those out: data.on_bad_file=skip",
+            )
+        )
+
+
+def _few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    kept: dict[int, list[tuple[int, int]]] = {}
+    for pair in pairs:
+        kept.setdefault(pair[0], []).append(pair)
+    return [pair for group in kept.values() for pair in group[:most]]
+
+
+class RadioMaps:
+    """Samples `gain` (1, H, W) and `condition` (3, H, W) of bytes: buildings, antenna, and cars or buildings again."""
+
+    def __init__(self, files: Sequence[RadioFiles], *, size: tuple[int, int], cache_bytes: int = 2 << 30) -> None:
+        self.items, self.size = tuple(files), size
+        byte = np.dtype(np.uint8)
+        # Versions of missing buildings are drawn anew each epoch.
+        is_fixed = all(len(item.buildings) == 1 for item in self.items)
+        self._cache = SampleCache(
+            len(self.items),
+            fields={"gain": ((1, *size), byte), "condition": ((3, *size), byte)},
+            limit_bytes=cache_bytes if is_fixed else 0,
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        arrays = self._cache.get(index)
+        if arrays is None:
+            item = self.items[index]
+            assert item.gain is not None
+            version = 0
+            if len(item.buildings) > 1:
+                version = int(torch.randint(len(item.buildings), (), generator=generator_for(*key)))
+            arrays = {
+                "gain": read_gray(item.gain, self.size)[None],
+                "condition": read_condition(item, self.size, version=version),
+            }
+            self._cache.put(index, arrays)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def name_of(self, index: int) -> str:
+        return printable(f"{self.items[index].name}.png")
+
+    def files(self) -> Iterator[Path]:
+        return (path for item in self.items for path in item.all())
+
+
+def read_condition(item: RadioFiles, size: tuple[int, int], *, version: int = 0) -> Array:
+    """(3, H, W): buildings, antenna, and cars where they are known, buildings again where not, as RadioDiff has it."""
+    buildings = read_gray(item.buildings[version], size)
+    last = buildings if item.cars is None else read_gray(item.cars, size)
+    return np.stack([buildings, read_antenna(item.antenna, size), last])
+
+
+def read_gray(path: Path, size: tuple[int, int]) -> Array:
+    """(H, W) bytes; area means where it shrinks."""
+    pixels = _bytes_of(path)
+    if pixels.shape == size:
+        return pixels
+    resized = Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BOX)
+    return np.array(resized)
+
+
+def read_antenna(path: Path, size: tuple[int, int]) -> Array:
+    """(H, W) bytes. Its bright pixel keeps its brightness and place at any size: a mean would wash it out."""
+    pixels = _bytes_of(path)
+    rows, columns = np.nonzero(pixels)
+    if not len(rows):
+        raise DataError(
+            f"{path} shows no antenna: all its pixels are 0",
+            why="the bright pixel tells where the transmitter stands",
+            fix="unpack the file again, or leave bad files out: data.on_bad_file=skip",
+        )
+    found = np.zeros(size, dtype=np.uint8)
+    places = rows * size[0] // pixels.shape[0], columns * size[1] // pixels.shape[1]
+    np.maximum.at(found, places, pixels[rows, columns])
+    return found
+
+
+def _bytes_of(path: Path) -> Array:
+    pixels = read_image(path, channels=1)[..., 0]
+    return pixels if pixels.dtype == np.uint8 else (pixels * 255).round().clip(0, 255).astype(np.uint8)
+
+
+def checked(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFiles, ...]:
+    """Those whose pictures are of one size: headers are read, and every pixel where bad files are to be left out."""
+    paths = list(dict.fromkeys(path for item in files for path in item.all()))
+    look = _size_of_whole if bad_files.mode == "skip" else _size
+    with ThreadPoolExecutor(SCAN_THREADS) as threads:  # decoding releases the GIL
+        seen = dict(zip(paths, threads.map(look, paths), strict=True))
+    whole = []
+    for item in files:
+        if error := _fault(item, seen):
+            bad_files.report(error)
+        else:
+            whole.append(item)
+    return tuple(whole)
+
+
+Seen = tuple[int, int] | DataError
+
+
+def _size(path: Path) -> Seen:
+    try:
+        return image_facts(path).size
+    except DataError as error:
+        return error
+
+
+def _size_of_whole(path: Path) -> Seen:
+    try:
+        size = image_facts(path).size
+        read_antenna(path, size) if path.parent.name == "antennas" else _bytes_of(path)
+        return size
+    except DataError as error:
+        return error
+
+
+def _fault(item: RadioFiles, seen: Mapping[Path, Seen]) -> DataError | None:
+    first, *others = item.all()
+    for path in (first, *others):
+        found = seen[path]
+        if isinstance(found, DataError):
+            return found
+        if found != seen[first]:
+            return DataError(
+                f"{path} is {_text(found)}, {first} is {_text(seen[first])}",
+                why="pixel for pixel they show one place",
+                fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
+            )
+    return None
+
+
+def _text(size: Seen) -> str:
+    assert not isinstance(size, DataError)
+    return f"{size[1]}x{size[0]}"

@@ -1,0 +1,127 @@
+"""A small RadioMapSeer in its own layout: cities of blocks and streets, and path gains with ray-marched shadows.
+
+A gain falls with the logarithm of the distance to the antenna and with every pixel of building on the straight way to
+it; inside buildings it is 0, as in the original. So it has what a model must learn: distance, and who is in whose
+shadow. Cars are small boxes in the streets that take a little more away. Map numbers are chosen so that RadioUNet's
+split gives most maps to training and some to validation and test.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from halfstep.data.radio_split import public_split
+from halfstep.data.whole_folder import whole_folder
+
+Array = np.ndarray[Any, Any]
+
+SIDE = 64
+NUM_MAPS = {"train": 28, "val": 4, "test": 4}
+NUM_TRANSMITTERS = 8
+NUM_IRT4 = 2
+"""Transmitters with an IRT4 simulation, as in the original."""
+WALL_LOSS, CAR_LOSS = 0.035, 0.01
+"""Gain lost by a pixel of wall or car on the way."""
+
+
+def write_demo(
+    folder: Path,
+    *,
+    seed: int = 0,
+    side: int = SIDE,
+    num_maps: dict[str, int] | None = None,
+    num_transmitters: int = NUM_TRANSMITTERS,
+) -> None:
+    """Write the tree into `folder`, which appears only when it is complete."""
+    split = public_split("radiounet", "DPM")
+    counts = num_maps or NUM_MAPS
+    numbers = [number for role, count in counts.items() for number in split[role][:count]]  # type: ignore[index]
+    with whole_folder(folder) as unfinished:
+        for number in numbers:
+            _write_map(unfinished, number, np.random.default_rng([seed, number]), side, num_transmitters)
+
+
+def _write_map(root: Path, number: int, rng: np.random.Generator, side: int, num_transmitters: int) -> None:
+    city, cars = draw_city(rng, side)
+    _save(city * 255, root / "png/buildings_complete" / f"{number}.png")
+    _save(cars * 255, root / "png/cars" / f"{number}.png")
+    for missing in range(1, 5):
+        for version in range(1, 7):
+            thinned = without_blocks(city, missing, rng)
+            _save(thinned * 255, root / f"png/buildings_missing{missing}/{version}" / f"{number}.png")
+    streets = np.argwhere(city == 0)
+    for transmitter in range(num_transmitters):
+        row, column = streets[rng.integers(len(streets))]
+        antenna = np.zeros((side, side), dtype=np.uint8)
+        antenna[row, column] = 255
+        name = f"{number}_{transmitter}.png"
+        _save(antenna, root / "png/antennas" / name)
+        plain = path_gain(city, (row, column), WALL_LOSS)
+        with_cars = path_gain(city, (row, column), WALL_LOSS, extra=cars)
+        # The simulations of the original differ in how much they see behind walls.
+        for simulation, factor in (("DPM", 1.0), ("IRT2", 0.9), ("IRT4", 0.95)):
+            if simulation != "IRT4" or transmitter < NUM_IRT4:
+                _save(plain * factor, root / "gain" / simulation / name)
+                _save(with_cars * factor, root / "gain" / f"cars{simulation}" / name)
+
+
+def draw_city(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
+    """Buildings and cars (side, side) of 0 and 1: a grid of streets, blocks of one to three houses."""
+    city = np.zeros((side, side), dtype=np.uint8)
+    cars = np.zeros_like(city)
+    rows, columns = (_streets(rng, side) for _ in range(2))
+    for top, bottom in rows:
+        for left, right in columns:
+            for _ in range(rng.integers(1, 4)):
+                height, width = (rng.integers(max(2, span // 2), span + 1) for span in (bottom - top, right - left))
+                y, x = rng.integers(top, bottom - height + 1), rng.integers(left, right - width + 1)
+                city[y : y + height, x : x + width] = 1
+    for y, x in rng.integers(0, side - 2, (side // 4, 2)):
+        cars[y : y + 1, x : x + 2] = 1
+    return city, cars * (1 - city)
+
+
+def _streets(rng: np.random.Generator, side: int) -> list[tuple[int, int]]:
+    """Spans between streets."""
+    spans, start = [], int(rng.integers(1, 4))
+    while start < side - 4:
+        end = min(side - 1, start + int(rng.integers(side // 8, side // 4)))
+        spans.append((start, end))
+        start = end + int(rng.integers(3, 6))
+    return spans
+
+
+def without_blocks(city: Array, count: int, rng: np.random.Generator) -> Array:
+    """The city as a map that misses some buildings."""
+    thinned = city.copy()
+    for y, x in rng.permutation(np.argwhere(city == 1))[:count]:
+        size = city.shape[0] // 10
+        thinned[max(0, y - size) : y + size, max(0, x - size) : x + size] = 0
+    return thinned
+
+
+def path_gain(city: Array, antenna: tuple[int, int], wall_loss: float, *, extra: Array | None = None) -> Array:
+    """Bytes (H, W): bright at the antenna, darker with distance and behind walls, 0 in buildings."""
+    side = city.shape[0]
+    grid = np.mgrid[:side, :side]
+    offset = grid - np.array(antenna)[:, None, None]
+    distance = np.hypot(*offset)
+    steps = 2 * side
+    lost = np.zeros(city.shape)
+    for step in range(steps):
+        # Where the ray to each pixel is at this share of its way.
+        place = np.array(antenna)[:, None, None] + offset * (step / steps)
+        y, x = place.round().astype(int)
+        walls = city[y, x] * wall_loss + (extra[y, x] * CAR_LOSS if extra is not None else 0.0)
+        lost += walls * distance / steps
+    gain = 1.0 - 0.16 * np.log2(1 + distance * 64 / side / 2) - lost * 64 / side
+    return np.asarray((gain.clip(0.02, 1) * (1 - city) * 255).round().astype(np.uint8))
+
+
+def _save(pixels: Array, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(pixels).round().astype(np.uint8)).save(path)
