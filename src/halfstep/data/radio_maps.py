@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.data.cache import SampleCache
-from halfstep.data.files import BadFiles, natural_key, some_of
+from halfstep.data.files import BadFiles, some_of
 from halfstep.data.images import image_facts, read_image
 from halfstep.data.seeds import generator_for
 from halfstep.errors import DataError, counted, printable
@@ -116,14 +116,16 @@ class RadioTree:
         if most:
             pairs = _few_each(pairs, most)
         known: dict[Path, bool] = {}
-        whole, broken = [], []
+        whole: list[RadioFiles] = []
+        missing: list[Path] = []
         for number, place in pairs:
             found = self.sample(number, place)
             lacking = [path for path in found.all() if not known.setdefault(path, path.is_file())]
-            (broken if lacking else whole).append((found, lacking))
-        if broken:
-            self._report(broken, bad_files)
-        return tuple(found for found, _ in whole)
+            missing += lacking
+            whole += [] if lacking else [found]
+        if missing:
+            self._report(len(pairs) - len(whole), missing, bad_files)
+        return tuple(whole)
 
     def sample(self, number: int, transmitter: int) -> RadioFiles:
         if self.missing_buildings:
@@ -143,19 +145,18 @@ class RadioTree:
     def _gains(self) -> list[tuple[int, int]]:
         found = [match for path in self.gain_dir.iterdir() if (match := GAIN_NAME.match(path.name))]
         if not found:
-            seen = some_of(sorted((path.name for path in self.gain_dir.iterdir()), key=natural_key)) or "nothing"
+            seen = some_of(sorted(path.name for path in self.gain_dir.iterdir())) or "nothing"
             raise DataError(
                 f"no gains in {self.gain_dir}", why=f"it holds {seen}", fix="files are named <map>_<transmitter>.png"
             )
         return sorted((int(match[1]), int(match[2])) for match in found)
 
-    def _report(self, broken: list[tuple[RadioFiles, list[Path]]], bad_files: BadFiles) -> None:
+    def _report(self, num_gains: int, missing: list[Path], bad_files: BadFiles) -> None:
         """All at once: a tree that lacks one antenna often lacks thousands."""
-        missing = sorted({path for _, lacking in broken for path in lacking})
-        shown = some_of(path.relative_to(self.root) for path in missing)
+        shown = some_of(path.relative_to(self.root) for path in dict.fromkeys(missing))
         bad_files.report(
             DataError(
-                f"{counted(len(broken), 'gain')} of {self.gain_dir} without an input: no {shown}",
+                f"{counted(num_gains, 'gain')} of {self.gain_dir} without an input: no {shown}",
                 why="the model needs buildings and the antenna" + (" and cars" if self.with_cars else ""),
                 fix="unpack all of png/, or leave those out: data.on_bad_file=skip",
             )

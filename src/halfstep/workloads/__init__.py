@@ -39,6 +39,8 @@ KINDS = Kinds(
         "diffusion": "halfstep.workloads.diffusion:DIFFUSION",
         "steve": "halfstep.workloads.slots.steve:KIND",
         "slotcontrast": SLOTS,
+        "radiodiff_vae": "halfstep.workloads.radio:VAE_KIND",
+        "radiodiff": "halfstep.workloads.radio:KIND",
     }
 )
 

@@ -56,9 +56,11 @@ def ssim(one: Tensor, other: Tensor) -> Tensor:
 
 
 class RadioMetrics:
-    """Sums of scores over maps, on the device; `outputs["map"]` against `batch["truth"]`.
+    """Sums of scores over maps, on the device.
 
-    In training there is no finished map, and errors of the prediction itself (`outputs["errors"]`) are all there is.
+    Finished maps (`outputs["map"]` against `batch["truth"]`) are there in validation; in training there are errors of
+    the prediction itself, one for each sample, as `outputs["error_NAME"]`. A score that a true map does not have (its
+    share of nothing) is left out of the mean; what a broken model says is not.
     """
 
     def __init__(self) -> None:
@@ -66,25 +68,35 @@ class RadioMetrics:
         self._counts: dict[str, Tensor] = {}
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-        found = {name.removeprefix("error_"): value for name, value in outputs.items() if name.startswith("error_")}
+        for name, errors in outputs.items():
+            if name.startswith("error_"):
+                self._add(name.removeprefix("error_"), errors.double(), torch.ones_like(errors, dtype=torch.bool))
         if "map" in outputs:
-            found |= map_scores(outputs["map"], batch["truth"])
-        for name, scores in found.items():
-            usable = scores.isfinite()
-            self._add(name, torch.where(usable, scores.double(), 0).sum(), usable.sum())
+            self.count(outputs["map"], batch["truth"])
 
-    def _add(self, name: str, total: Tensor, count: Tensor) -> None:
-        if name not in self._sums:
-            self._sums[name], self._counts[name] = torch.zeros_like(total), torch.zeros_like(count)
-        self._sums[name] = self._sums[name].to(total.device) + total
-        self._counts[name] = self._counts[name].to(count.device) + count
+    def count(self, predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
+        """Maps (B, 1, H, W) in 0..1; gives their scores."""
+        found, flat = map_scores(predicted, true), true.flatten(1)
+        for name, scores in found.items():
+            has_score = torch.ones(len(true), dtype=torch.bool, device=true.device)
+            if name == "nmse":
+                has_score = (flat != 0).any(1)
+            elif name == "nmse_variance":
+                has_score = (flat != flat[:, :1]).any(1)
+            self._add(name, scores, has_score)
+        return found
+
+    def _add(self, name: str, values: Tensor, counts: Tensor) -> None:
+        total, count = torch.where(counts, values, 0).sum(), counts.sum()
+        if name in self._sums:
+            total = self._sums[name].to(total.device) + total
+            count = self._counts[name].to(count.device) + count
+        self._sums[name], self._counts[name] = total, count
 
     def compute(self) -> dict[str, float]:
-        """Means over the maps that have the score; waits for the device."""
-        return {
-            name: float(total) / int(self._counts[name]) if int(self._counts[name]) else float("nan")
-            for name, total in self._sums.items()
-        }
+        """Means; waits for the device."""
+        counts = {name: int(count) for name, count in self._counts.items()}
+        return {name: float(total) / counts[name] for name, total in self._sums.items() if counts[name]}
 
     def state_dict(self) -> dict[str, Tensor]:
         sums = {f"sum.{name}": value for name, value in self._sums.items()}

@@ -1,0 +1,225 @@
+"""Stage 2: decoupled diffusion of latents, given buildings, antenna and cars.
+
+The first stage is a frozen part: forward encodes the true map without gradients, so that the encoder runs inside the
+compiled step. In validation every map is sampled as well, from noise that belongs to it, and scored against the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.data import noise
+from halfstep.data.loader import Batch
+from halfstep.models.radio_names import unet_name
+from halfstep.models.radio_unet import RadioUNet
+from halfstep.models.radio_vae import RadioVAE
+from halfstep.models.swin import SwinPyramid
+from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.parts import FrozenPart
+from halfstep.workloads.radio.build_vae import refuse_uneven
+from halfstep.workloads.radio.config import RadioDiffConfig
+from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
+from halfstep.workloads.radio.ddm import ddm_loss, noised, sampled, sampling_times, times_of
+from halfstep.workloads.radio.first_stage import MEASURED_ON_HOST, first_stage, measured_scale
+from halfstep.workloads.radio.pictures import sample_pictures
+from halfstep.workloads.radio.scores import SCORING, RadioMetrics
+from halfstep.workloads.workload import Workload
+
+FRAGILE = (
+    "noising: x_t, C and noise are fp32, whatever the latents",
+    "loss: squared and absolute errors by time",
+    "fourier_filter: no FFT of bf16, and sums over all places",
+    "linear_attention: keys near 1 / places, values divided by places",
+    "weights of convolutions: standardised in fp32 with one epsilon",
+    "time: angles of hundreds of radians",
+    "latents: drawn from mean and log variance",
+)
+
+
+def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload for `config.data.dir`; `store` of an earlier run fixes sizes and scale."""
+    data = find_data(config)
+    stage = first_stage(config)
+    why_scale = "stored with the run"
+    if store is None:
+        scale, why_scale = _scale(config, stage.vae, stage.scale_factor, data)
+        store = store_of(config, stage.sizes, scale)
+    model = unet_of(config, store)
+    if store is not None and config.model.weights:
+        load_unet_(model, config.model.weights)
+    return workload_of(
+        config,
+        store,
+        model,
+        FrozenPart(module=stage.vae, source=stage.source),
+        data,
+        about=(("latents", f"times {store['scale_factor']:.4g}: {why_scale}"),),
+    )
+
+
+def _scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: RadioData) -> tuple[float, str]:
+    wish = config.model.scale_factor
+    if wish != "auto":
+        return wish, "model.scale_factor"
+    if measured is not None:
+        return measured, "1 / their standard deviation, measured by stage 1"
+    threshold, source = config.data.threshold, str(config.model.vae)
+    found = measured_scale(vae, data.train, count=MEASURED_ON_HOST, threshold=threshold, source=source)
+    return found, f"1 / their standard deviation over {MEASURED_ON_HOST} training maps"
+
+
+def store_of(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    return {"sizes": dict(sizes), "scale_factor": scale, "image_size": config.data.image_size}
+
+
+def latent_shape(store: Mapping[str, Any]) -> tuple[int, int, int]:
+    side = store["image_size"] // 2 ** (len(store["sizes"]["multipliers"]) - 1)
+    return store["sizes"]["latent_channels"], side, side
+
+
+def unet_of(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
+    wish, (channels, side, _) = config.model, latent_shape(store)
+    reduction = 2 ** (len(store["sizes"]["multipliers"]) - 1)
+    refuse_uneven(store["image_size"], reduction * 2 ** (len(wish.multipliers) - 1))
+    pyramid = SwinPyramid(
+        dim=wish.pyramid.width,
+        depths=wish.pyramid.depths,
+        num_heads=wish.pyramid.num_heads,
+        window=wish.pyramid.window,
+        patch=reduction,
+        stochastic_depth=wish.pyramid.stochastic_depth,
+    )
+    return RadioUNet(
+        pyramid,
+        channels=channels,
+        dim=wish.width,
+        multipliers=wish.multipliers,
+        latent_size=(side, side),
+        windows=(wish.windows, wish.feature_windows),
+        fourier_scale=wish.fourier_scale,
+        dropout=wish.dropout,
+    )
+
+
+def load_unet_(model: RadioUNet, source: str) -> None:
+    """Weights of ours, or of a public checkpoint, which holds the first stage as well."""
+    weights, _ = read_weights(Path(source))
+    inner = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+    named = {own: value for name, value in (inner or weights).items() if (own := unet_name(name)) is not None}
+    load_weights_(model, named, source=source)
+
+
+def load_pyramid_(pyramid: SwinPyramid, source: str) -> None:
+    """torchvision's weights; the norm and head behind its last stage have no place here."""
+    weights, _ = read_weights(Path(source))
+    named = {name: value for name, value in weights.items() if not name.startswith(("norm.", "head."))}
+    load_weights_(pyramid, named, source=source)
+
+
+class Denoising:
+    """One step's arithmetic, for a first stage and a scale: encode, noise, denoise, sample, decode."""
+
+    def __init__(self, config: RadioDiffConfig, store: Mapping[str, Any], vae: RadioVAE) -> None:
+        self.config, self.vae, self.scale = config.model, vae, store["scale_factor"]
+        self.threshold, self.latent = config.data.threshold, latent_shape(store)
+
+    def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        """Bytes to maps, and every draw of the step."""
+        condition = signed(batch["condition"].float() / 255)
+        num, device = len(condition), condition.device
+        drawn = {
+            "posterior": noise.normal(key, num, self.latent, device, stream="posterior"),
+            "noise": noise.normal(key, num, self.latent, device, stream="eps"),
+            "time": times_of(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
+        }
+        if not training:
+            drawn |= self.draws(key, num, device, self.config.sampling_steps)
+        truth = unit_gain(batch["gain"], self.threshold)
+        return batch | {"truth": truth, "map": signed(truth), "condition": condition, **drawn}
+
+    def draws(self, key: tuple[int, ...], num: int, device: torch.device, steps: int) -> Batch:
+        """Start and steps (B, steps, ...) of a sample, each sample's own."""
+        return {
+            "start": noise.normal(key, num, self.latent, device, stream="start"),
+            "draws": noise.normal(key, num, (steps, *self.latent), device, stream="draws"),
+        }
+
+    def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        unet = cast(RadioUNet, model)
+        with torch.no_grad():
+            x0 = self.scale * self.vae.encode(batch["map"]).draw(batch["posterior"])
+            x_t = noised(x0, batch["time"], batch["noise"])
+        features = unet.condition(batch["condition"])
+        drift, predicted = unet.denoise(x_t, batch["time"], features)
+        found = {
+            "drift": drift,
+            "predicted": predicted,
+            "x0": x0,
+            "error_c": (drift + x0).detach().square().flatten(1).mean(1),
+            "error_noise": (predicted - batch["noise"]).detach().square().flatten(1).mean(1),
+        }
+        return found if model.training else found | {"map": self.sample(unet, features, batch)}
+
+    def loss(self, outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
+        losses = ddm_loss(
+            outputs["drift"],
+            outputs["predicted"],
+            outputs["x0"],
+            batch["noise"],
+            batch["time"],
+            weighted=self.config.weighted_loss,
+            with_l1=self.config.l1,
+        )
+        return losses.mean(), len(losses)
+
+    def sample(self, unet: RadioUNet, features: list[Tensor], batch: Batch) -> Tensor:
+        """Maps in 0..1, from the batch's own noise; the condition is read once for all steps."""
+        draws = batch["draws"]
+        times = sampling_times(draws.shape[1], split_last=self.config.extra_call, smallest=self.config.smallest_time)
+        latents = sampled(lambda x, time: unet.denoise(x, time, features), batch["start"], list(draws.unbind(1)), times)
+        return unsigned(self.vae.decode(latents / self.scale))
+
+
+def workload_of(
+    config: RadioDiffConfig,
+    store: Mapping[str, Any],
+    model: RadioUNet,
+    vae: FrozenPart,
+    data: RadioData,
+    *,
+    about: tuple[tuple[str, str], ...] = (),
+) -> Workload:
+    steps = Denoising(config, store, cast(RadioVAE, vae.module))
+
+    def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
+        return sample_pictures(
+            data.val, lambda batch: steps.forward(model, workload.prepared(batch, key=key, training=False))
+        )
+
+    wish = config.model
+    calls = wish.sampling_steps + wish.extra_call
+    workload = Workload(
+        name=config.workload,
+        model=model,
+        train_samples=data.train,
+        val_samples=data.val,
+        prepare=steps.prepare,
+        forward=steps.forward,
+        loss=steps.loss,
+        metrics=RadioMetrics,
+        metric="nmse",
+        mode="min",
+        fragile=FRAGILE,
+        scoring=f"of samples of {wish.sampling_steps} steps: {SCORING}",
+        store=store,
+        notes=data.notes,
+        val_names=tuple(data.val.name_of(index) for index in range(len(data.val))),
+        about=(*data.about, *about, ("sampling", f"{wish.sampling_steps} steps, {calls} calls of the network")),
+        frozen={"vae": vae},
+    )
+    return workload

@@ -1,0 +1,214 @@
+"""Settings of both stages of RadioDiff. Defaults are the public configs'."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from halfstep.config.schema import DataConfig, EmaConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from halfstep.config.section import Fraction, OffCount, Positive, PositiveCount, Section
+from halfstep.config.training import TrainConfig
+
+Counts = tuple[PositiveCount, ...]
+Window = tuple[PositiveCount, PositiveCount]
+WINDOWS: tuple[Window, ...] = ((8, 8), (4, 4), (2, 2), (1, 1))
+
+
+class RadioDataConfig(DataConfig):
+    """RadioMapSeer's folder."""
+
+    image_size: PositiveCount = Field(default=256, description="Side of the square maps the model sees, in pixels")
+    simulation: Literal["DPM", "IRT2", "IRT4"] = Field(default="DPM", description="Which of the simulated gains")
+    cars: bool = Field(default=False, description="Gains simulated with cars, and the cars as third input")
+    missing_buildings: int = Field(
+        default=0, ge=0, le=4, description="Buildings missing in the input; a version is drawn for each sample"
+    )
+    split: Literal["radiounet", "radiodiff"] = Field(
+        default="radiounet", description="Whose maps train and validate; RadioDiff's own has a map in all parts"
+    )
+    val_maps: tuple[int, ...] = Field(
+        default=(), description="Numbers of the validation maps; all others train, but test_maps. Replaces split"
+    )
+    test_maps: tuple[int, ...] = Field(default=(), description="Numbers of the test maps, beside val_maps")
+    max_transmitters: OffCount = Field(default=0, description="Transmitters of each map that count; 0: all there are")
+    threshold: float = Field(
+        default=0.0, ge=0, lt=1, description="Gains below it are 0, the rest is stretched; RadioUNet has 0.2"
+    )
+
+
+class FirstStageConfig(Section):
+    """Sizes of the autoencoder."""
+
+    width: PositiveCount = Field(default=128, description="Channels of the first level")
+    multipliers: Counts = Field(default=(1, 2, 4), description="Channels of each level, in widths; all but one halve")
+    num_blocks: PositiveCount = Field(default=2, description="Residual blocks of each level")
+    z_channels: PositiveCount = Field(default=3, description="Channels between encoder and decoder")
+    latent_channels: PositiveCount = Field(default=3, description="Channels of the latent")
+    dropout: Fraction = Field(default=0.0, description="Dropout in residual blocks")
+
+
+class DiscriminatorConfig(Section):
+    """The second network of stage 1."""
+
+    enabled: bool = Field(default=True, description="Train a PatchGAN discriminator beside the autoencoder")
+    start: OffCount = Field(default=50_001, description="Step from which on it trains and counts")
+    weight: float = Field(default=0.5, ge=0, description="How much it counts, times the adaptive weight")
+    channels: PositiveCount = Field(default=64, description="Channels of its first layer")
+
+
+class RadioVaeModelConfig(ModelConfig):
+    """The autoencoder and its loss."""
+
+    first_stage: FirstStageConfig = FirstStageConfig()
+    kl_weight: float = Field(default=1e-6, ge=0, description="Weight of the KL term, which is summed over the latent")
+    discriminator: DiscriminatorConfig = DiscriminatorConfig()
+
+    @model_validator(mode="after")
+    def builds_its_own_model(self) -> Self:
+        refuse_own_model(self)
+        return self
+
+
+class PyramidConfig(Section):
+    """The Swin transformer that reads buildings and antenna; defaults are Swin-B's."""
+
+    width: PositiveCount = Field(default=128, description="Channels of its first stage; each stage doubles them")
+    depths: Counts = Field(default=(2, 2, 18, 2), description="Blocks of each stage; as many as the U-Net has levels")
+    num_heads: Counts = Field(default=(4, 8, 16, 32), description="Attention heads of each stage")
+    window: PositiveCount = Field(default=7, description="Side of the attention windows")
+    stochastic_depth: float = Field(default=0.5, ge=0, lt=1, description="Chance that the last block is left out")
+    weights: str | None = Field(default=None, description="File with torchvision's swin weights to start from")
+
+
+class RadioDiffModelConfig(ModelConfig):
+    """The denoiser and its sampler."""
+
+    vae: str | None = Field(
+        default=None, description="First stage: a radiodiff_vae run, or a file with weights (then see first_stage)"
+    )
+    first_stage: FirstStageConfig = FirstStageConfig()
+    scale_factor: Literal["auto"] | Positive = Field(
+        default="auto", description="Latents are multiplied by it; auto: 1 / their standard deviation. Public: 0.3"
+    )
+    width: PositiveCount = Field(default=128, description="Channels of the U-Net's first level, a multiple of 8")
+    multipliers: Counts = Field(default=(1, 2, 4, 4), description="Channels of each level, in widths")
+    windows: tuple[Window, ...] = Field(
+        default=WINDOWS, description="Attention windows of the condition, level by level"
+    )
+    feature_windows: tuple[Window, ...] = Field(default=WINDOWS, description="The same of the U-Net's own maps")
+    fourier_scale: Positive = Field(default=16.0, description="Spread of the time embedding's frequencies")
+    dropout: Fraction = Field(default=0.1, description="Dropout of the condition's attention")
+    pyramid: PyramidConfig = PyramidConfig()
+    weighted_loss: bool = Field(default=True, description="Weigh errors of C and noise by time")
+    l1: bool = Field(default=True, description="Half of the loss is absolute errors, else squared ones alone")
+    smallest_time: float = Field(default=1e-4, gt=0, lt=1, description="Training times lie between it and 1")
+    sampling_steps: int = Field(default=1, ge=1, le=1000, description="Steps of a sample, in validation and use")
+    extra_call: bool = Field(
+        default=True, description="N steps take N + 1 calls of the network, as the public sampler does; false: N"
+    )
+
+    @model_validator(mode="after")
+    def levels_agree(self) -> Self:
+        levels = len(self.multipliers)
+        for name, given in (
+            ("windows", self.windows),
+            ("feature_windows", self.feature_windows),
+            ("pyramid.depths", self.pyramid.depths),
+            ("pyramid.num_heads", self.pyramid.num_heads),
+        ):
+            if len(given) != levels:
+                raise ValueError(f"{name} has {len(given)} entries, multipliers has {levels}: one for each level")
+        if self.width % 8:
+            raise ValueError(f"width={self.width}: a multiple of 8 is needed, for eight groups and heads")
+        refuse_own_model(self)
+        return self
+
+
+def refuse_own_model(model: ModelConfig) -> None:
+    if model.path or model.options:
+        raise ValueError("RadioDiff builds its own model; yours is a workload: halfstep train my_pkg.my_mod:build")
+
+
+class RadioOptimizerConfig(OptimizerConfig):
+    """AdamW on everything."""
+
+    lr: Positive = Field(default=5e-5, description="Learning rate at the top of the schedule")
+    weight_decay: float = Field(default=1e-4, ge=0, description="Decoupled weight decay")
+    decay_norms_and_biases: bool = Field(default=True, description="Decay normalisation parameters and biases too")
+
+
+class VaeOptimizerConfig(RadioOptimizerConfig):
+    lr: Positive = Field(default=5e-6, description="Learning rate at the top of the schedule")
+
+
+class RadioScheduleConfig(ScheduleConfig):
+    """(1 - step / steps) ^ 0.96."""
+
+    name: Annotated[Any, Field()] = "polynomial"
+    power: Positive = Field(default=0.96, description="Exponent of the polynomial schedule")
+
+
+class RadioEmaConfig(EmaConfig):
+    enabled: bool = Field(default=True, description="Keep the average, and validate and save it")
+    decay: float = Field(default=0.999, gt=0, lt=1, description="Decay after the warmup")
+
+
+class RadioTrainConfig(TrainConfig):
+    early_stopping_patience: OffCount = Field(
+        default=0, description="Validations without a better metric before the run ends; 0: off"
+    )
+
+
+SMALL_FIRST_STAGE: dict[str, Any] = {
+    "data.image_size": 64,
+    "data.num_workers": 0,
+    "model.first_stage.width": 16,
+    "model.first_stage.num_blocks": 1,
+}
+
+
+class RadioVaeConfig(RunConfig):
+    """One run of stage 1."""
+
+    demo: ClassVar[dict[str, Any]] = {
+        **SMALL_FIRST_STAGE,
+        "model.discriminator.enabled": False,
+        "optimizer.lr": 2e-3,
+        "train.batch_size": 8,
+        "train.epochs": 12,
+    }
+
+    data: RadioDataConfig = RadioDataConfig()
+    model: RadioVaeModelConfig = RadioVaeModelConfig()
+    optimizer: VaeOptimizerConfig = VaeOptimizerConfig()
+    schedule: RadioScheduleConfig = RadioScheduleConfig()
+    train: RadioTrainConfig = RadioTrainConfig()
+    ema: RadioEmaConfig = RadioEmaConfig()
+
+
+class RadioDiffConfig(RunConfig):
+    """One run of stage 2."""
+
+    demo: ClassVar[dict[str, Any]] = {
+        **SMALL_FIRST_STAGE,
+        "model.width": 16,
+        "model.multipliers": (1, 2, 2),
+        "model.windows": ((4, 4), (2, 2), (1, 1)),
+        "model.feature_windows": ((4, 4), (2, 2), (1, 1)),
+        "model.pyramid.width": 16,
+        "model.pyramid.depths": (2, 2, 2),
+        "model.pyramid.num_heads": (1, 2, 4),
+        "model.pyramid.stochastic_depth": 0.0,
+        "model.dropout": 0.0,
+        "optimizer.lr": 2e-3,
+        "train.batch_size": 8,
+        "train.epochs": 20,
+    }
+
+    data: RadioDataConfig = RadioDataConfig()
+    model: RadioDiffModelConfig = RadioDiffModelConfig()
+    optimizer: RadioOptimizerConfig = RadioOptimizerConfig()
+    schedule: RadioScheduleConfig = RadioScheduleConfig()
+    train: RadioTrainConfig = RadioTrainConfig()
+    ema: RadioEmaConfig = RadioEmaConfig()

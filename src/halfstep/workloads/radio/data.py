@@ -1,0 +1,127 @@
+"""RadioMapSeer as both stages see it: who trains and validates, and bytes as floats in -1..1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.files import BadFiles, some_of
+from halfstep.data.radio_maps import RadioMaps, RadioTree, checked
+from halfstep.data.radio_split import Role, Split, public_split, trained_elsewhere
+from halfstep.errors import DataError, counted
+from halfstep.workloads.radio.config import RadioDataConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RadioData:
+    """What was found."""
+
+    train: RadioMaps
+    val: RadioMaps
+    about: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def data_of(config: RunConfig) -> RadioDataConfig:
+    assert isinstance(config.data, RadioDataConfig)
+    return config.data
+
+
+def find_data(config: RunConfig) -> RadioData:
+    """Training and validation maps; a tree that lacks either is refused."""
+    wish = data_of(config)
+    bad_files = BadFiles(wish.on_bad_file)
+    tree = tree_of(wish)
+    split = split_of(wish, tree)
+    train, val = (part_of(wish, tree, split, role, bad_files) for role in ("train", "val"))
+    sizes = ", ".join(
+        f"{name} {counted(len(part), 'sample')} of {counted(len({item.number for item in part.items}), 'map')}"
+        for name, part in (("training", train), ("validation", val))
+    )
+    name = "data.val_maps" if wish.val_maps else f"{SPLIT_NAMES[wish.split]}'s split"
+    return RadioData(
+        train=train,
+        val=val,
+        about=(("layout", f"RadioMapSeer, {tree.gain_dir.name}"), ("split", f"{name}: {sizes}")),
+        notes=(*_leaks(split, tree), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
+    )
+
+
+SPLIT_NAMES = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}
+
+
+def tree_of(wish: RadioDataConfig) -> RadioTree:
+    assert wish.dir is not None, "a run without data gets its demo before it is built"
+    return RadioTree.at(
+        Path(wish.dir),
+        simulation=wish.simulation,
+        with_cars=wish.cars,
+        missing_buildings=wish.missing_buildings,
+    )
+
+
+def split_of(wish: RadioDataConfig, tree: RadioTree) -> Split:
+    """Of the maps that are there."""
+    here = tree.numbers()
+    if wish.val_maps:
+        if strange := sorted({*wish.val_maps, *wish.test_maps} - set(here)):
+            raise DataError(
+                f"no map {some_of(strange)} in {tree.gain_dir}",
+                why="data.val_maps or data.test_maps names it",
+                fix=f"there are {some_of(here)}",
+            )
+        held_out = {*wish.val_maps, *wish.test_maps}
+        return {
+            "train": tuple(number for number in here if number not in held_out),
+            "val": wish.val_maps,
+            "test": wish.test_maps,
+        }
+    present = set(here)
+    named = public_split(wish.split, wish.simulation)
+    return {role: tuple(number for number in numbers if number in present) for role, numbers in named.items()}
+
+
+def part_of(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
+    numbers = split[role]
+    found = checked(tree.samples(numbers, most=wish.max_transmitters, bad_files=bad_files), bad_files)
+    if not found:
+        here = tree.numbers()
+        none = f"of its {counted(len(here), 'map')} ({some_of(here)}) none is one in {SPLIT_NAMES[wish.split]}'s split"
+        left_out = f"files were left out: {some_of(error.what for error in bad_files.skipped)}"
+        raise DataError(
+            f"no {ROLE_NAMES[role]} map in {tree.gain_dir}",
+            why=left_out if numbers else none,
+            fix="name maps yourself: data.val_maps=[...]",
+        )
+    return RadioMaps(found, size=(wish.image_size, wish.image_size))
+
+
+ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test": "test"}
+
+
+def _leaks(split: Split, tree: RadioTree) -> list[str]:
+    """Scores on maps that were trained on say little: who asked for such a split reads it."""
+    return [
+        f"{counted(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {some_of(numbers)}; "
+        f"scores there are too good (data.split=radiounet has none)"
+        for role, numbers in trained_elsewhere(split).items()
+    ]
+
+
+def unit_gain(pixels: Tensor, threshold: float) -> Tensor:
+    """Bytes to gains in 0..1."""
+    gain = pixels.float() / 255
+    return ((gain - threshold) / (1 - threshold)).clamp(min=0) if threshold else gain
+
+
+def signed(values: Tensor) -> Tensor:
+    """0..1 to -1..1, as both networks have their maps."""
+    return values * 2 - 1
+
+
+def unsigned(values: Tensor) -> Tensor:
+    """Back again, without what lies outside."""
+    return ((values.float() + 1) / 2).clamp(0, 1)

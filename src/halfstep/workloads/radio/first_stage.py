@@ -1,0 +1,113 @@
+"""The autoencoder as a file: what stage 1 leaves for stage 2, and where stage 2 finds it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from halfstep.data.radio_maps import RadioMaps
+from halfstep.disk import write_whole
+from halfstep.errors import ConfigError, ModelError
+from halfstep.models.radio_names import vae_name
+from halfstep.models.radio_vae import RadioVAE
+from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig
+from halfstep.workloads.radio.data import signed, unit_gain
+
+WEIGHTS, FACTS = "vae.safetensors", "vae.json"
+MEASURED_MAPS = 32
+MEASURED_ON_HOST = 4
+"""Maps whose latents give the scale where nobody has measured it: a full-size encoder takes seconds for each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstStage:
+    vae: RadioVAE
+    source: str
+    sizes: dict[str, Any]
+    scale_factor: float | None
+    """As its run has measured it."""
+
+
+def vae_of(sizes: Mapping[str, Any]) -> RadioVAE:
+    return RadioVAE(
+        width=sizes["width"],
+        multipliers=tuple(sizes["multipliers"]),
+        num_blocks=sizes["num_blocks"],
+        z_channels=sizes["z_channels"],
+        latent_channels=sizes["latent_channels"],
+        dropout=sizes["dropout"],
+    )
+
+
+def sizes_of(config: FirstStageConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def first_stage(config: RadioDiffConfig) -> FirstStage:
+    """The autoencoder that `model.vae` names: a run of stage 1, what it exported, or a file with weights."""
+    if config.model.vae is None:
+        raise ConfigError(
+            "radiodiff needs its first stage",
+            why="it works on the latents of an autoencoder",
+            fix="halfstep train radiodiff_vae --out runs/vae, then model.vae=runs/vae",
+        )
+    path = Path(config.model.vae)
+    if path.is_dir():
+        folder = next((place for place in (path / "model", path) if (place / WEIGHTS).is_file()), None)
+        if folder is None:
+            raise ModelError(
+                f"no first stage in {path}",
+                why=f"a radiodiff_vae run leaves model/{WEIGHTS} when it ends",
+                fix="let that run end (halfstep train --resume RUN), or name a file with weights",
+            )
+        path, facts = folder / WEIGHTS, _facts(folder / FACTS)
+    else:
+        facts = {"sizes": sizes_of(config.model.first_stage), "scale_factor": None}
+    vae = vae_of(facts["sizes"])
+    weights, _ = read_weights(path)
+    named = {own: value for name, value in weights.items() if (own := vae_name(name)) is not None}
+    load_weights_(vae, named, source=str(path))
+    return FirstStage(
+        vae=vae.eval(), source=str(path.resolve()), sizes=facts["sizes"], scale_factor=facts["scale_factor"]
+    )
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        return {"sizes": sizes_of(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"cannot read {path}: {error}", why="it says how large the autoencoder is", fix="export the run again"
+        ) from error
+
+
+def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: float, folder: Path) -> None:
+    tensors = {name: value.detach().float().cpu().contiguous() for name, value in vae.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS)
+    write_whole(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))
+
+
+@torch.no_grad()
+def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
+    """1 / standard deviation of the latents of some training maps, in float64."""
+    device = next(vae.parameters()).device
+    means = []
+    for index in range(0, len(maps), max(1, len(maps) // count)):
+        gain = maps.sample(index, key=(0, 0, index))["gain"].to(device)
+        means.append(vae.encode(signed(unit_gain(gain, threshold))[None]).mean.double().flatten())
+    spread = float(torch.cat(means).std())
+    if not spread > 0 or spread == float("inf"):
+        raise ModelError(
+            f"the latents of {source} have a standard deviation of {spread:g}",
+            why="one value everywhere holds no map, and scaling it to 1 divides by 0",
+            fix="train stage 1 longer, or with a smaller model.kl_weight; model.scale_factor=0.3 sets the scale",
+        )
+    return 1 / spread

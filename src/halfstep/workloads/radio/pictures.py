@@ -1,0 +1,111 @@
+"""Pictures of radio maps: buildings and antenna, the map, the truth, the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from halfstep.data.radio_maps import RadioMaps
+
+Array = np.ndarray[Any, Any]
+
+COLUMNS = ("buildings, antenna", "map", "truth", "error")
+CELL, GAP, BAND = 192, 6, 20
+"""Sides in pixels: a picture, the space between two, a line of text."""
+BUILDING, STREET, ANTENNA, CAR = (40, 40, 40), (225, 225, 225), (213, 94, 0), (0, 114, 178)
+TOO_HIGH, TOO_LOW = (213, 94, 0), (0, 114, 178)
+LARGEST_ERROR = 0.25
+"""Drawn in full colour; what is beyond looks the same."""
+SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MapRow:
+    """One sample; arrays (H, W) in 0..1."""
+
+    name: str
+    condition: Array
+    """(3, H, W) bytes: buildings, antenna, cars or buildings again."""
+    predicted: Array
+    truth: Array | None = None
+
+
+def map_sheet(rows: Sequence[MapRow]) -> Image.Image:
+    """A row for each sample, with a heading; truth and error where the truth is known."""
+    columns = COLUMNS if any(row.truth is not None for row in rows) else COLUMNS[:2]
+    sheet = Image.new("RGB", (GAP + len(columns) * (CELL + GAP), BAND + len(rows) * (CELL + BAND + GAP)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for number, heading in enumerate(columns):
+        draw.text((GAP + number * (CELL + GAP), 2), heading, fill="black", font=font)
+    for place, row in enumerate(rows):
+        top = BAND + place * (CELL + BAND + GAP)
+        for number, cell in enumerate(_cells(row)):
+            sheet.paste(_fitted(cell), (GAP + number * (CELL + GAP), top))
+        draw.text((GAP, top + CELL + 2), row.name, fill="black", font=font)
+    return sheet
+
+
+def _cells(row: MapRow) -> list[Array]:
+    cells = [city_picture(row.condition), map_picture(row.predicted)]
+    return cells if row.truth is None else [*cells, map_picture(row.truth), error_picture(row.predicted, row.truth)]
+
+
+def city_picture(condition: Array) -> Array:
+    """Streets, buildings, cars, and the antenna as a cross, which one pixel would not show."""
+    buildings, antenna, last = condition
+    picture = np.empty((*buildings.shape, 3), dtype=np.uint8)
+    picture[:] = STREET
+    picture[buildings > 127] = BUILDING
+    if not np.array_equal(last, buildings):
+        picture[last > 127] = CAR
+    reach = max(1, buildings.shape[0] // 32)
+    for row, column in np.argwhere(antenna > 0):
+        picture[max(0, row - reach) : row + reach + 1, column] = ANTENNA
+        picture[row, max(0, column - reach) : column + reach + 1] = ANTENNA
+    return picture
+
+
+def map_picture(gain: Array) -> Array:
+    """A gain in 0..1 from black over violet and orange to white: brightness alone tells it, colours help."""
+    stops = np.array([(0, 0, 4), (81, 18, 124), (183, 55, 121), (252, 137, 97), (252, 253, 191)], dtype=np.float64)
+    place = np.clip(gain, 0, 1) * (len(stops) - 1)
+    low = np.minimum(place.astype(int), len(stops) - 2)
+    part = (place - low)[..., None]
+    return np.asarray((stops[low] * (1 - part) + stops[low + 1] * part).round().astype(np.uint8))
+
+
+def error_picture(predicted: Array, truth: Array) -> Array:
+    """White where both agree, orange where the map is too bright, blue where it is too dark."""
+    error = np.clip((predicted - truth) / LARGEST_ERROR, -1, 1)[..., None]
+    colour = np.where(error > 0, np.array(TOO_HIGH), np.array(TOO_LOW))
+    return np.asarray((255 + (colour - 255) * np.abs(error)).round().astype(np.uint8))
+
+
+def _fitted(pixels: Array) -> Image.Image:
+    picture = Image.fromarray(pixels)
+    scale = CELL / max(picture.size)
+    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+    return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
+
+
+def sample_pictures(maps: RadioMaps, answer: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> dict[str, Array]:
+    """A sheet of the first validation maps; `answer` gives `map` for a batch as loaded."""
+    indices = range(min(SHOWN, len(maps)))
+    batch = default_collate([maps.sample(index, key=(0, 0, index)) for index in indices])
+    found = answer(batch)["map"].float().cpu().numpy()[:, 0]
+    rows = [
+        MapRow(
+            name=maps.name_of(index),
+            condition=batch["condition"][index].numpy(),
+            predicted=found[index],
+            truth=batch["gain"][index, 0].numpy() / 255,
+        )
+        for index in indices
+    ]
+    return {"maps": np.asarray(map_sheet(rows))}
