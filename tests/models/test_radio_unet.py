@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from golden import assert_golden, golden, group
+from halfstep.models.posterior import drawn
 from halfstep.models.radio_layers import (
     ChannelNorm,
     FourierFilter,
@@ -64,7 +65,7 @@ def test_golden_predictions_losses_gradients_and_statistics() -> None:
     vae = golden_vae()
     time = times_of(tensors["noise/uniform"])
     with torch.no_grad():
-        x0 = 0.3 * vae.encode(tensors["in/image"]).draw(tensors["noise/posterior"])
+        x0 = 0.3 * drawn(*vae.encode(tensors["in/image"]), tensors["noise/posterior"])
     assert_golden(x0, tensors["out/x0"], within=5e-5, name="x0")
     x0, noise = tensors["out/x0"], tensors["noise/eps"]
     x_t = noised(x0, time, noise)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.models.gaussian import Gaussian
+from halfstep.models.posterior import drawn, posterior
 
 GROUPS = 32
 
@@ -171,13 +171,14 @@ class RadioVAE(nn.Module):
         self.quant_conv = nn.Conv2d(2 * z_channels, 2 * latent_channels, 1)
         self.post_quant_conv = nn.Conv2d(latent_channels, z_channels, 1)
 
-    def encode(self, maps: Tensor) -> Gaussian:
-        return Gaussian.of_moments(self.quant_conv(self.encoder(maps)))
+    def encode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log variance of the latents, fp32."""
+        return posterior(self.quant_conv(self.encoder(maps)))
 
     def decode(self, latents: Tensor) -> Tensor:
         return self.decoder(self.post_quant_conv(latents))  # type: ignore[no-any-return]
 
     def forward(self, maps: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Reconstruction of a draw, and mean and log variance of the latents."""
-        posterior = self.encode(maps)
-        return self.decode(posterior.draw(noise)), posterior.mean, posterior.log_variance
+        mean, log_variance = self.encode(maps)
+        return self.decode(drawn(mean, log_variance, noise)), mean, log_variance

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.data.loader import Batch
+from halfstep.models.posterior import drawn
 from halfstep.models.radio_names import unet_name
 from halfstep.models.radio_unet import RadioUNet
 from halfstep.models.radio_vae import RadioVAE
@@ -132,15 +133,15 @@ class Denoising:
         """Bytes to maps, and every draw of the step."""
         condition = signed(batch["condition"].float() / 255)
         num, device = len(condition), condition.device
-        drawn = {
+        draws = {
             "posterior": noise.normal(key, num, self.latent, device, stream="posterior"),
             "noise": noise.normal(key, num, self.latent, device, stream="eps"),
             "time": times_of(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
         }
         if not training:
-            drawn |= self.draws(key, num, device, self.config.sampling_steps)
+            draws |= self.draws(key, num, device, self.config.sampling_steps)
         truth = unit_gain(batch["gain"], self.threshold)
-        return batch | {"truth": truth, "map": signed(truth), "condition": condition, **drawn}
+        return batch | {"truth": truth, "map": signed(truth), "condition": condition, **draws}
 
     def draws(self, key: tuple[int, ...], num: int, device: torch.device, steps: int) -> Batch:
         """Start and steps (B, steps, ...) of a sample, each sample's own."""
@@ -152,7 +153,7 @@ class Denoising:
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         unet = cast(RadioUNet, model)
         with torch.no_grad():
-            x0 = self.scale * self.vae.encode(batch["map"]).draw(batch["posterior"])
+            x0 = self.scale * drawn(*self.vae.encode(batch["map"]), batch["posterior"])
             x_t = noised(x0, batch["time"], batch["noise"])
         features = unet.condition(batch["condition"])
         drift, predicted = unet.denoise(x_t, batch["time"], features)

@@ -18,8 +18,8 @@ from halfstep.data import noise
 from halfstep.data.loader import Batch
 from halfstep.errors import ConfigError
 from halfstep.islands import in_fp32
-from halfstep.models.gaussian import kl_to_standard_normal
 from halfstep.models.patch_gan import PatchGan
+from halfstep.models.posterior import kl_divergence
 from halfstep.models.radio_names import vae_name
 from halfstep.models.radio_vae import RadioVAE
 from halfstep.models.weights import load_weights_, read_weights
@@ -152,7 +152,7 @@ def loss_parts(reconstruction: Tensor, truth: Tensor, mean: Tensor, log_variance
     """Of each sample (B): sums over pixels, KL; `error_*` are counted as metrics."""
     error = (truth - reconstruction).flatten(1)
     nll = (error.abs() + error.square()).sum(1)
-    kl = kl_to_standard_normal(mean, log_variance)
+    kl = kl_divergence(mean, log_variance)
     return {"nll": nll, "kl": kl, "error_l1": error.detach().abs().mean(1), "error_kl": kl.detach()}
 
 
@@ -175,7 +175,8 @@ def phases_of(config: RadioVaeConfig, started: Scheduled) -> tuple[Phase, ...]:
     def generator_loss(outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
         plain = autoencoder_loss(outputs, wish.kl_weight)
         adversarial = hinge_generator_loss(outputs["fake"])
-        weight = adaptive_weight(outputs["nll"].mean(), adversarial, outputs["last_layer"])
+        scales = (1 / config.data.image_size, float(config.data.image_size))
+        weight = adaptive_weight(outputs["nll"].mean(), adversarial, outputs["last_layer"], scales=scales)
         # Selected, not multiplied by 0: a discriminator that has not started must not matter even if it overflows.
         term = torch.where(started.value > 0, wish.discriminator.weight * weight * adversarial, 0.0)
         return plain + term, len(batch["map"])
@@ -191,7 +192,14 @@ def phases_of(config: RadioVaeConfig, started: Scheduled) -> tuple[Phase, ...]:
         return hinge_discriminator_loss(outputs["real"], outputs["fake"]), len(batch["map"])
 
     return (
-        Phase(name="autoencoder", parameters=AUTOENCODER, forward=judged, loss=generator_loss, compiles=False),
+        Phase(
+            name="autoencoder",
+            parameters=AUTOENCODER,
+            forward=judged,
+            loss=generator_loss,
+            compiles=False,
+            counted=True,
+        ),
         Phase(
             name="discriminator",
             parameters=("discriminator",),

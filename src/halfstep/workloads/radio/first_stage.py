@@ -102,7 +102,8 @@ def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: flo
     means = []
     for index in range(0, len(maps), max(1, len(maps) // count)):
         gain = maps.sample(index, key=(0, 0, index))["gain"].to(device)
-        means.append(vae.encode(signed(unit_gain(gain, threshold))[None]).mean.double().flatten())
+        mean, _ = vae.encode(signed(unit_gain(gain, threshold))[None])
+        means.append(mean.double().flatten())
     spread = float(torch.cat(means).std())
     if not spread > 0 or spread == float("inf"):
         raise ModelError(
