@@ -242,7 +242,7 @@ def read_antenna(path: Path, size: tuple[int, int]) -> Array:
 
 
 def _bytes_of(path: Path) -> Array:
-    pixels = read_image(path, channels=1)[..., 0]
+    pixels = np.array(read_image(path, channels=1)[..., 0])  # a copy: Pillow's is read-only
     return pixels if pixels.dtype == np.uint8 else (pixels * 255).round().clip(0, 255).astype(np.uint8)
 
 

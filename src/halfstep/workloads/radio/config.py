@@ -161,9 +161,10 @@ class RadioTrainConfig(TrainConfig):
 
 
 SMALL_FIRST_STAGE: dict[str, Any] = {
-    "data.image_size": 64,
+    "data.image_size": 32,
     "data.num_workers": 0,
     "model.first_stage.width": 16,
+    "model.first_stage.multipliers": (1, 2),
     "model.first_stage.num_blocks": 1,
 }
 
@@ -199,6 +200,8 @@ class RadioDiffConfig(RunConfig):
         "model.pyramid.width": 16,
         "model.pyramid.depths": (2, 2, 2),
         "model.pyramid.num_heads": (1, 2, 4),
+        "model.pyramid.window": 4,
+        "model.sampling_steps": 5,
         "model.pyramid.stochastic_depth": 0.0,
         "model.dropout": 0.0,
         "optimizer.lr": 2e-3,
