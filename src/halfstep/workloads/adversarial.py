@@ -29,8 +29,8 @@ def adaptive_weight(
 ) -> Tensor:
     """Makes both losses pull equally at the last layer: the ratio of their gradients' norms there, without gradient.
 
-    Each loss is multiplied by its scale while its gradient is taken, and the norm divided by it: in fp16 the gradient of
-    a sum over pixels overflows, that of a mean over patches vanishes.
+    Each loss is multiplied by its scale while its gradient is taken, and the norm divided by it: in fp16 the gradient
+    of a sum over pixels overflows, that of a mean over patches vanishes.
     """
     of_reconstruction, of_adversarial = (
         torch.autograd.grad(loss * scale, last_layer, retain_graph=True)[0].float().norm() / scale

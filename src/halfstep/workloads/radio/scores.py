@@ -2,7 +2,7 @@
 
 `nmse` is RadioDiff's: the error's mean square over the mean square of the true map. `nmse_variance` divides by the
 variance of the true map instead, as some papers do; the two must not be compared. SSIM has a Gaussian window of 11
-pixels (sigma 1.5), SSIM and PSNR a range of 1: without one they follow the data, and numbers stop being comparable.
+pixels (sigma 1.5), SSIM and PSNR a range of 1: without one they follow the data, and numbers cannot be compared.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ def map_scores(predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
 
 
 def ssim(one: Tensor, other: Tensor) -> Tensor:
-    """(B), after Wang et al. 2004, over windows that lie inside the map."""
-    if min(one.shape[-2:]) < WINDOW:
+    """(B), after Wang et al. 2004; the map goes on as its mirror image, as torchmetrics has it."""
+    if min(one.shape[-2:]) <= WINDOW // 2:
         return torch.full((len(one),), float("nan"), dtype=one.dtype, device=one.device)
     places = torch.arange(WINDOW, dtype=one.dtype, device=one.device) - WINDOW // 2
     weights = torch.exp(-(places**2) / (2 * SIGMA**2))
     weights = weights / weights.sum()
     stacked = torch.cat([one, other, one * one, other * other, one * other], dim=1)
+    stacked = F.pad(stacked, [WINDOW // 2] * 4, mode="reflect")
     kernel = weights.expand(stacked.shape[1], 1, 1, -1)
     blurred = F.conv2d(stacked, kernel, groups=stacked.shape[1])
     blurred = F.conv2d(blurred, kernel.transpose(2, 3), groups=stacked.shape[1])
