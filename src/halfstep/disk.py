@@ -1,11 +1,20 @@
-"""Small files that are there whole or not at all, whatever happens to the process or the disk."""
+"""What is written is there whole or not at all, in places this process owns, where there is room.
+
+The environment is read in `cli`; for those who call us from Python, the two things that runs need of it are read here.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from halfstep.errors import CheckpointError
+
+# --- whole or not at all ---
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -26,6 +35,28 @@ def write_whole(path: Path, text: str) -> None:
         ) from error
 
 
+@contextmanager
+def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """A hidden folder to write into; it becomes `path` in one rename, or vanishes with the error.
+
+    `replaces` removes an earlier one first. What a killed process leaves behind is named `.writing-*`."""
+    hidden = path.with_name(f".writing-{path.name}-{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir()
+    try:
+        yield hidden
+        for written in [*hidden.rglob("*"), hidden]:
+            flush(written)
+        if replaces:
+            shutil.rmtree(path, ignore_errors=True)
+        hidden.rename(path)
+        flush(path.parent)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -33,3 +64,48 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# --- room, ownership ---
+
+
+def free_bytes(path: Path) -> int:
+    """Of the disk on which `path` is, or will be."""
+    place = next(place for place in (path, *path.absolute().parents) if place.is_dir())
+    return shutil.disk_usage(place).free
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """This process alone writes here; the system gives the lock back however the process ends."""
+    import fcntl  # not on Windows, where a stored run can still be read
+
+    with ExitStack() as open_files:
+        try:
+            file = open_files.enter_context((folder / ".lock").open("w"))
+            # Unlike flock, not inherited by loader workers, which may outlive a killed run by seconds.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{folder} is being trained by another process",
+                why="two at once would write over each other's checkpoints and metrics",
+                fix="wait for it, or stop it first (Ctrl-C or SIGTERM: it saves everything)",
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"cannot lock {folder}: {error.strerror}") from error
+        yield
+
+
+# --- the environment ---
+
+
+def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where measurements and choices are kept: XDG_CACHE_HOME, or what the platform uses."""
+    defaults = {"darwin": Path.home() / "Library" / "Caches", "win32": Path.home() / "AppData" / "Local"}
+    default = defaults.get(sys.platform, Path.home() / ".cache")
+    return Path(environment.get("XDG_CACHE_HOME") or default) / "halfstep"
+
+
+def variable(name: str) -> str:
+    """One of torch's own; empty where it is not set."""
+    return os.environ.get(name, "")

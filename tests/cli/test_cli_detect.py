@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli.main import main
+from halfstep.disk import cache_directory
 from halfstep.hardware import measure
-from halfstep.hardware.cache import cache_directory
 from halfstep.hardware.driver import Accelerator, Driver, Processor
 from halfstep.hardware.gpus import KNOWN
 

@@ -66,9 +66,6 @@ def test_an_epoch_holds_every_sample_once_the_last_batch_partial() -> None:
     assert [len(batch) for batch in batches] == [4, 4, 3]
     assert len(loader) == 3
     assert sorted(torch.cat(batches)[:, 0].tolist()) == list(range(11))
-    assert len(Loader(Numbers(11), batch_size=4, drop_last=True)) == len(
-        rows(Loader(Numbers(11), batch_size=4, drop_last=True), 0)
-    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

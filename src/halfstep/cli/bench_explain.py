@@ -23,7 +23,8 @@ from halfstep.bench.record import circumstances, command_line
 from halfstep.bench.record import save as save_record
 from halfstep.cli.bench_measure import kinds_of, progress
 from halfstep.cli.bench_request import Files
-from halfstep.hardware.cache import cache_directory, measured_once
+from halfstep.disk import cache_directory
+from halfstep.hardware.cache import measured_once
 from halfstep.hardware.measure import measure
 from halfstep.report.bench_progress import RowsLeft
 from halfstep.report.bench_table import title
@@ -67,7 +68,7 @@ def explain_request(
         # Read when the profiler first starts. Not on a GPU, where that log tells why the driver lets nobody count.
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
     with progress() as console, console.status("measuring matmuls") as status:
-        rated = measured_once(hardware, cache_directory(os.environ), measure)
+        rated = measured_once(hardware, cache_directory(), measure)
         status.update("counting")
         flops = step_flops(problem)
         about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))

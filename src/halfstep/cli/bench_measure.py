@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from halfstep.bench.bench import Benched, Request, bench, runners
 from halfstep.bench.floor import step_flops
 from halfstep.bench.record import circumstances, command_line, results
 from halfstep.bench.row import Row
-from halfstep.hardware.cache import cache_directory, measured_once
+from halfstep.disk import cache_directory
+from halfstep.hardware.cache import measured_once
 from halfstep.hardware.measure import measure
 from halfstep.report.bench_progress import RowsLeft
 
@@ -35,7 +35,7 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
         if before:
             refuse_without_common_rows(before.rows, asked)
         status.update("measuring matmuls")
-        rated = measured_once(hardware, cache_directory(os.environ), measure)
+        rated = measured_once(hardware, cache_directory(), measure)
         left = RowsLeft(kinds_of(asked), console, repeats_first=request.repeat_first)
         status.update(left)
         benched = bench(problem, request, rated, flops, left.begin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,13 +118,14 @@ def devices_here(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, 
         found = (probe(name),) if name else probe_all()
     if look_only:
         return found
-    from halfstep.hardware.cache import cache_directory, measured_once
+    from halfstep.disk import cache_directory
+    from halfstep.hardware.cache import measured_once
     from halfstep.hardware.measure import measure
 
     measured = []
     for hardware in found:
         with progress.status(f"measuring {hardware.device} ({hardware.name}), a few seconds"):
-            measured.append(measured_once(hardware, cache_directory(os.environ), measure, fresh=fresh))
+            measured.append(measured_once(hardware, cache_directory(), measure, fresh=fresh))
     return tuple(measured)
 
 

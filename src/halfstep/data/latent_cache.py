@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from halfstep.data.crops import uniform
 from halfstep.data.stored_images import first_of, gathered
+from halfstep.disk import free_bytes
 from halfstep.errors import DataError
 
 NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
@@ -125,7 +125,7 @@ def _check_room(path: Path, num_bytes: int) -> None:
         raise DataError(
             f"cannot write {path}", why="no such folder, or not writable", fix="another place: data.cache_file=FILE"
         )
-    free = shutil.disk_usage(path.parent).free
+    free = free_bytes(path.parent)
     if num_bytes > free:
         raise DataError(
             f"the latents would take {num_bytes / 1e9:.1f} GB",

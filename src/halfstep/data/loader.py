@@ -72,14 +72,13 @@ class Loader:
         seed: int = 0,
         num_workers: int = 0,
         shuffle: bool = True,
-        drop_last: bool = False,
     ) -> None:
         if shuffle and batch_size > len(samples):
             raise DataError(
                 f"batch size {batch_size} is larger than the training set of {counted(len(samples), 'sample')}",
                 fix=f"train.batch_size={max(1, len(samples))} or less; train.accumulate enlarges the effective batch",
             )
-        self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle, drop_last=drop_last)
+        self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle)
         self._fetch = _Fetch(samples, seed)
         self.num_workers, self.seed = num_workers, seed
         self._workers: DataLoader[Batch | HalfstepError] | None = None
@@ -143,14 +142,13 @@ class Loader:
 class _Order(Sampler[list[tuple[int, int]]]):
     """Batches of (epoch, index)."""
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, *, shuffle: bool, drop_last: bool) -> None:
+    def __init__(self, num_samples: int, batch_size: int, seed: int, *, shuffle: bool) -> None:
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.shuffle, self.drop_last = shuffle, drop_last
+        self.shuffle = shuffle
         self.epoch, self.start_batch = 0, 0
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.num_samples, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        return -(-self.num_samples // self.batch_size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, first = self.epoch, self.start_batch

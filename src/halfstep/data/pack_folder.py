@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from halfstep.data.files import BadFiles, OnBadFile
 from halfstep.data.folder_samples import REDUCING_GAP, centre_square
 from halfstep.data.image_folder import ImageFolder
 from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, is_pack, open_pack, partial_file
+from halfstep.disk import free_bytes
 from halfstep.errors import DataError, counted
 
 DEFAULT_SIZE = 256
@@ -146,7 +146,7 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
             why="only an older cache is replaced",
             fix="delete it, or name another file: data.cache_file=FILE (--out FILE)",
         )
-    free = shutil.disk_usage(path.parent).free
+    free = free_bytes(path.parent)
     if needed > free:
         raise DataError(
             what,

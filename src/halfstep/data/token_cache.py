@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 from halfstep.data.text_files import TextFiles
 from halfstep.data.tokenizers import Tokenizer, identity
 from halfstep.data.tokens import Tokens
+from halfstep.disk import free_bytes
 from halfstep.errors import DataError
 
 MAGIC = b"hstoken1"
@@ -129,7 +129,7 @@ def _pieces(text: str) -> Iterator[str]:
 def _refuse_too_little_room(texts: TextFiles, path: Path, itemsize: int) -> None:
     """A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too."""
     needed = sum(file.stat().st_size for file in texts.all) * itemsize // 4
-    free = shutil.disk_usage(path.parent).free
+    free = free_bytes(path.parent)
     if free < needed:
         raise DataError(
             f"no room for the token cache {path}: it takes {needed / 1e9:.1f} GB or more, {free / 1e9:.1f} GB are free",

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,13 +16,6 @@ from halfstep.hardware.facts import Hardware
 
 VERSION = 3
 """Raised when what is measured, or what its notes say, changes: older files then no longer count."""
-
-
-def cache_directory(environment: Mapping[str, str]) -> Path:
-    """Where measurements are kept: XDG_CACHE_HOME, or what the platform uses."""
-    defaults = {"darwin": Path.home() / "Library" / "Caches", "win32": Path.home() / "AppData" / "Local"}
-    default = defaults.get(sys.platform, Path.home() / ".cache")
-    return Path(environment.get("XDG_CACHE_HOME") or default) / "halfstep"
 
 
 def cache_key(hardware: Hardware) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from halfstep.disk import whole_folder
 from halfstep.errors import CheckpointError, ConfigError
 
 FORM = "a str, or a uint8 array of shape (height, width) or (height, width, 3)"
@@ -20,14 +19,10 @@ def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:
     """`NAME.png` and `NAME.txt`; those of the same step, from before a resumed run was killed, are replaced."""
     for name, value in found.items():
         _refuse_other(name, value)
-    hidden = folder.with_name(f".{folder.name}-{os.getpid()}")
     try:
-        hidden.mkdir(parents=True)
-        written = [_write(hidden / name, value) for name, value in found.items()]
-        shutil.rmtree(folder, ignore_errors=True)
-        hidden.replace(folder)
+        with whole_folder(folder, replaces=True) as hidden:
+            written = [_write(hidden / name, value) for name, value in found.items()]
     except OSError as error:
-        shutil.rmtree(hidden, ignore_errors=True)
         raise CheckpointError(f"cannot write samples into {folder}: {error.strerror}", fix="make room") from error
     return [folder / path.name for path in written]
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from halfstep.disk import flush, write_whole
+from halfstep.disk import whole_folder, write_whole
 from halfstep.errors import CheckpointError, suggested
 from halfstep.run.tree import pack, unpack
 
@@ -57,15 +57,10 @@ class Checkpoints:
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
         """Write atomically, then drop the oldest beyond the limit (never the best one)."""
         final = self._unused_name(step)
-        hidden = self.folder / f".writing-{final.name}-{os.getpid()}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(hidden, ignore_errors=True)
-            hidden.mkdir()
-            _write(hidden, checkpoint)
-            _publish(hidden, final)
+            with whole_folder(final) as hidden:
+                _write(hidden, checkpoint)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-            shutil.rmtree(hidden, ignore_errors=True)
             raise self._unwritten(final, error) from error
         self._drop_old(final)
         return final
@@ -197,11 +192,3 @@ def _fingerprint(path: Path) -> dict[str, int]:
         while piece := file.read(CHUNK_BYTES):
             size, checksum = size + len(piece), zlib.crc32(piece, checksum)
     return {"bytes": size, "crc32": checksum}
-
-
-def _publish(hidden: Path, final: Path) -> None:
-    """Flush everything, then make it visible in one rename."""
-    for path in [*hidden.iterdir(), hidden]:
-        flush(path)
-    hidden.rename(final)
-    flush(final.parent)

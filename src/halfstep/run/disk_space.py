@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
+from halfstep.disk import free_bytes
 from halfstep.errors import CheckpointError
 from halfstep.measure.memory import format_bytes
 from halfstep.run.assemble import Assembly
@@ -33,7 +33,7 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     num_further = max(1, _num_kept(parts) - len(stored))
     # A checkpoint is written beside the one before it.
     at_least = min(2 - bool(stored), num_further) * size + REPORT_BYTES
-    in_all, free = num_further * size + REPORT_BYTES, shutil.disk_usage(place).free
+    in_all, free = num_further * size + REPORT_BYTES, free_bytes(folder.path)
     if free < at_least:
         raise CheckpointError(
             f"{format_bytes(free)} are free in {place}, and this run needs {format_bytes(at_least)}",

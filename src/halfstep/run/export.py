@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
+from halfstep.disk import whole_folder
 from halfstep.errors import CheckpointError
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import load
@@ -26,18 +24,12 @@ def export(parts: Assembly, folder: RunFolder) -> None:
     checkpoints = folder.checkpoints()
     stored = checkpoints.best() or checkpoints.all()[-1]
     load_for_use(parts.model, load(stored))
-    hidden = folder.path / f".model-{os.getpid()}"
     try:
-        hidden.mkdir()
-        kind.part("export")(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
-        if folder.model.is_dir():  # of an earlier end of this run, before it was resumed
-            shutil.rmtree(folder.model)
-        hidden.replace(folder.model)
+        with whole_folder(folder.model, replaces=True) as hidden:  # one may be there of an earlier end of this run
+            kind.part("export")(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
     except OSError as error:
         raise CheckpointError(
             f"cannot write the model into {folder.model}: {error.strerror}",
             why=f"the run itself is whole; its best weights are in {stored}",
             fix="make room, then resume the run: it only exports again",
         ) from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)

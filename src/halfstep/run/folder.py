@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfstep.disk import owned
 from halfstep.errors import CheckpointError, printable, suggested
 from halfstep.run.checkpoint import Checkpoints
 
@@ -43,25 +43,9 @@ class RunFolder:
     def checkpoints(self, *, keep: int = 0) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", keep=keep)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """This process alone trains here; the system gives the lock back however the process ends."""
-        import fcntl  # not on Windows, where a stored run can still be read
-
-        with ExitStack() as open_files:
-            try:
-                file = open_files.enter_context((self.path / ".lock").open("w"))
-                # Unlike flock, not inherited by loader workers, which may outlive a killed run by seconds.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise CheckpointError(
-                    f"{self.path} is being trained by another process",
-                    why="two at once would write over each other's checkpoints and metrics",
-                    fix="wait for it, or stop it first (Ctrl-C or SIGTERM: it saves everything)",
-                ) from error
-            except OSError as error:
-                raise CheckpointError(f"cannot lock {self.path}: {error.strerror}") from error
-            yield
+    def locked(self) -> AbstractContextManager[None]:
+        """This process alone trains here."""
+        return owned(self.path)
 
     @classmethod
     def planned(cls, out: str | None, name: str) -> RunFolder:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch._dynamo.variables.tensor import TensorVariable
+
+from halfstep.disk import variable
 
 SOURCES = ("torch._dynamo.convert_frame", "torch._dynamo.variables.tensor")
 """Loggers of the warnings below; a filter holds for the logger it was given to, not for those under it."""
@@ -54,7 +55,7 @@ class CompilerWarnings:
         if kind not in self._said:
             self._said.add(kind)
             self._say(line)
-        return bool(os.environ.get("TORCH_LOGS"))
+        return bool(variable("TORCH_LOGS"))
 
 
 def _ours(text: str) -> tuple[re.Pattern[str] | None, str]:

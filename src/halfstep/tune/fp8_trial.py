@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from halfstep.config.schema import PrecisionConfig, RunConfig
-from halfstep.hardware.cache import cache_directory
+from halfstep.disk import cache_directory
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once
 from halfstep.precision.fp8_pays import measured_gains
@@ -26,7 +25,7 @@ def fp8_gains(
     if not _is_to_measure(config.precision) or not hardware.device or lacks("fp8", hardware):
         return {}
     batch = workload.prepared(first_batch(config, workload), key=(), training=False)
-    directory = cache_directory(os.environ)
+    directory = cache_directory()
     return measured_gains(
         workload.model, lambda: workload.forward(workload.model, batch), hardware, directory, measure=measure
     )

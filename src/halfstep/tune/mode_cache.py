@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import torch
 
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
-from halfstep.hardware.cache import cache_directory, read_json, write_json
+from halfstep.disk import cache_directory
+from halfstep.hardware.cache import read_json, write_json
 from halfstep.precision.gain import Gain
 from halfstep.precision.plan import Plan
 from halfstep.tune.cudnn_trials import CUDNN_TRIALS_S
@@ -45,7 +45,7 @@ class KeptWay:
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )
         self.name = f"ways-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
-        self.path: Path = cache_directory(os.environ) / f"{self.name}.json"
+        self.path: Path = cache_directory() / f"{self.name}.json"
 
     def read(self) -> FoundWay | None:
         try:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
+from halfstep.disk import cache_directory, variable
 from halfstep.errors import ConfigError
-from halfstep.hardware.cache import cache_directory
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_levers import activation_budget as budget
 from halfstep.workloads.workload import Workload
@@ -104,4 +104,4 @@ def keep_compiled_code() -> None:
 
 def compiled_code() -> Path:
     """The folder of the compiler's cache."""
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_directory(os.environ) / "inductor")
+    return Path(variable("TORCHINDUCTOR_CACHE_DIR") or cache_directory() / "inductor")
