@@ -32,6 +32,7 @@ ROOMS["tune"] = set(ROOMS) - {"align", "evidence"}
 ROOMS["run"] = set(ROOMS) - {"align"}
 for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}
+ROOMS["exercises"] = ROOMS["use"] | {"use"}
 ROOMS["cli"] = set(ROOMS)
 ROOMS["train"] = set(ROOMS)
 for room in set(ROOMS) - {"errors", "formats", "islands", "disk"}:

@@ -23,6 +23,7 @@ COMMANDS = (
     "compare",
     "detect",
     "evaluate",
+    "exercise",
     "formats",
     "guide",
     "pack",

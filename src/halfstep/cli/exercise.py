@@ -1,0 +1,90 @@
+"""`halfstep exercise`: teach me."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from halfstep.exercises.story import Story
+
+NUMBERS = (1, 2, 3)
+
+
+def command(
+    number: Annotated[int, typer.Argument(metavar="1|2|3", help="Which one.")],
+    data_dir: Annotated[
+        str | None,
+        typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated pictures."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture goes.")] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+) -> None:
+    """Three exercises in mixed precision, each under two minutes on two cores.
+
+    1: a small CNN in fp32, fp16 and bf16: time, memory, accuracy, and why they differ from what is often promised.
+    2: overflow in fp16 on purpose: the loss scale falls, steps are skipped, training recovers; then without scaling.
+    3: what stays in fp32 and why: each part is switched to half and shown to break.
+
+    Exit code 1 where something the exercise claims was not seen.
+
+    Example:
+
+        halfstep exercise 2 --out lessons
+    """  # fmt: skip
+    from rich.console import Console
+
+    if number not in NUMBERS:
+        raise ConfigError(f"there is no exercise {number}", fix="1, 2 or 3")
+    if data_dir is not None and number != 1:
+        raise ConfigError(f"exercise {number} needs no data", fix="leave --data-dir out")
+    out.mkdir(parents=True, exist_ok=True)
+    story = _told(number, data_dir, out, Console(stderr=True))
+    if as_json:
+        claims = [{"claim": claim.text, "holds": claim.holds} for claim in story.claims]
+        typer.echo(json.dumps({"title": story.title, "claims": claims, **story.numbers}, indent=2))
+    else:
+        _show(story)
+    if not story.holds:
+        raise typer.Exit(1)
+
+
+def _told(number: int, data_dir: str | None, out: Path, screen: Console) -> Story:
+    if number == 1:
+        from halfstep.exercises.benchmark_formats import run as benchmark
+
+        if data_dir is None:
+            screen.print("no CIFAR-10 folder was given: the pictures are generated, gratings of ten kinds", style="dim")
+        return benchmark(out, data=data_dir, say=lambda line: screen.print(line, style="dim", markup=False))
+    if number == 2:
+        from halfstep.exercises.overflow import run as overflow
+
+        return overflow(out)
+    from halfstep.exercises.what_stays import run as what_stays
+
+    return what_stays(out)
+
+
+def _show(story: Story) -> None:
+    from rich.text import Text
+
+    from halfstep.report.evaluation_view import result_console
+    from halfstep.report.tables import rows_table
+
+    console = result_console()
+    console.print(Text(story.title, style="bold"))
+    console.print(rows_table(story.titles, story.rows))
+    for claim in story.claims:
+        console.print(Text("  seen  " if claim.holds else "  NOT seen  ", style="green" if claim.holds else "bold red")
+                      + Text(claim.text), soft_wrap=True)  # fmt: skip
+    for line in story.told:
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    if story.picture is not None:
+        console.print(Text(f"picture: {story.picture}"), soft_wrap=True)

@@ -1,0 +1,136 @@
+"""A small CNN on CIFAR-10's binary batches, or on generated pictures of that shape: the workload of exercise 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.config.schema import RunConfig
+from halfstep.errors import DataError
+from halfstep.workloads.kind import Kind
+from halfstep.workloads.workload import Workload
+
+SIDE, NUM_CLASSES = 32, 10
+RECORD = 1 + 3 * SIDE * SIDE
+"""A label byte, then red, green and blue."""
+TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILE = "test_batch.bin"
+FOLDERS = (".", "cifar-10-batches-bin")
+
+
+class Pictures:
+    """Labelled pictures in memory."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
+        self.pixels, self.labels = pixels, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def sample(self, index: int, *, key: tuple[int, ...]) -> dict[str, Tensor]:
+        return {"image": self.pixels[index], "label": self.labels[index]}
+
+
+def read_cifar(root: Path) -> tuple[Pictures, Pictures]:
+    """The binary version's five batches and its test batch, as they unpack; fewer training batches do too."""
+    folder = next((root / name for name in FOLDERS if (root / name / TEST_FILE).is_file()), None)
+    if folder is None:
+        raise DataError(
+            f"{root} holds no {TEST_FILE}",
+            why="CIFAR-10's binary version is read: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
+            fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated pictures",
+        )
+    batches = [_records(folder / name) for name in TRAIN_FILES if (folder / name).is_file()]
+    if not batches:
+        raise DataError(f"{folder} holds a test batch and no {TRAIN_FILES[0]}", fix="unpack the whole archive")
+    return _pictures(np.concatenate(batches)), _pictures(_records(folder / TEST_FILE))
+
+
+def _records(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    data = np.fromfile(path, np.uint8)
+    if len(data) == 0 or len(data) % RECORD:
+        raise DataError(f"{path} has {len(data):,} bytes", why=f"records are {RECORD} bytes", fix="download it again")
+    return data.reshape(-1, RECORD)
+
+
+def _pictures(records: np.ndarray[Any, np.dtype[np.uint8]]) -> Pictures:
+    labels = torch.from_numpy(records[:, 0].astype(np.int64))
+    if int(labels.max()) >= NUM_CLASSES:
+        raise DataError(f"a label is {int(labels.max())}", why="CIFAR-10 has ten classes", fix="is it CIFAR-100?")
+    return Pictures(torch.from_numpy(records[:, 1:].reshape(-1, 3, SIDE, SIDE).copy()), labels)
+
+
+def generated(count: int, seed: int) -> Pictures:
+    """Gratings: the class is angle and frequency, colour and phase are chance, and there is noise."""
+    draws = np.random.default_rng(seed)
+    labels = draws.integers(0, NUM_CLASSES, count)
+    angle = (labels % 5) * np.pi / 5 + draws.normal(0, 0.12, count)
+    waves = np.where(labels < 5, 2.0, 4.0) * draws.uniform(0.8, 1.25, count)
+    y, x = np.mgrid[0:SIDE, 0:SIDE] / SIDE
+    along = np.cos(angle)[:, None, None] * x + np.sin(angle)[:, None, None] * y
+    phase = draws.uniform(0, 2 * np.pi, count)[:, None, None]
+    grating = np.sin(2 * np.pi * waves[:, None, None] * along + phase)
+    colour = draws.uniform(0.2, 1.0, (count, 3, 1, 1))
+    pixels = 128 + 60 * colour * grating[:, None] + draws.normal(0, 60, (count, 3, SIDE, SIDE))
+    return Pictures(torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), torch.from_numpy(labels))
+
+
+class SmallCnn(nn.Sequential):
+    def __init__(self) -> None:
+        blocks: list[nn.Module] = []
+        for inputs, outputs in ((3, 8), (8, 16), (16, 32)):
+            convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+            blocks += [convolution, nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+        super().__init__(*blocks, nn.Flatten(), nn.Linear(32 * 16, NUM_CLASSES))
+
+
+class Accuracy:
+    """Counts on the device; divided once, at the end."""
+
+    def __init__(self) -> None:
+        self.hits, self.seen = torch.zeros(()), torch.zeros(())
+
+    def update(self, outputs: Tensor, batch: Any) -> None:
+        self.hits = self.hits.to(outputs.device) + (outputs.argmax(1) == batch["label"]).sum()
+        self.seen = self.seen.to(outputs.device) + len(outputs)
+
+    def compute(self) -> dict[str, float]:
+        return {"accuracy": float(self.hits / self.seen)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"hits": self.hits, "seen": self.seen}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.hits, self.seen = state["hits"], state["seen"]
+
+
+def prepare(batch: dict[str, Tensor], *, key: Any, training: bool) -> dict[str, Tensor]:
+    return {"image": (batch["image"].float() - 128) / 64, "label": batch["label"]}
+
+
+def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(outputs, batch["label"]), len(outputs)
+
+
+def build(config: RunConfig, store: Any = None) -> Workload:
+    folder = config.data.dir
+    train, test = read_cifar(Path(folder)) if folder else (generated(1200, 0), generated(500, 1))
+    return Workload(
+        name="small_cnn",
+        model=SmallCnn(),
+        train_samples=train,
+        val_samples=test,
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=loss,
+        metrics=Accuracy,
+        metric="accuracy",
+    )
+
+
+KIND = Kind(builder=build)

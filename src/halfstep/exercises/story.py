@@ -1,0 +1,31 @@
+"""What an exercise gives: a table, sentences about it, a picture, and whether all it claims was seen to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A sentence, and whether this very run shows it."""
+
+    text: str
+    holds: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    title: str
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    claims: Sequence[Claim]
+    told: Sequence[str] = ()
+    """What to make of it."""
+    picture: Path | None = None
+    numbers: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        return all(claim.holds for claim in self.claims)

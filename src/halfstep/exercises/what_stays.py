@@ -1,0 +1,170 @@
+"""Exercise 3: what stays in fp32 and why. Each part is switched to half, and what breaks is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from halfstep.exercises.story import Claim, Story
+from halfstep.report.picture_file import BAD, FAINT, GOOD, new_figure, save_figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One thing that stays in fp32: the same computation in fp32 and in a half format, against fp64."""
+
+    name: str
+    format: str
+    error_fp32: float
+    error_half: float
+    seen: str
+    """What happens in half, with its numbers."""
+    why: str
+
+
+def run(folder: Path) -> Story:
+    parts = [softmax(), layer_norm(), dice(), noise_schedule(), master_weights()]
+    picture = folder / "exercise3.png"
+    _draw(parts, picture)
+    return Story(
+        title="Exercise 3: what stays in fp32, and why",
+        titles=("part", "in half", "what breaks", "error fp32", "error half"),
+        rows=[(p.name, p.format, p.seen, f"{p.error_fp32:.1e}", f"{p.error_half:.1e}") for p in parts],
+        claims=[Claim(text=f"{p.name}: {p.why}", holds=p.error_half > 1e3 * max(p.error_fp32, 1e-12)) for p in parts],
+        told=["errors are relative to fp64; halfstep keeps these in fp32 by islands, whatever the precision is"],
+        picture=picture,
+        numbers={p.name: {"fp32": p.error_fp32, "half": p.error_half} for p in parts},
+    )
+
+
+def softmax() -> Part:
+    """Many small probabilities: the sum of 4096 terms stops growing in bf16 where a term is below half a spacing."""
+    logits = torch.randn(8, 4096, generator=_seeded(), dtype=torch.float64)
+
+    def sums(x: Tensor) -> Tensor:
+        powers = (x - x.max(1, keepdim=True).values).exp()
+        return _one_by_one(powers)
+
+    wrong = _error(sums(logits.bfloat16()), sums(logits))
+    return Part(
+        name="softmax sums",
+        format="bf16",
+        error_fp32=_error(sums(logits.float()), sums(logits)),
+        error_half=wrong,
+        seen=f"the sum over 4,096 terms is {wrong:.0%} too small",
+        why="a running sum in bf16 stops growing once a term is below half its spacing",
+    )
+
+
+def layer_norm() -> Part:
+    """Squares of activations above 256 pass fp16's largest number: the variance is infinite."""
+    x = torch.randn(4, 1024, generator=_seeded(), dtype=torch.float64) * 400
+
+    def variance(values: Tensor) -> Tensor:
+        centred = values - values.mean(1, keepdim=True)
+        return (centred * centred).sum(1) / values.shape[1]
+
+    found = variance(x.half())
+    return Part(
+        name="variance of a norm",
+        format="fp16",
+        error_fp32=_error(variance(x.float()), variance(x)),
+        error_half=_error(found, variance(x)),
+        seen=f"{int(found.isinf().sum())} of {len(found)} variances are infinite",
+        why="squares of activations above 256 pass 65504, so the normalised output is 0",
+    )
+
+
+def dice() -> Part:
+    """Dice sums over all pixels of a batch."""
+    probabilities = torch.rand(4, 256, 256, generator=_seeded(), dtype=torch.float64)
+    mask = (torch.rand(4, 256, 256, generator=_seeded(), dtype=torch.float64) > 0.5).double()
+
+    def score(p: Tensor, m: Tensor) -> Tensor:
+        inter, sets = (p * m).sum(dtype=p.dtype), p.sum(dtype=p.dtype) + m.sum(dtype=m.dtype)
+        return 2 * inter / sets
+
+    exact, found = score(probabilities, mask), score(probabilities.half(), mask.half())
+    return Part(
+        name="Dice sums",
+        format="fp16",
+        error_fp32=_error(score(probabilities.float(), mask.float()), exact),
+        error_half=_error(found, exact),
+        seen=f"Dice is {float(found):g} instead of {float(exact):.4f}",
+        why="a sum over 262,144 pixels passes 65504, and something over infinity is 0",
+    )
+
+
+def noise_schedule() -> Part:
+    """The linear DDPM schedule: in bf16 the first steps add no noise at all."""
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    kept = (1 - betas).cumprod(0)
+
+    def sigma(alpha_bar: Tensor) -> Tensor:
+        return (1 - alpha_bar).sqrt()[:10]
+
+    found = sigma(kept.bfloat16())
+    return Part(
+        name="noise schedule",
+        format="bf16",
+        error_fp32=_error(sigma(kept.float()), sigma(kept)),
+        error_half=_error(found, sigma(kept)),
+        seen=f"{int((found == 0).sum())} of the first 10 timesteps add no noise",
+        why="close to 1 bf16 has a spacing of 0.0039 to 0.0078, so 1 - alpha_bar is rounded away",
+    )
+
+
+def master_weights() -> Part:
+    """1,000 updates of one ten-thousandth each: in bf16 the weight never moves."""
+
+    def trained(dtype: torch.dtype) -> Tensor:
+        weight = torch.ones((), dtype=dtype)
+        for _ in range(1000):
+            weight = weight + torch.tensor(1e-4, dtype=dtype)
+        return weight - 1
+
+    exact, found = trained(torch.float64), trained(torch.bfloat16)
+    return Part(
+        name="master weights",
+        format="bf16",
+        error_fp32=_error(trained(torch.float32), exact),
+        error_half=_error(found, exact),
+        seen=f"after 1,000 updates of 0.0001 the weight moved by {float(found):g}, not {float(exact):.4f}",
+        why="w + update == w where the update is below half the spacing of w",
+    )
+
+
+def _one_by_one(terms: Tensor) -> Tensor:
+    """A running sum in the terms' own format, as a kernel without a wider accumulator adds."""
+    total = torch.zeros(len(terms), dtype=terms.dtype)
+    for column in terms.unbind(1):
+        total = total + column
+    return total
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """The largest relative error; what is not finite, or is 0 where it must not be, counts as 1."""
+    relative = ((found.double() - exact) / exact).abs()
+    return float(torch.where(found.isfinite(), relative, torch.ones_like(relative)).max())
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _draw(parts: list[Part], path: Path) -> None:
+    figure = new_figure((8.4, 3.6))
+    axes = figure.subplots()
+    places: Callable[[float], list[float]] = lambda shift: [index + shift for index in range(len(parts))]  # noqa: E731
+    axes.barh(places(0.2), [max(p.error_half, 1e-10) for p in parts], height=0.36, color=BAD, label="half")
+    axes.barh(places(-0.2), [max(p.error_fp32, 1e-10) for p in parts], height=0.36, color=GOOD, label="fp32")
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(parts)), [f"{p.name} ({p.format})" for p in parts])
+    axes.invert_yaxis()
+    axes.set_title("largest relative error against fp64", loc="left", fontsize=10, color=FAINT)
+    axes.legend(frameon=False)
+    save_figure(figure, path)
