@@ -1,0 +1,401 @@
+"""SlotContrast's config files in our settings.
+
+A key is read, or named as not used with the reason; one that would train another model than ours is an error. What is
+read comes from `Reader`, which notes every key it was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from halfstep.config.foreign import Foreign
+from halfstep.errors import ConfigError
+from halfstep.workloads.slots.config import DINO_PATCH
+
+MODULES = {"initializer", "encoder", "processor", "decoder"}
+CROPS = {
+    None: "none",
+    "central": "central",
+    "short_side_resize_central": "central",
+    "short_side_resize_random": "random",
+}
+SCORED = {"VideoARI": "overlap", "ImageARI": "overlap", "VideoIoU": "overlap", "ImageIoU": "overlap"}
+"""Metrics that every run has; IoU with the matching that makes it mBO."""
+UNUSED = {
+    "experiment_group": "a run's folder is named by --out",
+    "experiment_name": "a run's folder is named by --out",
+    "trainer.max_epochs": "steps count, upstream as here",
+    "trainer.check_val_every_n_epoch": "steps count, upstream as here",
+    "trainer.strategy": "one process trains",
+    "trainer.find_unused_parameters": "one process trains",
+    "trainer.num_nodes": "one process trains",
+    "train_metrics": "metrics are computed in validation",
+    "dataset.num_val_workers": "the same workers read both parts (data.num_workers)",
+    "dataset.samples_per_epoch": "an epoch is every video once",
+    "dataset.test_shards": "halfstep evaluate --data DIR evaluates others",
+    "dataset.test_size": "halfstep evaluate --data DIR evaluates others",
+    "dataset.test_pipeline": "halfstep evaluate --data DIR evaluates others",
+    "dataset.cache_train": "shards are read by offset, without a cache",
+    "dataset.cache_val": "shards are read by offset, without a cache",
+    "dataset.cache_dir": "shards are read by offset, without a cache",
+    "dataset.train_pipeline.video_size": "lengths are read from the files",
+    "dataset.val_pipeline.video_size": "lengths are read from the files",
+    "dataset.train_pipeline.shuffle_size": "the whole set is shuffled",
+    "dataset.val_pipeline.shuffle_size": "validation is not shuffled",
+    "dataset.train_pipeline.transforms.num_classes": "labels are read from the masks",
+    "dataset.val_pipeline.transforms.num_classes": "labels are read from the masks",
+    "model.masks_to_visualize": "the decoder's masks are drawn",
+}
+
+
+def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
+    """A config of SlotContrast, or of a fork that adds to it; None for any other file."""
+    model = document.get("model")
+    if not isinstance(model, Mapping) or not {"grouper", "decoder", "encoder"} <= model.keys():
+        return None
+    if "dataset" not in document or "optimizer" not in document:
+        return None
+    return translated(document)
+
+
+class Reader:
+    """A document and the keys that were read from it."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document = document
+        self.used: set[str] = {"globals"}
+        self.unused: dict[str, str] = {}
+
+    def __call__(self, path: str, default: Any = None) -> Any:
+        """The value of a key, noted as used where it is there."""
+        found: Any = self.document
+        for part in path.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        self.used.add(path)
+        return default if found is None else found
+
+    def section(self, path: str) -> Mapping[str, Any]:
+        """A mapping, empty where there is none; its keys are not noted."""
+        found: Any = self.document
+        for part in path.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
+    def must_be(self, path: str, *allowed: Any, why: str) -> None:
+        """A key that is not there says nothing."""
+        value = self(path)
+        if value is not None and value not in allowed:
+            raise ConfigError(
+                f"{path} is {value}", why=why, fix=f"halfstep's slotcontrast has {' or '.join(map(str, allowed))} there"
+            )
+
+
+def translated(document: Mapping[str, Any]) -> Foreign:
+    """All sections, one after another."""
+    read = Reader(document)
+    values = {**_run(read), **_optimizer(read), **_model(read), **_losses(read), **_data(read), **_metrics(read)}
+    read.unused |= {key: why for key, why in UNUSED.items() if key not in read.unused}
+    return Foreign(workload="slotcontrast", values=_said(values), used=sorted(read.used), unused=read.unused)
+
+
+def _said(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in values.items() if value is not None}
+
+
+def _run(read: Reader) -> dict[str, Any]:
+    devices = read("trainer.devices", 1)
+    if devices not in (1, "1", "auto", [0], -1):
+        read.unused["trainer.devices"] = f"one GPU trains, not {devices}; the batch is that of one GPU"
+    accelerator = str(read("trainer.accelerator", "auto"))
+    interval = read("trainer.val_check_interval", 5000)
+    if not isinstance(interval, int):
+        raise ConfigError(f"trainer.val_check_interval is {interval}", why="a share of an epoch", fix="write steps")
+    return {
+        "train.seed": read("seed"),
+        "train.checkpoint_every": read("checkpoint_every_n_steps", 1000),
+        "train.max_steps": read("trainer.max_steps", 100_000),
+        "train.validate_every_steps": interval,
+        "train.report_every": read("trainer.log_every_n_steps", 100),
+        "train.clip_norm": read("trainer.gradient_clip_val", 0),
+        "train.clip_type": {"norm": "l2", None: None}.get(
+            read("trainer.gradient_clip_algorithm"), read("trainer.gradient_clip_algorithm")
+        ),
+        "train.accumulate": read("trainer.accumulate_grad_batches"),
+        "train.deterministic": read("trainer.deterministic"),
+        "precision": read("trainer.precision"),
+        "device": {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}.get(accelerator),
+    }
+
+
+# --- optimizer ---
+
+
+def _optimizer(read: Reader) -> dict[str, Any]:
+    groups = read("optimizer.param_groups", [])
+    schedule = _schedule(read.section("optimizer.lr_scheduler"), "optimizer.lr_scheduler")
+    read("optimizer.lr_scheduler")
+    return {
+        "optimizer.name": str(read("optimizer.name", "adam")).lower(),
+        "optimizer.lr": read("optimizer.lr"),
+        "optimizer.weight_decay": read("optimizer.weight_decay", 0.0),
+        "optimizer.betas": read("optimizer.betas"),
+        "optimizer.eps": read("optimizer.eps"),
+        **{f"schedule.{key}": value for key, value in schedule.items()},
+        "optimizer.groups": [_group(group, place) for place, group in enumerate(groups)] or None,
+    }
+
+
+def _schedule(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Upstream's schedules: decay counts from the end of the warmup, which is 1000 steps unless said."""
+    known = {"name", "warmup_steps", "decay_steps", "decay_rate"}
+    if strange := sorted(set(given) - known):
+        raise ConfigError(f"{where} holds {', '.join(strange)}", fix=f"its keys are {', '.join(sorted(known))}")
+    name = given.get("name", "constant")
+    warmup, decay = int(given.get("warmup_steps", 1000)), int(given.get("decay_steps", 100_000))
+    if name == "constant":
+        return {"name": "constant", "warmup_steps": 0}
+    if name == "linear_warmup":
+        return {"name": "constant", "warmup_steps": warmup}
+    if decay <= warmup:
+        raise ConfigError(f"{where}: {decay} decay_steps end within {warmup} warmup_steps", fix="more decay_steps")
+    if name == "exp_decay_with_warmup":
+        rate = float(given.get("decay_rate", 0.5))
+        if not 0 < rate < 1:
+            raise ConfigError(f"{where}.decay_rate is {rate:g}", fix="a share between 0 and 1")
+        half_life = round((decay - warmup) * math.log(0.5) / math.log(rate))
+        return {"name": "exponential", "warmup_steps": warmup, "half_life_steps": max(1, half_life)}
+    if name == "cosine_decay_with_warmup":
+        return {"name": "cosine", "warmup_steps": warmup}
+    raise ConfigError(
+        f"{where}.name is {name}",
+        fix="constant, linear_warmup, exp_decay_with_warmup or cosine_decay_with_warmup",
+    )
+
+
+def _group(given: Any, place: int) -> dict[str, Any]:
+    where = f"optimizer.param_groups[{place}]"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} is {given!r}", fix="a mapping with modules and lr")
+    modules = [given["modules"]] if isinstance(given.get("modules"), str) else list(given.get("modules") or ())
+    strange = sorted(set(given) - {"modules", "lr", "lr_scheduler", "weight_decay"})
+    if strange or not modules or set(modules) - MODULES:
+        raise ConfigError(
+            f"{where}: modules {modules}" + (f", and {', '.join(strange)}" if strange else ""),
+            why="a group has modules, and may have an lr, an lr_scheduler and a weight_decay of its own",
+            fix=f"modules among {', '.join(sorted(MODULES))}",
+        )
+    scheduled = given.get("lr_scheduler")
+    return _said(
+        {
+            "modules": modules,
+            "lr": given.get("lr"),
+            "weight_decay": given.get("weight_decay"),
+            "schedule": _schedule(scheduled, f"{where}.lr_scheduler") if isinstance(scheduled, Mapping) else None,
+        }
+    )
+
+
+# --- model ---
+
+
+def _model(read: Reader) -> dict[str, Any]:
+    read.must_be("model.input_type", "video", why="slots are tracked over frames")
+    read.must_be("model.target_type", "features", why="the decoder paints the backbone's features")
+    for part in ("target_encoder", "mask_resizers", "eval_mode_config", "modules_to_load"):
+        if read(f"model.{part}") is not None:
+            raise ConfigError(f"model.{part} is not offered", fix="leave it out")
+    _switched_off(read)
+    every = read("model.visualize_every_n_steps", 1000)
+    return {
+        **_backbone(read),
+        **_slots(read),
+        **_decoder(read),
+        "model.weights": read("model.load_weights"),
+        "train.sample_every": every if read("model.visualize", False) else None,
+    }
+
+
+def _switched_off(read: Reader) -> None:
+    """The fork's other half, where the file does not use it."""
+    if read("model.use_dvae", False) or read("model.use_steve_decoder", False):
+        raise ConfigError(
+            "model.use_dvae adds a discrete VAE to SlotContrast",
+            fix="globals.USE_DVAE=false globals.USE_STEVE_DECODER=false trains SlotContrast alone",
+        )
+    for key in ("dvae", "steve_decoder", "gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps"):
+        read.unused[f"model.{key}"] = "model.use_dvae is off"
+    for key in ("steve", "vocab_size"):
+        read.unused[f"model.decoder.{key}"] = "model.use_dvae is off"
+
+
+def _backbone(read: Reader) -> dict[str, Any]:
+    at = "model.encoder"
+    read.must_be(f"{at}.use_silicon_vit", False, why="its weights are another project's")
+    read.must_be(f"{at}.backbone.name", "TimmExtractor", why="features come from a vision transformer")
+    read.must_be(f"{at}.backbone.frozen", True, why="the backbone is not trained")
+    read.must_be(f"{at}.spatial_flatten", False, why="features are tokens already")
+    read.must_be(f"{at}.name", "FrameEncoder", why="every frame is encoded alone")
+    for key, value in (("name", "networks.two_layer_mlp"), ("layer_norm", True)):
+        read.must_be(f"{at}.output_transform.{key}", value, why="features pass a LayerNorm and two layers")
+    dim, hidden = read(f"{at}.output_transform.inp_dim"), read(f"{at}.output_transform.hidden_dim")
+    read(f"{at}.output_transform.outp_dim")
+    if dim and hidden not in (None, 2 * dim):
+        raise ConfigError(f"{at}.output_transform.hidden_dim is {hidden}", fix=f"twice the features: {2 * dim}")
+    kwargs = read.section(f"{at}.backbone.model_kwargs")
+    for key in ("dynamic_img_size", "embed_dim", "depth", "num_heads"):
+        read(f"{at}.backbone.model_kwargs.{key}")
+    weights = read(f"{at}.backbone.checkpoint_path")
+    is_random = not read(f"{at}.backbone.pretrained", False) and weights is None
+    return {
+        "model.backbone": read(f"{at}.backbone.model"),
+        "model.backbone_weights": "random" if is_random else weights,
+        "model.backbone_depth": _block(read, kwargs),
+        "model.backbone_dim": kwargs.get("embed_dim"),
+        "model.backbone_heads": kwargs.get("num_heads"),
+    }
+
+
+def _block(read: Reader, kwargs: Mapping[str, Any]) -> int | None:
+    """The block whose tokens are the features: a backbone of so many blocks gives the same."""
+    asked = read("model.encoder.backbone.features", "vit_block12")
+    named = [asked] if isinstance(asked, str) else list(asked)
+    main = str(read("model.encoder.main_features_key", "vit_block12" if "vit_block12" in named else named[0]))
+    found = re.fullmatch(r"vit_block(\d+)", main)
+    if found is None or main not in named:
+        raise ConfigError(
+            f"the features {main} of {', '.join(named)} are not offered", fix="tokens of a block: vit_block12"
+        )
+    if others := [name for name in named if name != main]:
+        read.unused["model.encoder.backbone.features"] = f"{', '.join(others)} are computed upstream and never read"
+    block = int(found[1])
+    return kwargs.get("depth", block if block != 12 else None)
+
+
+def _slots(read: Reader) -> dict[str, Any]:
+    initial = {"FixedLearnedInit": "learned", "RandomInit": "random", None: None}
+    name = read("model.initializer.name")
+    if name not in initial:
+        raise ConfigError(f"model.initializer.name is {name}", fix="FixedLearnedInit or RandomInit")
+    read.must_be("model.grouper.name", "SlotAttention", why="slots are corrected by slot attention")
+    read.must_be("model.grouper.use_gru", True, why="slots are updated by a recurrent cell")
+    dim = read("model.grouper.slot_dim") or read("model.initializer.dim")
+    for key, usual in (("kvq_dim", dim), ("hidden_dim", 4 * dim if dim else None), ("eps", 1e-8), ("inp_dim", dim)):
+        read.must_be(f"model.grouper.{key}", usual, why="it follows from the slots' size")
+    iterations = read("model.grouper.n_iters", 3)
+    predictor = read.section("model.predictor")
+    if predictor:
+        read.must_be("model.predictor.name", "networks.TransformerEncoder", why="slots are predicted by a transformer")
+    read("model.predictor.dim")
+    read("model.initializer.dim")
+    return {
+        "model.initial_slots": initial[name],
+        "model.slots": read("model.initializer.n_slots"),
+        "model.slot_dim": dim,
+        "model.iterations": iterations,
+        "model.first_iterations": read("model.latent_processor.first_step_corrector_args.n_iters", iterations),
+        "model.slot_mlp": read("model.grouper.use_mlp", True),
+        "model.predictor_blocks": read("model.predictor.n_blocks", 1) if predictor else 0,
+        "model.predictor_heads": read("model.predictor.n_heads"),
+    }
+
+
+def _decoder(read: Reader) -> dict[str, Any]:
+    read.must_be("model.decoder.name", "MLPDecoder", why="features are painted position by position")
+    read.must_be("model.decoder.activation", "relu", why="its layers have ReLU between them")
+    if read("model.decoder.eval_output_size") is not None:
+        raise ConfigError("model.decoder.eval_output_size is not offered", fix="leave it out")
+    for key in ("inp_dim", "outp_dim"):
+        read(f"model.decoder.{key}")
+    patches, side = read("model.decoder.n_patches"), read("dataset.train_pipeline.transforms.input_size")
+    if patches and isinstance(side, int) and patches != (side // DINO_PATCH) ** 2:
+        raise ConfigError(
+            f"model.decoder.n_patches is {patches}, frames of {side} pixels have {(side // DINO_PATCH) ** 2}",
+            fix=f"input_size={math.isqrt(patches) * DINO_PATCH}, or n_patches={(side // DINO_PATCH) ** 2}",
+        )
+    return {"model.decoder_hidden": read("model.decoder.hidden_dims")}
+
+
+def _losses(read: Reader) -> dict[str, Any]:
+    """By class, weighed by the weights of the same keys; upstream drops a loss of weight 0."""
+    losses, weights = read.section("model.losses"), read.section("model.loss_weights")
+    values: dict[str, Any] = {"model.feature_weight": 0.0 if losses else 1.0, "model.contrast_weight": 0.0}
+    for key, given in losses.items():
+        weight, kind = weights.get(key, 1.0), given.get("name")
+        read(f"model.loss_weights.{key}")
+        if kind == "MSELoss":
+            values["model.feature_weight"] = weight
+            read(f"model.losses.{key}")
+        elif kind == "Slot_Slot_Contrastive_Loss":
+            values["model.contrast_weight"] = weight
+            values["model.temperature"] = given.get("temperature", 0.1)
+            values["model.contrast_batch"] = given.get("batch_contrast", True)
+            read(f"model.losses.{key}")
+        else:
+            read.unused[f"model.losses.{key}"] = f"{kind} needs the discrete VAE, which is off"
+            read.unused[f"model.loss_weights.{key}"] = "its loss is not used"
+    for key in set(weights) - set(losses):
+        read.unused[f"model.loss_weights.{key}"] = "there is no such loss"
+    return values
+
+
+# --- data ---
+
+
+def _data(read: Reader) -> dict[str, Any]:
+    read.must_be("dataset.name", "WebdatasetDataModule", why="data are webdataset shards")
+    train, val = "dataset.train_pipeline", "dataset.val_pipeline"
+    size, val_size = read(f"{train}.transforms.input_size"), read(f"{val}.transforms.input_size")
+    if size and val_size not in (None, size):
+        raise ConfigError(f"{val}.transforms.input_size is {val_size}, training's {size}", fix="the same size for both")
+    for pipeline in (train, val):
+        for key in ("keys", "transforms.name", "transforms.type"):
+            read(f"{pipeline}.{key}")
+        if read(f"{pipeline}.duplicate") is not None:
+            raise ConfigError(f"{pipeline}.duplicate is not offered", fix="leave it out")
+    crop = read(f"{train}.transforms.crop_type")
+    if crop not in CROPS:
+        raise ConfigError(f"{train}.transforms.crop_type is {crop}", fix=f"one of {', '.join(filter(None, CROPS))}")
+    read(f"{val}.transforms.crop_type")
+    read.must_be(f"{train}.use_chunks", True, why="training cuts chunks from videos")
+    chunk = read(f"{train}.chunk_size", 6)
+    uses_chunks = read(f"{val}.use_chunks", True)
+    return {
+        "data.train_shards": _shards(read("dataset.train_shards")),
+        "data.val_shards": _shards(read("dataset.val_shards")),
+        "train.batch_size": read("dataset.batch_size", 32),
+        "train.val_batch_size": read("dataset.val_batch_size"),
+        "data.val_size": read("dataset.val_size"),
+        "data.num_workers": read("dataset.num_workers"),
+        "data.image_size": size,
+        "data.chunk_size": chunk,
+        "data.chunks": "one" if read(f"{train}.sample_one_chunk_per_video", False) else "all",
+        "data.val_chunk_size": read(f"{val}.chunk_size", 6) if uses_chunks else 0,
+        "data.crop": CROPS[crop],
+        "data.flip": read(f"{train}.transforms.h_flip_prob", 0.0),
+        "data.mask_size": read(f"{val}.transforms.mask_size"),
+        "data.normalise": "half" if read(f"{train}.transforms.use_movi_normalization", False) else "imagenet",
+    }
+
+
+def _shards(given: Any) -> Any:
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
+
+
+def _metrics(read: Reader) -> dict[str, Any]:
+    """All four are always computed; what they differ in is the background."""
+    ignores: set[bool] = set()
+    for key, given in read.section("val_metrics").items():
+        kind, at = given.get("name"), f"val_metrics.{key}"
+        if kind not in SCORED or given.get("matching", "overlap") != "overlap":
+            read.unused[at] = f"{kind} with this matching is not offered: FG-ARI, ARI and mBO are always computed"
+            continue
+        ignores.add(bool(given.get("ignore_background", False)))
+        read(at)
+    if len(ignores) > 1:
+        read.unused["val_metrics"] = "some ignore the background and some do not: ari and fg_ari are both reported"
+    return {"model.ignore_background": True in ignores if ignores else None}
