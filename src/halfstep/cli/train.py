@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli.launchers import refuse_many_processes
+from halfstep.cli.run_place import new_folder, resumed_folder, stopped_after
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look without training"
 PIPE_WIDTH = 160
-NOT_SETTINGS = {"words", "out", "resume", "allow_changes", "show_config", "schema", "as_json"}
+NOT_SETTINGS = {
+    "words", "out", "resume", "allow_changes", "show_config", "schema", "as_json", "dry", "continue_from", "log_dir",
+    "config_overrides_file", "check_validation", "timeout",
+}  # fmt: skip
 """Parameters that say what to do with a config; every other one is a setting, by the name the config room knows."""
 
 
@@ -81,6 +85,23 @@ def command(
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="With --resume: accept other settings.", rich_help_panel=RUN)
     ] = False,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry", "-n", help="Train and keep nothing: the run's folder is removed.", rich_help_panel=RUN),
+    ] = False,
+    continue_from: Annotated[
+        Path | None, typer.Option("--continue", help="Same as --resume.", rich_help_panel=RUN)
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder that the run's folder is made in.", rich_help_panel=RUN)
+    ] = None,
+    timeout: Annotated[str | None, typer.Option(help="Save and stop after DD:HH:MM:SS.", rich_help_panel=RUN)] = None,
+    config_overrides_file: Annotated[
+        Path | None, typer.Option(help="YAML file whose values replace those of the config.", rich_help_panel=DATA)
+    ] = None,
+    check_validation: Annotated[
+        bool, typer.Option("--check-validation", help="Say how validation counts its samples.", rich_help_panel=DATA)
+    ] = False,
     tensorboard: Annotated[
         bool | None, typer.Option("--tensorboard", help="Write TensorBoard events.", rich_help_panel=RUN)
     ] = None,
@@ -116,11 +137,14 @@ def command(
         halfstep train --resume runs/unet-20250101-120000 --epochs 40
     """
     flags = {name: value for name, value in context.params.items() if name not in NOT_SETTINGS}
-    loaded = loaded_from(words or [], flags, resume)
+    resume = resumed_folder(resume, continue_from)
+    loaded = loaded_from(words or [], flags, resume, config_overrides_file)
     if resume and out:
         raise ConfigError(
             f"--resume {resume} continues in its own folder, --out {out} has no meaning", fix="leave --out"
         )
+    if check_validation:
+        typer.echo("validation reads every sample once, in order, by its index; data.val_size is compared", err=True)
     if as_json and not show_config:
         raise ConfigError(
             "--json needs --show-config", fix="a run's metrics are JSON anyway: metrics.jsonl in its folder"
@@ -133,10 +157,16 @@ def command(
         refuse_many_processes(os.environ)
         from halfstep.run.train import train
 
-        train(loaded, out=out, resume=resume, allow_changes=allow_changes)
+        with (
+            new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload) as place,
+            stopped_after(timeout),
+        ):
+            train(loaded, out=place, resume=resume, allow_changes=allow_changes)
 
 
-def loaded_from(words: list[str], flags: dict[str, object], resume: Path | None) -> Loaded:
+def loaded_from(
+    words: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
+) -> Loaded:
     """The first word names the workload or the file; with --resume the run's own config is the file."""
     from halfstep.workloads import load
 
@@ -154,7 +184,7 @@ def loaded_from(words: list[str], flags: dict[str, object], resume: Path | None)
         raise ConfigError(
             "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"
         )
-    return load(target, flags=flags, overrides=overrides)
+    return load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
 
 
 def write_schema(workload: str, path: Path) -> None:

@@ -53,17 +53,24 @@ def load(
     flags: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
     preset: str | None = None,
+    overrides_file: Path | None = None,
 ) -> Loaded:
-    """The config for a workload's name, an import path, or a YAML file, with flags and overrides on top."""
+    """The config for a workload's name, an import path, or a YAML file, with flags and overrides on top.
+
+    A second file may change the first one before it is read as a whole.
+    """
     given = {**(flags or {}), **({"preset": preset} if preset else {})}
     said = [*override_statements(overrides), *flag_statements(given)]
     if is_file(target, kinds):
         document = read_yaml(Path(target))
+        if overrides_file is not None:
+            document = document.changed_by(read_yaml(overrides_file))
         if strongest("workload", said) is None and "workload" not in document.values:
             return from_foreign(document, overrides, given, kinds)
         return resolve([*file_statements(document), *said], kinds)
     named = Statement(path="workload", value=target, source=Source(layer="flag", where=target, key="WORKLOAD"))
-    return resolve([named, *said], kinds)
+    in_file = file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
+    return resolve([*in_file, named, *said], kinds)
 
 
 def from_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
@@ -119,7 +126,9 @@ def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
     sources = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
     sources["data.num_workers"] = Source(layer="default", where=f"auto: {counted(num_cores(), 'core')}")
     sources |= {path: statement.source for path, statement in chosen.items()}
-    notes = (*unused_globals(said, used), *unused_options(config), *scaled_rate(config))
+    notes = (
+        *unused_globals(said, used), *unused_options(config), *scaled_rate(config), *optimizations(settings, config),
+    )  # fmt: skip
     return Loaded(config=config, sources=sources, overridden=tuple(overridden), notes=notes, warnings=warnings)
 
 
@@ -256,3 +265,21 @@ def scaled_rate(config: RunConfig) -> list[str]:
         return []
     scaled = f"{optimizer.peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
     return [f"learning rate {scaled} samples per step (optimizer.lr_per={optimizer.lr_per}; 0 takes lr as it is)"]
+
+
+def optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:
+    """What --use-optimizations switched, in words: TF32 and cudnn.benchmark as in the guide, and our own search."""
+    said = [s for s in settings if PRECISION_KEYS.get(s.path) == "optimizations"]
+    if not said or settled(strongest(said[0].path, said).value, bool) is not True:  # type: ignore[union-attr]
+        return []
+    precision = config.precision.default
+    if precision in ("tf32", "auto"):
+        numbers = "TF32 for what computes in fp32"
+    else:
+        numbers = f"{precision} is asked for, so TF32 stays off and fp32 islands are exact"
+    search = (
+        "train.fast=auto times torch.compile, one CUDA graph and cudnn.benchmark, and takes what is faster"
+        if config.train.fast == "auto"
+        else f"train.fast={config.train.fast} stays as it was said"
+    )
+    return [f"--use-optimizations: {numbers}; {search}"]

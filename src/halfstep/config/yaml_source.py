@@ -32,6 +32,19 @@ class Document:
     values: dict[str, object]
     lines: dict[tuple[str, ...], int] = field(default_factory=dict)
 
+    def changed_by(self, other: Document) -> Document:
+        """With the values of another file in place of its own; lines are those of the file that says it last."""
+        name = f"{self.name} with {other.name}"
+        lines = {**self.lines, **dict.fromkeys(other.lines, 0)}
+        lines = {path: line for path, line in lines.items() if line}  # of two files, a line alone means nothing
+        return Document(name=name, values=_merged(self.values, other.values), lines=lines)
+
+
+def _merged(one: object, other: object) -> Any:
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    return {**one, **{key: _merged(one[key], value) if key in one else value for key, value in other.items()}}
+
 
 class NodeLoader(yaml.SafeLoader):
     """Composes nodes and resolves no type: every plain scalar stays the text that was written."""

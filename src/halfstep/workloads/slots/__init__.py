@@ -15,6 +15,7 @@ KIND = Kind(
     evaluation=f"{_HERE}.evaluate:SlotEvaluation",
     predictor=f"{_HERE}.predict:SlotPredictor",
     writes_files=True,
+    foreign=f"{_HERE}.foreign:claim",
     unit="frame",
     units_per_sample=f"{_HERE}.random_data:frames_per_clip",
     sample_size=f"{_HERE}.random_data:sample_size",

@@ -16,7 +16,7 @@ from halfstep.models.dinov2 import dinov2, load_backbone_
 from halfstep.models.filter_bank import FilterBank
 from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
 from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.parts import FrozenPart
+from halfstep.workloads.parts import FrozenPart, Group
 from halfstep.workloads.slots.clip_data import open_clips
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalised, notes_on, prepared_masks, unit_pixels
@@ -59,6 +59,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         mode="min" if metric == "loss" else "max",
         fragile=FRAGILE,
         frozen={"backbone": backbone},
+        groups=tuple(Group(**group.model_dump()) for group in config.optimizer.groups),
         scoring=scoring,
         store=found,
         notes=(*_said_aloud(config), *_negatives(config), *notes_on(config.data, clips), *clips.notes),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from halfstep.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
-from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount
+from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
 from halfstep.config.training import OptimizerName, ScheduleName
 from halfstep.workloads.slots.video_config import VideoDataConfig
 
@@ -88,6 +88,15 @@ class SlotContrastModelConfig(ModelConfig):
         return self
 
 
+class GroupConfig(Section):
+    """Modules of the model that learn by settings of their own; what is not said is as for all."""
+
+    modules: tuple[Literal["initializer", "encoder", "processor", "decoder"], ...] = Field(min_length=1)
+    lr: Positive | None = None
+    weight_decay: float | None = Field(default=None, ge=0)
+    schedule: dict[str, JsonValue] = Field(default_factory=dict)
+
+
 class SlotOptimizerConfig(OptimizerConfig):
     """Adam without decay, as upstream."""
 
@@ -95,6 +104,9 @@ class SlotOptimizerConfig(OptimizerConfig):
     lr: Positive = Field(default=4e-4, description="Learning rate at the top of the schedule")
     weight_decay: float = Field(
         default=0.0, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
+    )
+    groups: tuple[GroupConfig, ...] = Field(
+        default=(), description="Modules with settings of their own: [{modules: [encoder], lr: 1e-4}]"
     )
 
 

@@ -52,11 +52,11 @@ UNUSED = {
 
 
 def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
-    """A config of SlotContrast, or of a fork that adds to it; None for any other file."""
+    """A config of SlotContrast, or of a fork whose additions are switched off; None for any other file."""
     model = document.get("model")
     if not isinstance(model, Mapping) or not {"grouper", "decoder", "encoder"} <= model.keys():
         return None
-    if "dataset" not in document or "optimizer" not in document:
+    if "dataset" not in document or "optimizer" not in document or model.get("use_dvae"):
         return None
     return translated(document)
 
@@ -222,11 +222,8 @@ def _model(read: Reader) -> dict[str, Any]:
 
 def _switched_off(read: Reader) -> None:
     """The fork's other half, where the file does not use it."""
-    if read("model.use_dvae", False) or read("model.use_steve_decoder", False):
-        raise ConfigError(
-            "model.use_dvae adds a discrete VAE to SlotContrast",
-            fix="globals.USE_DVAE=false globals.USE_STEVE_DECODER=false trains SlotContrast alone",
-        )
+    for key in ("use_dvae", "use_steve_decoder"):
+        read(f"model.{key}")
     for key in ("dvae", "steve_decoder", "gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps"):
         read.unused[f"model.{key}"] = "model.use_dvae is off"
     for key in ("steve", "vocab_size"):
@@ -267,13 +264,13 @@ def _block(read: Reader, kwargs: Mapping[str, Any]) -> int | None:
     main = str(read("model.encoder.main_features_key", "vit_block12" if "vit_block12" in named else named[0]))
     found = re.fullmatch(r"vit_block(\d+)", main)
     if found is None or main not in named:
-        raise ConfigError(
-            f"the features {main} of {', '.join(named)} are not offered", fix="tokens of a block: vit_block12"
-        )
+        why = f"the features asked for are {', '.join(named)}"
+        raise ConfigError(f"features {main} are not offered", why=why, fix="tokens of a block: vit_block12")
     if others := [name for name in named if name != main]:
         read.unused["model.encoder.backbone.features"] = f"{', '.join(others)} are computed upstream and never read"
     block = int(found[1])
-    return kwargs.get("depth", block if block != 12 else None)
+    depth: int | None = kwargs.get("depth", block if block != 12 else None)
+    return depth
 
 
 def _slots(read: Reader) -> dict[str, Any]:

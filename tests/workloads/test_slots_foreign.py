@@ -1,0 +1,215 @@
+"""SlotContrast's config files: every key is honoured or named."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep.config.load import Loaded
+from halfstep.errors import ConfigError
+from halfstep.workloads import build, load
+from halfstep.workloads.slots.config import SlotContrastConfig
+from halfstep.workloads.slots.demo import write_demo
+
+THEIRS = textwrap.dedent("""\
+    experiment_name: mine
+    seed: 3
+    globals:
+      NUM_SLOTS: 5
+      SLOT_DIM: 16
+      FEAT_DIM: 24
+      SIDE: 28
+      GPUS: 1
+      PER_GPU: 2
+      TOTAL: "${mul: ${.GPUS}, ${.PER_GPU}}"
+    trainer: {max_steps: 1100, log_every_n_steps: 50, val_check_interval: 500, gradient_clip_val: 0.05}
+    optimizer:
+      name: Adam
+      lr: 0.0004
+      lr_scheduler: {name: exp_decay_with_warmup, warmup_steps: 100, decay_steps: "${trainer.max_steps}"}
+    model:
+      input_type: video
+      visualize: true
+      visualize_every_n_steps: 200
+      losses:
+        loss_featrec: {name: MSELoss, pred_dims: [0, "${globals.FEAT_DIM}"]}
+        loss_ss: {name: Slot_Slot_Contrastive_Loss, pred_key: processor.state, temperature: 0.2, batch_contrast: true}
+      loss_weights: {loss_featrec: 1.0, loss_ss: 0.25}
+      initializer: {name: FixedLearnedInit, n_slots: "${globals.NUM_SLOTS}", dim: "${globals.SLOT_DIM}"}
+      encoder:
+        backbone:
+          name: TimmExtractor
+          model: vit_small_patch14_dinov2
+          features: [vit_block2, vit_block_keys2]
+          frozen: true
+          pretrained: false
+          model_kwargs: {dynamic_img_size: true, embed_dim: 24, num_heads: 2}
+        main_features_key: vit_block2
+        output_transform:
+          name: networks.two_layer_mlp
+          inp_dim: ${globals.FEAT_DIM}
+          outp_dim: ${globals.SLOT_DIM}
+          hidden_dim: "${mul: ${globals.FEAT_DIM}, 2}"
+          layer_norm: true
+      grouper: {name: SlotAttention, inp_dim: "${globals.SLOT_DIM}", slot_dim: "${globals.SLOT_DIM}", n_iters: 2}
+      latent_processor: {first_step_corrector_args: {n_iters: 4}}
+      decoder: {name: MLPDecoder, hidden_dims: [32, 32], n_patches: "${eval: 'a ** 2', 2}"}
+      predictor: {name: networks.TransformerEncoder, dim: "${globals.SLOT_DIM}", n_blocks: 1, n_heads: 2}
+    val_metrics:
+      ari: {name: VideoARI, ignore_background: true, pred_key: decoder_masks_hard, true_key: segmentations}
+    dataset:
+      train_shards: "demo-train-{000000..000001}.tar"
+      val_shards: "demo-validation-{000000..000000}.tar"
+      batch_size: ${globals.PER_GPU}
+      val_batch_size: 3
+      val_size: 2
+      num_workers: 0
+      train_pipeline:
+        video_size: 5
+        chunk_size: 3
+        sample_one_chunk_per_video: true
+        keys: [video]
+        transforms: {name: movi_train, type: video, input_size: "${globals.SIDE}", h_flip_prob: 0.5}
+      val_pipeline:
+        use_chunks: false
+        keys: [video, segmentations]
+        transforms: {name: movi_val, type: video, input_size: "${globals.SIDE}", num_classes: 11}
+    """)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(THEIRS)
+    return path
+
+
+def config_of(loaded: Loaded) -> SlotContrastConfig:
+    assert isinstance(loaded.config, SlotContrastConfig)
+    return loaded.config
+
+
+def test_a_file_of_theirs_is_our_run(written: Path) -> None:
+    loaded = load(str(written), overrides=["globals.PER_GPU=4"], flags={"bf16": True, "use_optimizations": True})
+    config = config_of(loaded)
+    expected: dict[str, Any] = {
+        "workload": "slotcontrast", "precision.default": "bf16", "train.seed": 3, "train.batch_size": 4,
+        "train.max_steps": 1100, "train.validate_every_steps": 500, "train.report_every": 50, "train.clip_norm": 0.05,
+        "train.checkpoint_every": 1000, "train.val_batch_size": 3, "train.sample_every": 200, "optimizer.name": "adam",
+        "optimizer.lr": 4e-4, "schedule.name": "exponential", "schedule.warmup_steps": 100,
+        "schedule.half_life_steps": 1000, "model.backbone": "vit_small_patch14_dinov2", "model.backbone_depth": 2,
+        "model.backbone_dim": 24, "model.backbone_heads": 2, "model.backbone_weights": "random", "model.slots": 5,
+        "model.slot_dim": 16, "model.iterations": 2, "model.first_iterations": 4, "model.decoder_hidden": (32, 32),
+        "model.temperature": 0.2, "model.contrast_weight": 0.25, "model.feature_weight": 1.0,
+        "model.predictor_heads": 2, "data.image_size": 28, "data.chunk_size": 3, "data.chunks": "one",
+        "data.flip": 0.5, "data.val_chunk_size": 0, "data.crop": "none",
+    }  # fmt: skip
+    for path, value in expected.items():
+        found: Any = config
+        for part in path.split("."):
+            found = getattr(found, part)
+        assert found == value, path
+    said = "\n".join(loaded.notes)
+    for key in ("experiment_name", "dataset.train_pipeline.video_size", "dataset.val_pipeline.transforms.num_classes"):
+        assert f"{key} is not used" in said
+    assert "has no such setting" not in said
+    assert "--use-optimizations: bf16 is asked for, so TF32 stays off" in said
+
+
+def test_it_builds_on_shards(written: Path, tmp_path: Path) -> None:
+    write_demo(tmp_path / "data", num_train=4, num_val=2, frames=6, side=16, per_shard=2)
+    built = build(load(str(written), flags={"data_dir": str(tmp_path / "data")}).config)
+    assert (len(built.train_samples), len(built.val_samples)) == (4, 2)
+    assert built.metric == "fg_ari"
+
+
+def test_a_key_nobody_knows_is_named(written: Path) -> None:
+    written.write_text(THEIRS.replace("  input_type: video\n", "  input_type: video\n  brand_new: 3\n"))
+    assert any("model.brand_new is not used" in note for note in load(str(written)).notes)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("input_type: video", "input_type: image", "model.input_type is image"),
+        ("name: SlotAttention", "name: Other", "model.grouper.name is Other"),
+        ("frozen: true", "frozen: false", "backbone.frozen is False"),
+        ("name: exp_decay_with_warmup", "name: zigzag", "lr_scheduler.name is zigzag"),
+        ("'a ** 2', 2", "'a ** 2', 3", "n_patches is 9"),
+        ("'a ** 2', 2", "'a / b', 2, 0", "cannot be computed"),
+        ("'a ** 2', 2", "'__import__(1)', 2", "is no arithmetic"),
+        ("'a ** 2', 2", "'a.real', 2", "is no arithmetic"),
+        ("'a ** 2', 2", "'9 ** 9 ** 9', 2", "exponents"),
+        ('"${mul: ${.GPUS}, ${.PER_GPU}}"', '"${oops: 1}"', "does not know"),
+        ("${globals.PER_GPU}", "${globals.NOPE}", "names a key that is not there"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error(written: Path, old: str, new: str, said: str) -> None:
+    assert old in THEIRS
+    written.write_text(THEIRS.replace(old, new))
+    with pytest.raises(ConfigError, match=said):
+        load(str(written))
+
+
+def test_references_that_multiply_end(written: Path) -> None:
+    bomb = "".join(f'  X{k}: "{"${.X" + str(k - 1) + "} " * 10}"\n' for k in range(1, 12))
+    written.write_text(THEIRS.replace("globals:\n", "globals:\n  X0: lol\n" + bomb))
+    with pytest.raises(ConfigError, match="references"):
+        load(str(written))
+
+
+def test_parameter_groups_are_ours(written: Path, tmp_path: Path) -> None:
+    groups = """\
+      param_groups:
+        - {modules: encoder, lr: 0.001}
+        - modules: [processor, decoder]
+          lr_scheduler: {name: constant}
+    """
+    written.write_text(
+        THEIRS.replace("  name: Adam\n", "  name: Adam\n" + textwrap.indent(textwrap.dedent(groups), "  "))
+    )
+    loaded = load(str(written))
+    write_demo(tmp_path / "data", num_train=4, num_val=2, frames=6, side=16, per_shard=2)
+    built = build(load(str(written), flags={"data_dir": str(tmp_path / "data")}).config)
+    assert [group.modules for group in built.groups] == [("encoder",), ("processor", "decoder")]
+    assert built.groups[0].lr == 0.001
+    assert built.groups[1].schedule["name"] == "constant"
+    from halfstep.config.dump import to_yaml
+
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(loaded.config))
+    assert config_of(load(str(again))).optimizer.groups == config_of(loaded).optimizer.groups
+    written.write_text(written.read_text().replace("modules: encoder,", "modules: head,"))
+    with pytest.raises(ConfigError, match="head"):
+        load(str(written))
+
+
+def test_a_second_file_changes_the_first(written: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text("globals: {NUM_SLOTS: 9}\nmodel: {losses: {loss_ss: {temperature: 0.5}}}\n")
+    loaded = load(str(written), overrides_file=tmp_path / "more.yaml", overrides=["globals.PER_GPU=8"])
+    config = config_of(loaded)
+    assert (config.model.slots, config.model.temperature, config.train.batch_size) == (9, 0.5, 8)
+
+
+def test_flags_of_theirs(written: Path, tmp_path: Path) -> None:
+    from halfstep.cli.run_place import new_folder, resumed_folder, seconds_of
+
+    assert seconds_of("00:11:30:00") == 41_400
+    assert seconds_of("01:02") == 62
+    with pytest.raises(ConfigError, match="no duration"):
+        seconds_of("soon")
+    with pytest.raises(ConfigError, match="Lightning"):
+        resumed_folder(None, Path("a.ckpt"))
+    assert resumed_folder(None, Path("runs/a")) == Path("runs/a")
+    with new_folder(None, tmp_path / "logs", dry=False, name="slotcontrast") as place:
+        assert place is not None
+        assert place.parent == tmp_path / "logs"
+    with new_folder(None, None, dry=True, name="slotcontrast") as place:
+        assert place is not None
+        assert place.parent.is_dir()
+    assert not place.parent.exists()
+    with pytest.raises(ConfigError, match="--log-dir"), new_folder(tmp_path, tmp_path, dry=False, name=""):
+        pass
