@@ -19,6 +19,7 @@ from halfstep.run.rehearse import rehearsal
 from halfstep.step.phase_facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep.workloads import load
+from halfstep.workloads.parts import Group
 from halfstep.workloads.phase import Phase
 from tiny_training import assert_same_bits
 from whole_runs import TINY, assert_same_run, events, newest, records, resume, run
@@ -101,6 +102,20 @@ def test_settings_of_a_phase_are_its_own() -> None:
     rates = [{name: own.lr for name, own in iterations.make().phases.items()} for _ in range(3)]
     assert [rate.get("critic") for rate in rates] == [0.5, None, 0.5]
     assert [rate["generator"] for rate in rates] == pytest.approx([1e-3, 0.9e-3, 0.8e-3])
+
+
+def test_a_phase_has_groups_of_its_own() -> None:
+    parts = parts_of(optimizer__lr=1e-3, schedule__name="constant")
+    slow = Group(modules=("critic.0",), lr=1e-5)
+    phases = [dataclasses.replace(own, groups=(slow,) if own.name == "critic" else ()) for own in parts.workload.phases]
+    workload = dataclasses.replace(build_workload(parts.config), phases=tuple(phases))
+    iterations = Iterations(assemble(parts.config, workload, parts.plan))
+    iterations.make()
+    rates = {
+        own.phase.name: {round(float(group["lr"]), 8) for group in own.step.optimizers[0].param_groups}
+        for own in iterations.parts.phases
+    }
+    assert rates == {"generator": {1e-3}, "critic": {1e-3, 1e-5}}
 
 
 def test_a_bad_step_is_dropped_for_its_phase_alone() -> None:
@@ -260,8 +275,8 @@ def phase(name: str = "all", **more: Any) -> Phase:
         ([phase(), phase()], "all, all", "name"),
         ([phase(every=2)], "iteration 1", "every=1"),
         ([phase(from_step=5)], "iteration 0", "from_step=0"),
-        ([phase(optimizer={"lr": -1})], "optimizer.lr is -1", ""),
-        ([phase(schedule={"nam": "cosine"})], "schedule.nam", ""),
+        ([phase(optimizer={"lr": -1})], "optimizer: lr is -1", ""),
+        ([phase(schedule={"nam": "cosine"})], "schedule: nam", ""),
         ([phase(schedule={"name": "plateau"})], "plateau", "schedule.name=plateau"),
     ],
 )
