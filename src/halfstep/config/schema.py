@@ -47,6 +47,11 @@ class PrecisionConfig(Section):
     simulate: bool = Field(
         default=False, description="Run the numerics of a format the hardware lacks; never for speed"
     )
+    rounding: Literal["split", "stochastic", "nearest"] = Field(
+        default="split",
+        description="How bf16-true stores weights: split keeps the other 16 bits beside them, stochastic rounds up or "
+        "down at random, nearest loses small updates",
+    )
     force: bool = Field(
         default=False, description="Run fp8 in every layer that can take it, also where bf16 is measured faster"
     )

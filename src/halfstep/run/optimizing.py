@@ -95,7 +95,8 @@ def optimizing(
         lr = {} if group is None or group.lr is None else {"lr": group.lr}
         own_groups += [{**found, **lr} for found in made]
         schedules += [build_schedule(_schedule_options(own, length))] * len(made)
-    optimizer = optimizer_for(setting, o.name, own_groups, lr=peak_lr, options=o.options())
+    half = {"rounding": config.precision.rounding, "seed": config.train.seed}
+    optimizer = optimizer_for(setting, o.name, own_groups, lr=peak_lr, options=o.options(), **half)
     return optimizer, schedules if groups else schedules[:1]
 
 

@@ -14,6 +14,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
 from halfstep.run.frozen import described
+from halfstep.run.half_weights_said import lost_updates, rounding_warnings
 from halfstep.run.loop import Loop
 from halfstep.run.waiting import num_cores, way_out
 
@@ -56,7 +57,8 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         *([("scores", parts.workload.scoring)] if parts.workload.scoring else []),
         ("run", str(folder.path)),
     ]
-    warnings = (*loaded.warnings, *plan.warnings, *_first(parts.workload.notes))
+    own = rounding_warnings(parts.step.optimizers)
+    warnings = (*loaded.warnings, *plan.warnings, *own, *_first(parts.workload.notes))
     report.header(f"halfstep {config.workload}", rows, warnings=warnings)
     for line in header_lines(loaded):
         report.notice(line)
@@ -74,6 +76,7 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
         ("speed", f"{parts.unit.rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),
         ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
         ("skipped steps", str(loop.journal.num_skipped)),
+        *lost_updates(parts.step.optimizers),
     ]
     if joules is not None:
         each = joules / max(loop.num_samples * parts.unit.per_sample, 1)

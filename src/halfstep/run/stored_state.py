@@ -12,6 +12,7 @@ from halfstep.errors import CheckpointError
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.frozen import identities
+from halfstep.run.half_weights_said import resumed_without_low
 from halfstep.run.loose_buffers import loose_buffers, put_back
 from halfstep.run.resume import Changes
 from halfstep.step.randomness import generator_states, restore_generators
@@ -58,6 +59,7 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
     put_back(parts.model, state["buffers"])
     step, notes = _with_changes(parts, state["step"], changes)
     parts.step.load_state_dict({**step, "ema": _average(parts, checkpoint, changes)})
+    notes += resumed_without_low(parts.step.optimizers)
     parts.guard.load_state_dict(state["guard"])
     if parts.plateau is not None and state["plateau"]:
         parts.plateau.load_state_dict(state["plateau"])

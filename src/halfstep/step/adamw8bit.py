@@ -3,7 +3,7 @@
 A moment is a code (codes.py) times one scale for each block of 256. A step decodes, updates in fp32 and encodes again,
 so weights see exact arithmetic on rounded moments: on CUDA one kernel a parameter (adamw8bit_triton.py), elsewhere its
 twin, `update`. Parameters below MIN_VALUES keep fp32 moments, since norms and biases are few and sensitive, and are
-updated together by torch's fused AdamW.
+updated together by torch's fused AdamW. Weights in bf16 are read and stored as half_weights.py says.
 
 torchao has the same optimizer, and ours gives its numbers. It was not used because its state is a tensor subclass that
 safetensors cannot store, its step counter lives on the host, so a captured step would never count, and it knows no
@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
+from halfstep.step.adamw_bf16 import LOW, HalfWeights
 from halfstep.step.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_table, unsigned_codes, unsigned_table
 from halfstep.step.flat import flat_view, is_dense, shaped_like
+from halfstep.step.half_weights import Rounding, is_kept_in_half, key_of
 
 MIN_VALUES = 4096
 """The bound of bitsandbytes and torchao."""
@@ -40,8 +42,10 @@ class Setting(NamedTuple):
     weight_decay: float
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(Optimizer, HalfWeights):
     """`torch.optim.AdamW` by its arguments and its arithmetic, with small moments."""
+
+    takes_fp32_gradients = True
 
     def __init__(
         self,
@@ -51,11 +55,14 @@ class AdamW8bit(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        rounding: Rounding = "split",
+        seed: int = 0,
     ) -> None:
         if not (float(lr) >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
             raise ConfigError(f"AdamW with lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999")
         # `fused` says that step() reads found_inf on the device.
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
+        self.begin(rounding, seed, (p for group in self.param_groups for p in group["params"]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -85,23 +92,66 @@ class AdamW8bit(Optimizer):
     def _update_all(self, parameters: list[Tensor], setting: Setting) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter].update(empty_state(parameter))
+                low = {name: flat_or_reshaped(value) for name, value in self.low_of(parameter).items()}
+                self.state[parameter].update(empty_state(parameter) | low)
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, [(setting.found_inf == 0).float()] * len(steps))
         pieces = [Piece.of(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
-        _update_exact([piece for piece in pieces if not piece.is_coded], setting)
-        _update_coded([piece for piece in pieces if piece.is_coded], setting)
+        self._update_exact([piece for piece in pieces if not piece.is_coded], setting)
+        self._update_coded([piece for piece in pieces if piece.is_coded], setting)
         for piece in pieces:
             piece.put_back(scaled=setting.grad_scale is not None)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """torch casts all state to the parameter's dtype, which codes and scales must not be."""
         super().load_state_dict(state_dict)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for index, stored in state_dict["state"].items():
-            own = self.state[parameters[index]]
-            own.update({name: value.to(parameters[index].device, copy=True) for name, value in stored.items()})
+        self.load_state(self, state_dict)
+
+    def _update_exact(self, pieces: Sequence[Piece], setting: Setting) -> None:
+        """All at once; half-precision parameters as fp32 copies, since the kernel wants one dtype."""
+        if not pieces:
+            return
+        weights = [self.read(piece.parameter, piece.weights, piece.state) for piece in pieces]
+        gradients = [piece.gradients.float() for piece in pieces]
+        first, second = ([piece.state[name] for piece in pieces] for name in MOMENTS)
+        torch._fused_adamw_(
+            weights, gradients, first, second, [], [piece.state["step"] for piece in pieces],
+            lr=setting.lr, beta1=setting.betas[0], beta2=setting.betas[1], weight_decay=setting.weight_decay,
+            eps=setting.eps, amsgrad=False, maximize=False, grad_scale=setting.grad_scale, found_inf=setting.found_inf,
+        )  # fmt: skip
+        for piece, weight, gradient in zip(pieces, weights, gradients, strict=True):
+            self.write(piece.parameter, piece.weights, weight, piece.state)
+            if gradient is not piece.gradients and setting.grad_scale is not None:
+                piece.gradients.copy_(gradient)
+
+    def _update_coded(self, pieces: Sequence[Piece], setting: Setting) -> None:
+        if not pieces:
+            return
+        steps = [piece.state["step"] for piece in pieces]
+        corrections = zip(*(_corrections(steps, beta) for beta in setting.betas), strict=True)
+        for piece, corrected in zip(pieces, corrections, strict=True):
+            if self._has_kernel(piece.parameter):
+                self._run_kernel(piece, corrected, setting)
+            else:
+                theta = self.read(piece.parameter, piece.weights, piece.state)
+                update(theta, piece.gradients, piece.state, corrected, setting)
+                self.write(piece.parameter, piece.weights, theta, piece.state)
+
+    def _has_kernel(self, parameter: Tensor) -> bool:
+        """It counts no lost updates, so rounding to nearest, which is there on request only, is torch's."""
+        return parameter.is_cuda and not (is_kept_in_half(parameter) and self.rounding == "nearest")
+
+    def _run_kernel(self, piece: Piece, corrections: Sequence[Tensor], setting: Setting) -> None:
+        from halfstep.step import adamw8bit_triton
+
+        is_random = is_kept_in_half(piece.parameter) and LOW not in piece.state
+        key = key_of(self.seed, self.numbers[piece.parameter], piece.state["step"]) if is_random else None
+        adamw8bit_triton.update(piece.weights, piece.gradients, piece.state, corrections, setting, key)
+
+
+def flat_or_reshaped(tensor: Tensor) -> Tensor:
+    """As a vector, in the order of its memory where that has no gaps."""
+    return flat_view(tensor) if is_dense(tensor) else tensor.reshape(-1)
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
@@ -138,8 +188,7 @@ class Piece(NamedTuple):
     @classmethod
     def of(cls, parameter: Tensor, state: dict[str, Tensor]) -> Piece:
         assert parameter.grad is not None
-        weights = flat_view(parameter) if is_dense(parameter) else parameter.reshape(-1)
-        return cls(parameter, weights, _in_order_of(parameter, parameter.grad), state)
+        return cls(parameter, flat_or_reshaped(parameter), _in_order_of(parameter, parameter.grad), state)
 
     @property
     def is_coded(self) -> bool:
@@ -162,47 +211,12 @@ def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device)
 
 
-def _update_exact(pieces: Sequence[Piece], setting: Setting) -> None:
-    """All at once; half-precision parameters as fp32 copies, since the kernel wants one dtype."""
-    if not pieces:
-        return
-    weights, gradients = [piece.weights.float() for piece in pieces], [piece.gradients.float() for piece in pieces]
-    first, second = ([piece.state[name] for piece in pieces] for name in MOMENTS)
-    torch._fused_adamw_(
-        weights, gradients, first, second, [], [piece.state["step"] for piece in pieces],
-        lr=setting.lr, beta1=setting.betas[0], beta2=setting.betas[1], weight_decay=setting.weight_decay,
-        eps=setting.eps, amsgrad=False, maximize=False, grad_scale=setting.grad_scale, found_inf=setting.found_inf,
-    )  # fmt: skip
-    for piece, weight, gradient in zip(pieces, weights, gradients, strict=True):
-        if weight is not piece.weights:
-            piece.weights.copy_(weight)
-        if gradient is not piece.gradients and setting.grad_scale is not None:
-            piece.gradients.copy_(gradient)
-
-
-def _update_coded(pieces: Sequence[Piece], setting: Setting) -> None:
-    if not pieces:
-        return
-    steps = [piece.state["step"] for piece in pieces]
-    run = _kernel(steps[0].device.type)
-    for piece, *corrections in zip(pieces, *(_corrections(steps, beta) for beta in setting.betas), strict=True):
-        run(piece.weights, piece.gradients, piece.state, corrections, setting)
-
-
 def _corrections(steps: list[Tensor], beta: float) -> tuple[Tensor, ...]:
     """1 - beta**step: how much of a moment that began at zero is there."""
     found = torch._foreach_pow(beta, steps)
     torch._foreach_neg_(found)
     torch._foreach_add_(found, 1.0)
     return found
-
-
-def _kernel(device_type: str) -> Callable[[Tensor, Tensor, dict[str, Tensor], Sequence[Tensor], Setting], None]:
-    if device_type != "cuda":
-        return update
-    from halfstep.step import adamw8bit_triton
-
-    return adamw8bit_triton.update
 
 
 def update(

@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.step.adamw8bit import MOMENTS, Setting
+from halfstep.step.adamw_bf16 import LOW
 from halfstep.step.codes import BLOCK, SIGNED, SMALLEST_SCALE, UNSIGNED
+from halfstep.step.half_weights_triton import NEAREST, SPLIT, STOCHASTIC, load_weight, store_weight
 
 ROWS, WARPS = 8, 4
 """Blocks of 256 of a program: sixteen values a thread, so that codes, too, are read in sixteen bytes."""
@@ -54,21 +56,21 @@ def _encoded(moment, SMALLEST: tl.constexpr, LEVELS: tl.constexpr, IS_SIGNED: tl
 
 @triton.jit
 def _update(
-    weights, gradients, grad_scale,
+    weights, low, key, gradients, grad_scale,
     first_codes, first_scale, first_table, second_codes, second_scale, second_table,
     rate, found_inf, first_correction, second_correction,
     first_share, second_share, eps, weight_decay, num_blocks,
     IS_SCALED: tl.constexpr, LEVELS: tl.constexpr, UNSIGNED_LEVELS: tl.constexpr, SMALLEST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Reads weight, gradient and two codes (10 bytes where both are fp32), writes weight and codes (6), and the
-    gradient (4) where it is scaled. Nothing where the step is bad."""
+    """Reads weight, gradient and two codes (10 bytes where both are fp32, 8 where they are bf16 and split), writes
+    weight and codes (6), and the gradient where it is scaled. Nothing where the step is bad."""
     if tl.load(found_inf) == 0:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         is_row = row < num_blocks
         at = tl.cast(row, tl.int64)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         inside = is_row[:, None]
-        theta = tl.load(weights + at, inside, 0.0).to(tl.float32)
+        theta = load_weight(weights + at, low + at, inside, HOW)
         g = tl.load(gradients + at, inside, 0.0).to(tl.float32)
         if IS_SCALED:
             g = tl.div_rn(g, tl.load(grad_scale))
@@ -83,7 +85,7 @@ def _update(
         root = tl.sqrt_rn(tl.load(second_correction))
         denominator = tl.sqrt_rn(second) * tl.div_rn(1.0, root) + eps
         theta -= tl.div_rn(size * first, denominator)
-        tl.store(weights + at, theta.to(weights.dtype.element_ty), inside)
+        store_weight(weights + at, low + at, theta, at, key, inside, HOW)
         codes, largest = _encoded(first, SMALLEST, LEVELS, True)
         tl.store(first_codes + at, codes, inside)
         tl.store(first_scale + row, largest, is_row)
@@ -93,14 +95,21 @@ def _update(
 
 
 def update(
-    weights: Tensor, gradients: Tensor, state: dict[str, Tensor], corrections: Sequence[Tensor], setting: Setting
+    weights: Tensor,
+    gradients: Tensor,
+    state: dict[str, Tensor],
+    corrections: Sequence[Tensor],
+    setting: Setting,
+    key: Tensor | None = None,
 ) -> None:
-    """One vector, by one kernel."""
+    """One vector, by one kernel; `key` for weights that are rounded at random."""
     num_blocks = weights.numel() // BLOCK
     moments = [state[f"{name}_{part}"] for name in MOMENTS for part in ("codes", "scale", "table")]
     _update[(triton.cdiv(num_blocks, ROWS),)](
-        weights, gradients, setting.grad_scale, *moments, setting.lr, setting.found_inf, *corrections,
+        weights, state.get(LOW, weights), weights if key is None else key, gradients, setting.grad_scale,
+        *moments, setting.lr, setting.found_inf, *corrections,
         1 - setting.betas[0], 1 - setting.betas[1], setting.eps, setting.weight_decay, num_blocks,
         IS_SCALED=setting.grad_scale is not None, LEVELS=SIGNED, UNSIGNED_LEVELS=UNSIGNED, SMALLEST=SMALLEST_SCALE,
-        ROWS=ROWS, COLUMNS=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+        ROWS=ROWS, COLUMNS=BLOCK, HOW=SPLIT if LOW in state else NEAREST if key is None else STOCHASTIC,
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,15 +5,20 @@ Each expression is rounded where torch's is: multiply-adds are fused where its s
 machine code of torch 2.11 for sm_90 does) and nowhere else (`enable_fp_fusion`), division and square root are the
 rounded ones. Powers of the betas are left to torch: Triton's library has another algorithm for them.
 
-Parameters are found through a table, one column for each: addresses of weight, gradient, both moments and counter, and
-the number of values, which is 0 where there is nothing to do. Everything is fp32 and begins at multiples of 16 bytes.
+Parameters are found through a table, one column for each: addresses of weight, gradient, both moments and counter, the
+number of values, which is 0 where there is nothing to do, and the address of a bf16 weight's low half
+(half_weights.py).
+Everything begins at multiples of 16 bytes. Moments are fp32; weights and gradients are fp32 or bf16, all of a group.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from halfstep.step.half_weights_triton import NEAREST, load_weight, store_weight
 
 BLOCK, TILES, WARPS = 1024, 4, 4
 """Eight values a thread at a time, in accesses of 16 bytes; tiles of a program, which looks its addresses up once."""
@@ -21,13 +26,13 @@ BLOCK, TILES, WARPS = 1024, 4, 4
 COUNTED = 256
 """Counters of a program."""
 
-GRADIENT, FIRST, SECOND, COUNTER, LENGTH, FIELDS = 1, 2, 3, 4, 5, 6
+GRADIENT, FIRST, SECOND, COUNTER, LENGTH, LOW, FIELDS = 1, 2, 3, 4, 5, 6, 7
 """Rows of the table; the weight's is 0."""
 
 
 @triton.jit
-def _address(table, field, column, columns):
-    pointer = tl.load(table + field * columns + column).to(tl.pointer_type(tl.float32))
+def _address(table, field, column, columns, dtype: tl.constexpr):
+    pointer = tl.load(table + field * columns + column).to(tl.pointer_type(dtype))
     return tl.multiple_of(pointer, 16)
 
 
@@ -45,38 +50,40 @@ def _count(table, counts, bad, columns, COUNTER: tl.constexpr, LENGTH: tl.conste
 
 @triton.jit
 def _update_tile(
-    weight, gradient, first, second, inside, scale, lr, size, root, beta1, beta2, eps, decay,
-    DECAYS: tl.constexpr,
+    weight, low, gradient, first, second, at, inside, key, scale, lr, size, root, beta1, beta2, eps, decay,
+    DECAYS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    theta = tl.load(weight, inside)
-    g = tl.div_rn(tl.load(gradient, inside), scale)
+    theta = load_weight(weight, low, inside, HOW)
+    g = tl.div_rn(tl.load(gradient, inside).to(tl.float32), scale)
     if DECAYS:
         theta = tl.fma(-(lr * decay), theta, theta)
     m = tl.fma(beta1, tl.load(first, inside), tl.fma(-beta1, g, g))
     square = g * g
     v = tl.fma(beta2, tl.load(second, inside), tl.fma(-beta2, square, square))
     theta -= tl.div_rn(size * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
-    tl.store(weight, theta, inside)
+    store_weight(weight, low, theta, at, key, inside, HOW)
     tl.store(first, m, inside)
     tl.store(second, v, inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rate", "factor", "bad"])
 def _update(
-    table, chunks, powers, rate, factor, bad, beta1, beta2, eps, decay, columns,
-    DECAYS: tl.constexpr,
-    GRADIENT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, LENGTH: tl.constexpr,
+    table, chunks, powers, keys, rate, factor, bad, beta1, beta2, eps, decay, columns,
+    DECAYS: tl.constexpr, HOW: tl.constexpr, WEIGHT_TYPE: tl.constexpr, GRADIENT_TYPE: tl.constexpr,
+    GRADIENT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, LENGTH: tl.constexpr, LOW: tl.constexpr,
     BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Reads weight, gradient and moments (16 bytes a value), writes weight and moments (12). Nothing in a bad step."""
+    """Reads weight, gradient and moments (16 bytes a value; 14 split), writes weight and moments (12). Nothing in a bad
+    step."""
     column = tl.load(chunks + 2 * tl.program_id(0))
     start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (BLOCK * TILES)
     length = tl.load(table + LENGTH * columns + column)
     if (tl.load(bad) == 0) & (start < length):
-        weight = _address(table, 0, column, columns)
-        gradient = _address(table, GRADIENT, column, columns)
-        first = _address(table, FIRST, column, columns)
-        second = _address(table, SECOND, column, columns)
+        weight = _address(table, 0, column, columns, WEIGHT_TYPE)
+        low = _address(table, LOW, column, columns, tl.int16)
+        gradient = _address(table, GRADIENT, column, columns, GRADIENT_TYPE)
+        first = _address(table, FIRST, column, columns, tl.float32)
+        second = _address(table, SECOND, column, columns, tl.float32)
         lr, scale = tl.load(rate), tl.div_rn(1.0, tl.load(factor))
         size = tl.div_rn(lr, 1.0 - tl.load(powers + column))
         root = tl.sqrt_rn(1.0 - tl.load(powers + columns + column))
@@ -85,15 +92,15 @@ def _update(
             for tile in range(TILES):
                 at = start + tile * BLOCK + tl.arange(0, BLOCK)
                 _update_tile(
-                    weight + at, gradient + at, first + at, second + at, None,
-                    scale, lr, size, root, beta1, beta2, eps, decay, DECAYS,
+                    weight + at, low + at, gradient + at, first + at, second + at, at, None, keys + column,
+                    scale, lr, size, root, beta1, beta2, eps, decay, DECAYS, HOW,
                 )  # fmt: skip
         else:
             for tile in range(TILES):
                 at = start + tile * BLOCK + tl.arange(0, BLOCK)
                 _update_tile(
-                    weight + at, gradient + at, first + at, second + at, at < length,
-                    scale, lr, size, root, beta1, beta2, eps, decay, DECAYS,
+                    weight + at, low + at, gradient + at, first + at, second + at, at, at < length, keys + column,
+                    scale, lr, size, root, beta1, beta2, eps, decay, DECAYS, HOW,
                 )  # fmt: skip
 
 
@@ -105,16 +112,22 @@ def count(table: Tensor, counts: Tensor, bad: Tensor) -> None:
     )
 
 
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
 def update(
     table: Tensor, chunks: Tensor, powers: Tensor, rate: Tensor, factor: Tensor, bad: Tensor, *,
     betas: tuple[float, float], eps: float, weight_decay: float,
+    how: int = NEAREST, keys: Tensor | None = None,
+    weight_type: torch.dtype = torch.float32, gradient_type: torch.dtype = torch.float32,
     block: int = BLOCK, tiles: int = TILES, warps: int = WARPS,
 ) -> None:  # fmt: skip
     """One step of all parameters in `table`, with gradients times `factor`. `chunks` names each program's share, and
-    `powers` are those of both betas by the parameters' counts."""
+    `powers` are those of both betas by the parameters' counts; `keys` are for weights that are rounded at random."""
     _update[(len(chunks),)](
-        table, chunks, powers, rate, factor, bad, *betas, eps, weight_decay, table.shape[1],
-        DECAYS=weight_decay != 0,
-        GRADIENT=GRADIENT, FIRST=FIRST, SECOND=SECOND, LENGTH=LENGTH,
+        table, chunks, powers, table if keys is None else keys, rate, factor, bad, *betas, eps, weight_decay,
+        table.shape[1],
+        DECAYS=weight_decay != 0, HOW=how, WEIGHT_TYPE=TYPES[weight_type], GRADIENT_TYPE=TYPES[gradient_type],
+        GRADIENT=GRADIENT, FIRST=FIRST, SECOND=SECOND, LENGTH=LENGTH, LOW=LOW,
         BLOCK=block, TILES=tiles, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

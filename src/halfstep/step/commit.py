@@ -1,7 +1,7 @@
 """How a verdict reaches an optimizer: three ways, chosen by what the optimizer can do, shown with their price.
 
-    found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit read the flag inside their kernel: free; in a CUDA
-                graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
+    found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit and AdamWBf16 read the flag inside their kernel: free;
+                in a CUDA graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
     select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
     host        anything else, and where an optimizer's own state lives on the host: one wait a step
 
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
 from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.step.adamw_bf16 import AdamWBf16
 from halfstep.step.flat import Snapshot
 from halfstep.step.optimizers import OPTIMIZERS
 from halfstep.step.rates import Rates
@@ -30,7 +31,7 @@ from halfstep.step.single_pass import SinglePass, takes
 
 Way = Literal["found_inf", "select", "host"]
 
-READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit)
+READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit, AdamWBf16)
 REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the model several times inside one step, so no single verdict exists",
     torch.optim.SparseAdam: "it updates rows in place without a flag, and a skipped step could not be undone",

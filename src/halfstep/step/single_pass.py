@@ -1,4 +1,4 @@
-"""AdamW, and Adam without decay, in a CUDA graph by a kernel of our own (adamw_triton.py).
+"""AdamW, also on bf16 weights, and Adam without decay, in a CUDA graph by a kernel of our own (adamw_triton.py).
 
 It gives torch's bits and does not write gradients back.
 
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.step.adamw_bf16 import LOW, AdamWBf16
 from halfstep.step.flat import is_dense
+from halfstep.step.half_weights import NUMBERS, STEPS, hashed, hashed_number, is_kept_in_half
 
 ALIGNMENT = 16
 """Bytes of one access."""
@@ -28,7 +30,7 @@ ALIGNMENT = 16
 def takes(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether the kernel can do the work of this optimizer on this device."""
     # The exact classes, and without hooks: it is not their step() that runs.
-    is_plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not (
+    is_plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, AdamWBf16) and not (
         optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     )
     has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -36,16 +38,27 @@ def takes(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def _takes_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
-    is_other = group["amsgrad"] or group["maximize"] or group["differentiable"] or not group["fused"]
+    is_other = any(group.get(name) for name in ("amsgrad", "maximize", "differentiable")) or not group["fused"]
     # Adam adds the decay to the gradient, and there torch 2.11's kernel rounds as ours does not (seen on an H200).
-    is_other |= bool(group["weight_decay"]) and not group["decoupled_weight_decay"]
+    is_other |= bool(group["weight_decay"]) and not group.get("decoupled_weight_decay", True)
+    if isinstance(optimizer, AdamWBf16):
+        kinds = {parameter.dtype for parameter in group["params"]}
+        # A launch takes weights of one type, and counts no lost updates.
+        is_other |= len(kinds) > 1 or torch.bfloat16 in kinds and optimizer.rounding == "nearest"
     rate = group["lr"]
     has_numbers = not any(isinstance(beta, Tensor) for beta in group["betas"])
     has_rate = not isinstance(rate, Tensor) or (rate.device == device and rate.dtype == torch.float32)
-    return not is_other and has_numbers and has_rate and all(
-        _is_like(parameter, parameter, device) and _fits(optimizer.state.get(parameter), parameter, device)
-        for parameter in group["params"]
-    )  # fmt: skip
+    return not is_other and has_numbers and has_rate and all(_takes_one(optimizer, p, device) for p in group["params"])
+
+
+def _takes_one(optimizer: Optimizer, parameter: Tensor, device: torch.device) -> bool:
+    is_ours = _is_known(optimizer, parameter) and _is_like(parameter, parameter, device, parameter.dtype)
+    return is_ours and _fits(optimizer.state.get(parameter), parameter, device)
+
+
+def _is_known(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """torch's own optimizers keep the moments of bf16 weights in bf16, which the kernel does not."""
+    return parameter.dtype == torch.float32 or isinstance(optimizer, AdamWBf16) and is_kept_in_half(parameter)
 
 
 def _fits(state: dict[str, Tensor] | None, parameter: Tensor, device: torch.device) -> bool:
@@ -53,15 +66,16 @@ def _fits(state: dict[str, Tensor] | None, parameter: Tensor, device: torch.devi
     if not state:
         return True
     moments = (state["exp_avg"], state["exp_avg_sq"])
-    return state["step"].device == device and all(_is_like(moment, parameter, device) for moment in moments)
+    is_whole = LOW not in state or _is_like(state[LOW], parameter, device, torch.int16)
+    return is_whole and state["step"].device == device and all(_is_like(m, parameter, device) for m in moments)
 
 
-def _is_like(tensor: Tensor, parameter: Tensor, device: torch.device) -> bool:
+def _is_like(tensor: Tensor, parameter: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
     """Whether it lies in memory as the parameter does, so that the kernel can walk both as vectors."""
     strides = zip(tensor.stride(), parameter.stride(), parameter.shape, strict=True)
     return (
         tensor.device == device
-        and tensor.dtype == torch.float32
+        and tensor.dtype == dtype
         and tensor.numel() > 0
         and is_dense(tensor)
         and all(one == other for one, other, size in strides if size > 1)  # of a single entry it means nothing
@@ -82,24 +96,49 @@ class GroupPass:
         self.betas = torch.tensor([float(beta) for beta in group["betas"]], dtype=torch.float32, device=device)
         self.chunks = _chunks([p.numel() for p in parameters], adamw_triton.BLOCK * adamw_triton.TILES).to(device)
         self.noted: Tensor | None = None
+        self.weight_type, self.gradient_type = parameters[0].dtype, torch.float32
+        self.rounding = optimizer.rounding if isinstance(optimizer, AdamWBf16) else "nearest"
+        self.is_half = is_kept_in_half(parameters[0])
+        self.names = torch.tensor([self._name_of(p) for p in parameters], device=device)
+
+    def _name_of(self, parameter: Tensor) -> int:
+        """What sets this parameter's random numbers apart, as in `half_weights.key_of`."""
+        if not isinstance(self.optimizer, AdamWBf16):
+            return 0
+        return hashed_number(self.optimizer.seed * NUMBERS + self.optimizer.numbers[parameter])
 
     @property
     def fits_gradients(self) -> bool:
         trained = [p for p in self.group["params"] if p.grad is not None]
-        return all(_is_like(p.grad, p, self.device) for p in trained)
+        kinds = {p.grad.dtype for p in trained} or {torch.float32}
+        if len(kinds) > 1 or not kinds <= ({torch.float32, torch.bfloat16} if self.is_half else {torch.float32}):
+            return False
+        (self.gradient_type,) = kinds
+        return all(_is_like(p.grad, p, self.device, self.gradient_type) for p in trained)
 
     def run(self, bad: Tensor, factor: Tensor | None) -> None:
         """Launch the kernels, which do nothing as long as the table is empty."""
         from halfstep.step import adamw_triton
+        from halfstep.step import half_weights_triton as ways
 
         group = self.group
         adamw_triton.count(self.table, self.counts, bad)
+        hows = {"split": ways.SPLIT, "stochastic": ways.STOCHASTIC, "nearest": ways.NEAREST}
+        how = hows[self.rounding] if self.is_half else ways.NEAREST
+        keys = hashed(self.counts.long() * STEPS + self.names) if how == ways.STOCHASTIC else None
         adamw_triton.update(
             self.table, self.chunks, self.betas[:, None].pow(self.counts),
             _on_device(group["lr"], self.device), _on_device(1.0 if factor is None else factor, self.device), bad,
             betas=(float(group["betas"][0]), float(group["betas"][1])), eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
+            weight_decay=float(group["weight_decay"]), how=how, keys=keys,
+            weight_type=self.weight_type, gradient_type=self.gradient_type,
         )  # fmt: skip
+
+    def load(self, good: Tensor) -> None:
+        """Have the kernel ready: it is loaded by its first launch, which a capture may not allow."""
+        for kind in (torch.bfloat16, torch.float32) if self.is_half else (torch.float32,):
+            self.gradient_type = kind
+            self.run(good, None)
 
     def note(self) -> None:
         """Remember where everything lies now."""
@@ -114,7 +153,8 @@ class GroupPass:
             return [0] * len(self.table)
         state = self.optimizer.state[parameter]
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
-        return [*(tensor.data_ptr() for tensor in tensors), parameter.numel()]
+        low = state[LOW].data_ptr() if LOW in state else 0
+        return [*(tensor.data_ptr() for tensor in tensors), parameter.numel(), low]
 
 
 class SinglePass:
@@ -122,8 +162,8 @@ class SinglePass:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.groups = [GroupPass(optimizer, group, device) for group in optimizer.param_groups if group["params"]]
-        for group in self.groups:  # a kernel is loaded by its first launch, which a capture may not allow
-            group.run(torch.zeros((), dtype=torch.bool, device=device), None)
+        for group in self.groups:
+            group.load(torch.zeros((), dtype=torch.bool, device=device))
 
     @property
     def fits_gradients(self) -> bool:

@@ -148,6 +148,7 @@ class Step:
             self.values.refresh()
         self.writes.save(parameters)
         self.clear_gradients()
+        self._choose_gradient_types(len(window))
         loss, weight = self._accumulate(loss_fn, window)
         self.writes.look()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
@@ -329,6 +330,15 @@ class Step:
         self.model.zero_grad(set_to_none=True)  # also of weights that no optimizer holds: they would only pile up
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def _choose_gradient_types(self, num_micro_batches: int) -> None:
+        """Gradients of bf16 weights are bf16; those of several micro-batches add up in fp32 where the optimizer reads
+        that, since a sum in bf16 loses what is small beside it. A user's own optimizer gets what torch gives it."""
+        wanted = torch.bfloat16 if num_micro_batches == 1 else torch.float32
+        ours = (o for o in self.optimizers if getattr(o, "takes_fp32_gradients", False))
+        for parameter in (p for optimizer in ours for group in optimizer.param_groups for p in group["params"]):
+            if parameter.dtype == torch.bfloat16 and parameter.grad_dtype != wanted:
+                parameter.grad_dtype = wanted
 
     def _rates_of(self, optimizer: Optimizer) -> Rates | None:
         return self.rates if self.rates is not None and self.rates.drives(optimizer) else None

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from halfstep.models.recompute import Recomputing
 from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.step.adamw_bf16 import AdamWBf16
+from halfstep.step.half_weights import Rounding, is_kept_in_half
 from halfstep.step.optimizers import Options, ParamGroups, build_optimizer
 from halfstep.tune.memory_low import BUDGETS, MemorySetting
 
@@ -56,9 +58,18 @@ def activation_budget(share: float) -> Iterator[None]:
 
 
 def optimizer_for(
-    setting: MemorySetting, name: str, groups: ParamGroups, *, lr: float, options: Options | None = None
+    setting: MemorySetting,
+    name: str,
+    groups: ParamGroups,
+    *,
+    lr: float,
+    options: Options | None = None,
+    rounding: Rounding = "split",
+    seed: int = 0,
 ) -> Optimizer:
-    """The run's optimizer, its moments stored in the setting's bits."""
+    """The run's optimizer, its moments stored in the setting's bits; `rounding` is that of weights in bf16."""
     if setting.optimizer_bits == 8:
-        return AdamW8bit(groups, lr=lr, **dict(options or {}))
+        return AdamW8bit(groups, lr=lr, rounding=rounding, seed=seed, **dict(options or {}))
+    if name == "adamw" and any(is_kept_in_half(p) for group in groups for p in group["params"]):
+        return AdamWBf16(groups, lr=lr, rounding=rounding, seed=seed, **dict(options or {}))
     return build_optimizer(name, groups, lr=lr, options=options)

@@ -1,0 +1,181 @@
+"""AdamW on weights that are stored in bf16 (half_weights.py), with moments in fp32.
+
+A step puts the fp32 weights together, some at a time, lets torch's fused AdamW update them, and stores them again.
+Given the same gradients the update is that of fp32 weights bit for bit; the kernel itself drops a bad step, and what it
+did not change is stored as it was. In a CUDA graph one kernel of our own does it all in one pass (adamw_triton.py).
+
+Bytes of a parameter: 2 and 2 for the weight, 8 for the moments; fp32 weights with autocast take 4, 2 for their half
+copy, and 8. Gradients are bf16, or fp32 where several micro-batches add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError
+from halfstep.step.flat import flat_view, is_dense, shaped_like
+from halfstep.step.half_weights import Rounding, is_kept_in_half, joined, key_of, split, stochastic
+
+LOW = "low"
+"""The 16 bits beside a weight, among its optimizer's state."""
+VALUES_AT_ONCE = 2**26
+"""fp32 copies of so many weights and gradients are there at a time: half a gigabyte."""
+
+
+class HalfWeights:
+    """What AdamW and AdamW8bit share of weights in bf16: which rounding, and what was lost by it."""
+
+    rounding: Rounding
+    seed: int
+    was_stored_without_low: bool = False
+    """A run that kept none goes on without: what was lost cannot be made up."""
+
+    def begin(self, rounding: Rounding, seed: int, parameters: Iterator[Tensor]) -> None:
+        self.rounding, self.seed = rounding, seed
+        self.numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        self.lost: dict[torch.device, Tensor] = {}
+
+    def low_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """A new parameter's share of the state."""
+        if self.rounding != "split" or not is_kept_in_half(parameter):
+            return {}
+        return {LOW: torch.zeros_like(parameter, dtype=torch.int16)}
+
+    def read(self, parameter: Tensor, weights: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """fp32 values of `weights`, which are a parameter's, in its own shape or flat; a copy, but for fp32 ones."""
+        return joined(weights, state[LOW].view_as(weights)) if LOW in state else weights.float()
+
+    def write(self, parameter: Tensor, weights: Tensor, values: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Store what an update made of them."""
+        if not is_kept_in_half(parameter):
+            if values.data_ptr() != weights.data_ptr():
+                weights.copy_(values)
+        elif LOW in state:
+            high, low = split(values)
+            weights.copy_(high)
+            state[LOW].view_as(weights).copy_(low)
+        elif self.rounding == "stochastic":
+            key = key_of(self.seed, self.numbers[parameter], state["step"])
+            in_order = flat_view(values) if is_dense(values) else values.reshape(-1)  # of memory, as a kernel goes
+            weights.copy_(shaped_like(stochastic(in_order, key), values))
+        else:
+            self._count_lost(weights, values)
+            weights.copy_(values)
+
+    def _count_lost(self, weights: Tensor, values: Tensor) -> None:
+        """Of the values that an update wanted to move, how many stay where they are."""
+        moved = values != weights.float()
+        facts = torch.stack([(moved & (values.to(weights.dtype) == weights)).sum(), moved.sum()])
+        counted = self.lost.get(weights.device)
+        self.lost[weights.device] = facts if counted is None else counted.add_(facts)
+
+    def lost_share(self) -> float | None:
+        """Of all updates since the run began or was resumed; None where none is counted. Waits for the device."""
+        facts = [count.tolist() for count in self.lost.values()]
+        moved = sum(count[1] for count in facts)
+        return sum(count[0] for count in facts) / moved if moved else None
+
+    def load_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """torch casts all state to the parameter's dtype, which codes, scales, low halves and moments must not be."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, stored in state_dict["state"].items():
+            parameter = parameters[index]
+            own = {name: value.to(parameter.device, copy=True) for name, value in stored.items()}
+            kept = {n: v.float() if v.dtype == torch.bfloat16 else v for n, v in own.items()}
+            optimizer.state[parameter].update(kept)
+            if self.rounding == "split" and is_kept_in_half(parameter) and LOW not in stored:
+                self.rounding, self.was_stored_without_low = "nearest", True
+
+
+class AdamWBf16(Optimizer, HalfWeights):
+    """`torch.optim.AdamW` by its arguments and its arithmetic."""
+
+    takes_fp32_gradients = True
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        rounding: Rounding = "split",
+        seed: int = 0,
+    ) -> None:
+        if not (float(lr) >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ConfigError(f"AdamW with lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999")
+        # `fused` says that step() reads found_inf on the device.
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
+        self.begin(rounding, seed, (p for group in self.param_groups for p in group["params"]))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; nothing changes where the attribute `found_inf`, a device tensor, is not 0. Gradients are divided
+        by `grad_scale`, where there is one, and written back: torch's fused optimizers do so."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for device in dict.fromkeys(parameter.device for parameter in trained):
+                for some in at_once([p for p in trained if p.device == device]):
+                    self._update(some, group)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(self._empty_state(parameter))
+        states = [self.state[parameter] for parameter in parameters]
+        weights = [self.read(p, p, state) for p, state in zip(parameters, states, strict=True)]
+        gradients = [_like(p, p.grad) for p in parameters if p.grad is not None]
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            weights, gradients, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states],
+            [], steps, lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1],
+            weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+            grad_scale=scale, found_inf=found_inf,
+        )  # fmt: skip
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+        for parameter, new, gradient, state in zip(parameters, weights, gradients, states, strict=True):
+            self.write(parameter, parameter, new, state)
+            assert parameter.grad is not None
+            if scale is not None and gradient.data_ptr() != parameter.grad.data_ptr():
+                parameter.grad.copy_(gradient)
+
+    def _empty_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=parameter.device)} | moments | self.low_of(parameter)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.load_state(self, state_dict)
+
+
+def at_once(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in groups of VALUES_AT_ONCE or less, or of one."""
+    some: list[Tensor] = []
+    for parameter in parameters:
+        if some and sum(p.numel() for p in some) + parameter.numel() > VALUES_AT_ONCE:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some
+
+
+def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in fp32 and laid out as its parameter, since the kernel walks both as vectors."""
+    if gradient.stride() != parameter.stride() and is_dense(parameter):
+        return torch.empty_like(parameter, dtype=torch.float32).copy_(gradient)
+    return gradient.float()

@@ -1,0 +1,52 @@
+"""Weights in bf16 inside a Triton kernel: what half_weights.py does, bit for bit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfstep.step import half_weights
+
+NEAREST, SPLIT, STOCHASTIC = 0, 1, 2
+"""How a kernel stores a weight; the first also for fp32 ones."""
+IS_SPLIT: tl.constexpr = tl.constexpr(SPLIT)
+IS_STOCHASTIC: tl.constexpr = tl.constexpr(STOCHASTIC)
+HALF: tl.constexpr = tl.constexpr(half_weights.HALF)
+FIRST: tl.constexpr = tl.constexpr(half_weights.FIRST)
+SECOND: tl.constexpr = tl.constexpr(half_weights.SECOND)
+
+
+@triton.jit
+def hashed(bits):
+    """32 bits of whole numbers in uint32, whose products wrap around."""
+    bits = (bits ^ (bits >> 16)) * tl.full([], FIRST, tl.uint32)
+    bits = (bits ^ (bits >> 15)) * tl.full([], SECOND, tl.uint32)
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def load_weight(weights, low, inside, HOW: tl.constexpr):
+    """fp32 values; `low` is read where weights are split."""
+    if HOW == IS_SPLIT:
+        high = tl.load(weights, inside).to(tl.int16, bitcast=True).to(tl.int32)
+        return ((high << 16) + tl.load(low, inside).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(weights, inside).to(tl.float32)
+
+
+@triton.jit
+def store_weight(weights, low, values, positions, key, inside, HOW: tl.constexpr):
+    """`key` points to the number that `half_weights.key_of` gave."""
+    if HOW == IS_SPLIT:
+        bits = values.to(tl.int32, bitcast=True)
+        high = (bits + HALF) >> 16
+        tl.store(weights, high.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
+        tl.store(low, (bits - (high << 16)).to(tl.int16), inside)
+    elif HOW == IS_STOCHASTIC:
+        noise = hashed(positions.to(tl.uint32) + tl.load(key).to(tl.uint32)) & 0xFFFF
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = ((bits + noise.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        is_finite = (bits & 0x7F800000) != 0x7F800000
+        tl.store(weights, tl.where(is_finite, rounded, values.to(tl.bfloat16)), inside)
+    else:
+        tl.store(weights, values.to(weights.dtype.element_ty), inside)

@@ -1,0 +1,225 @@
+"""Weights in bf16: every bit comes back, updates equal those of fp32 weights, random rounding is right on average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.step.adamw_bf16 import AdamWBf16
+from halfstep.step.half_weights import hashed, hashed_number, joined, key_of, split, stochastic
+
+KINDS = (AdamWBf16, AdamW8bit)
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
+
+
+HIGHS = torch.tensor(
+    [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F7F, 0x4049, 0x0100, 0x7F7E, 0x42FF, 0x2EDB, 0x7E80], dtype=torch.int64
+)
+"""Zero, subnormals, the edge of normal numbers, powers of two and their neighbours, the largest but one."""
+
+
+@pytest.mark.parametrize("sign", [0, 1])
+def test_every_low_half_beside_many_high_halves_comes_back(sign: int) -> None:
+    lows = torch.arange(65536)
+    patterns = (sign << 31 | HIGHS[:, None] << 16 | lows).flatten()
+    values = torch.where(patterns >= 2**31, patterns - 2**32, patterns).int().view(torch.float32)
+    high, low = split(values)
+    assert high.dtype == torch.bfloat16
+    assert low.dtype == torch.int16
+    assert high.isfinite().all()
+    assert torch.equal(bits(joined(high, low)), bits(values))
+
+
+def test_the_largest_values_whose_bf16_is_finite_come_back_and_those_past_them_become_infinite() -> None:
+    limit = torch.tensor([0x7F7F7FFF, 0x7F7F8000], dtype=torch.int32).view(torch.float32)
+    high, low = split(limit)
+    assert high.isfinite().tolist() == [True, False]
+    assert torch.equal(bits(joined(high, low)), bits(limit))
+
+
+def test_the_bf16_part_is_a_casts_but_at_exact_ties() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(200_000)
+    high, _ = split(values)
+    is_tie = bits(values) & 0xFFFF == 0x8000
+    differs = high != values.bfloat16()
+    assert not (differs & ~is_tie).any()
+    tie = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
+    assert split(tie)[0].view(torch.int16).tolist() == [0x3F81, 0x3F82], "up, also where even is below"
+
+
+def test_any_pair_of_halves_is_stored_as_it_was() -> None:
+    """What a bad step read and did not change: also infinities and NaN."""
+    torch.manual_seed(0)
+    high = torch.randint(-32768, 32768, (100_000,)).to(torch.int16).view(torch.bfloat16)
+    low = torch.randint(-32768, 32768, (100_000,)).to(torch.int16)
+    again = split(joined(high, low))
+    assert torch.equal(again[0].view(torch.int16), high.view(torch.int16))
+    assert torch.equal(again[1], low)
+
+
+def test_random_rounding_is_right_on_average_and_the_same_for_the_same_key() -> None:
+    value = 1.0 + 0.3 * 2**-7
+    values = torch.full((100_000,), value)
+    key = key_of(0, 3, torch.tensor(7.0))
+    found = stochastic(values, key)
+    assert set(found.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    up = (found.float() > 1).float().mean().item()
+    assert up == pytest.approx(0.3, abs=4 * (0.21 / 100_000) ** 0.5), "four deviations"
+    assert torch.equal(found, stochastic(values, key))
+    assert not torch.equal(found, stochastic(values, key_of(0, 3, torch.tensor(8.0))))
+    assert not torch.equal(found, stochastic(values, key_of(0, 4, torch.tensor(7.0))))
+    assert not torch.equal(found, stochastic(values, key_of(1, 3, torch.tensor(7.0))))
+
+
+def test_values_that_bf16_has_and_values_that_are_none_are_not_rounded() -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -3.5, float("inf"), -float("inf")])
+    assert torch.equal(stochastic(values, torch.tensor(5)).float(), values)
+    assert stochastic(torch.tensor([float("nan")]), torch.tensor(5)).isnan().all()
+
+
+def test_the_hash_of_a_number_is_that_of_a_tensor() -> None:
+    numbers = torch.tensor([0, 1, 12345, 2**31, 2**32 - 1])
+    assert hashed(numbers).tolist() == [hashed_number(int(number)) for number in numbers]
+
+
+# --- optimizers ---
+
+
+def model_of(dtype: torch.dtype) -> nn.ParameterList:
+    torch.manual_seed(0)
+    shapes = ((64, 80), (17,), (8, 5, 3, 3))
+    start = [torch.randn(shape).bfloat16() for shape in shapes]
+    start[2] = start[2].to(memory_format=torch.channels_last)
+    return nn.ParameterList([nn.Parameter(t.to(dtype)) for t in start])
+
+
+def give(model: nn.ParameterList, step: int, scale: float = 0.01) -> None:
+    """The same gradients for every model: of a kind that bf16 holds."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model:
+        gradient = (torch.randn(parameter.shape, generator=generator) * scale).bfloat16()
+        parameter.grad = torch.empty_like(parameter).copy_(gradient.to(parameter.dtype))
+
+
+def master(optimizer: Any, parameter: Tensor) -> Tensor:
+    low = optimizer.state[parameter]["low"]
+    if low.ndim == 1 and parameter.ndim > 1:
+        low = low.as_strided(parameter.shape, parameter.stride())
+    return joined(parameter.detach(), low)
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_split_adamw_updates_as_fp32_adamw_does_bit_for_bit(scale: float | None) -> None:
+    exact, ours = model_of(torch.float32), model_of(torch.bfloat16)
+    options: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    theirs, optimizer = torch.optim.AdamW(exact, fused=True, **options), AdamWBf16(ours, **options)
+    for step in range(20):
+        for model, stepping in ((exact, theirs), (ours, optimizer)):
+            give(model, step)
+            if scale is not None:
+                stepping.grad_scale, stepping.found_inf = torch.tensor(scale), torch.tensor(0.0)  # type: ignore[attr-defined]
+            stepping.step()
+    for wanted, parameter in zip(exact, ours, strict=True):
+        assert torch.equal(bits(master(optimizer, parameter)), bits(wanted.detach()))
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[parameter][name], theirs.state[wanted][name])
+    assert any(not torch.equal(p.float(), w) for p, w in zip(ours, exact, strict=True)), "the low halves matter"
+
+
+def test_split_weights_with_8_bit_moments_update_as_fp32_weights_with_such_moments() -> None:
+    exact, ours = model_of(torch.float32), model_of(torch.bfloat16)
+    options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+    theirs, optimizer = AdamW8bit(exact, **options), AdamW8bit(ours, **options)
+    for step in range(10):
+        for model, stepping in ((exact, theirs), (ours, optimizer)):
+            give(model, step)
+            stepping.step()
+    for wanted, parameter in zip(exact, ours, strict=True):
+        assert torch.equal(bits(master(optimizer, parameter)), bits(wanted.detach()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rounding", ["split", "stochastic", "nearest"])
+def test_a_bad_step_changes_nothing(kind: Any, rounding: Any) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = kind(model, lr=1e-2, rounding=rounding)
+    for step in range(2):
+        give(model, step)
+        optimizer.step()
+
+    def everything() -> list[Tensor]:
+        state = [value for own in optimizer.state.values() for value in own.values()]
+        return [t.detach().clone().reshape(-1).view(torch.uint8) for t in (*model, *state)]
+
+    before = everything()
+    give(model, 9)
+    model[0].grad.fill_(float("nan"))  # type: ignore[union-attr]
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_small_updates_move_weights_that_rounding_to_nearest_leaves_where_they_are(kind: Any, rounding: Any) -> None:
+    """Each of 200 updates is a thirtieth of the spacing."""
+    moved = {}
+    for how in (rounding, "nearest"):
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))])
+        optimizer = kind(model, lr=2**-12, weight_decay=0.0, rounding=how)
+        for _ in range(200):
+            model[0].grad = torch.ones_like(model[0])
+            optimizer.step()
+        moved[how] = 1 - model[0].float().mean().item()
+    assert moved[rounding] == pytest.approx(200 * 2**-12, rel=0.05)
+    assert moved["nearest"] == 0
+    assert optimizer.lost_share() == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rounding", ["split", "stochastic", "nearest"])
+def test_a_stored_optimizer_goes_on_to_the_same_bits(kind: Any, rounding: Any) -> None:
+    def trained(model: nn.ParameterList, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            give(model, step)
+            optimizer.step()
+
+    whole = model_of(torch.bfloat16)
+    first = kind(whole, lr=1e-4, rounding=rounding, seed=5)
+    trained(whole, first, range(3))
+    other = model_of(torch.bfloat16)
+    other.load_state_dict(whole.state_dict())
+    second = kind(other, lr=1e-4, rounding=rounding, seed=5)
+    second.load_state_dict(first.state_dict())
+    trained(whole, first, range(3, 8))
+    trained(other, second, range(3, 8))
+    for one, same in zip(whole, other, strict=True):
+        assert torch.equal(one.view(torch.int16), same.view(torch.int16))
+        for name, value in first.state[one].items():
+            assert torch.equal(value, second.state[same][name]), name
+            assert value.dtype == second.state[same][name].dtype
+
+
+def test_a_state_without_low_halves_goes_on_rounded_to_nearest() -> None:
+    old = model_of(torch.bfloat16)
+    theirs = torch.optim.AdamW(old, lr=1e-3, fused=True)
+    give(old, 0)
+    theirs.step()
+    new = model_of(torch.bfloat16)
+    optimizer = AdamWBf16(new, lr=1e-3)
+    optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.rounding == "nearest"
+    assert optimizer.was_stored_without_low
+    give(new, 1)
+    optimizer.step()
+    assert optimizer.state[new[0]]["exp_avg"].dtype == torch.float32
+    assert optimizer.lost_share() is not None

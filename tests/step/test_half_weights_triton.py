@@ -1,0 +1,127 @@
+"""Kernels on weights in bf16 against their twins in torch, bit for bit; interpreted here, compiled in tests/gpu."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from halfstep.step.adamw8bit import Setting, empty_state, update
+from halfstep.step.adamw_bf16 import LOW, AdamWBf16
+from halfstep.step.half_weights import joined, key_of, split, stochastic
+from halfstep.step.single_pass import SinglePass
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it, compiled"),
+]
+
+CPU = torch.device("cpu")
+GOOD, BAD = torch.tensor(False), torch.tensor(True)
+
+
+def setting(scale: float | None = None, *, bad: bool = False) -> Setting:
+    given = None if scale is None else torch.tensor(scale)
+    return Setting(torch.tensor(1e-3), torch.tensor(float(bad)), given, (0.9, 0.999), 1e-8, 0.1)
+
+
+def corrections(step: int) -> Sequence[Tensor]:
+    return [1 - torch.tensor(beta) ** torch.tensor(float(step)) for beta in (0.9, 0.999)]
+
+
+@pytest.mark.parametrize("how", ["split", "stochastic"])
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_8_bit_moments_and_bf16_weights_have_the_bits_of_the_twin(how: str, scale: float | None) -> None:
+    from halfstep.step import adamw8bit_triton
+
+    torch.manual_seed(0)
+    count = 19 * 256
+    start = torch.randn(count).bfloat16()
+    ours = {"weights": start.clone(), **empty_state(start)}
+    if how == "split":
+        ours[LOW] = torch.randint(-32768, 32768, (count,)).to(torch.int16)
+    theirs = {name: value.clone() for name, value in ours.items()}
+    for step in range(1, 5):
+        gradient = (torch.randn(count, generator=torch.Generator().manual_seed(step)) * 0.1).bfloat16()
+        key = key_of(0, 2, torch.tensor(float(step)))
+        given = setting(scale, bad=step == 3)
+        adamw8bit_triton.update(
+            ours["weights"], gradient.clone(), ours, corrections(step), given, key if how == "stochastic" else None
+        )
+        theta = joined(theirs["weights"], theirs[LOW]) if how == "split" else theirs["weights"].float()
+        update(theta, gradient.clone(), theirs, corrections(step), given)
+        if how == "split":
+            theirs["weights"], theirs[LOW] = split(theta)
+        else:
+            theirs["weights"] = stochastic(theta, key)
+    for name, value in ours.items():
+        same = theirs[name]
+        assert torch.equal(value.reshape(-1).view(torch.uint8), same.reshape(-1).view(torch.uint8)), name
+
+
+def trained_by_torch(rounding: Any) -> tuple[nn.ParameterList, AdamWBf16]:
+    torch.manual_seed(0)
+    start = [torch.randn(67, 71), torch.randn(6, 5, 3, 3).to(memory_format=torch.channels_last), torch.randn(40)]
+    model = nn.ParameterList([nn.Parameter(t.bfloat16()) for t in start])
+    optimizer = AdamWBf16(model, lr=1e-2, weight_decay=0.1, rounding=rounding, seed=3)
+    for step in range(2):
+        give(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def give(model: nn.ParameterList, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_one_pass_of_our_kernel_stores_what_torchs_and_the_twin_store(rounding: Any) -> None:
+    """A few roundings of fp32 apart: the interpreter fuses no multiply-adds. On a GPU the bits are the same."""
+    (ours, passed), (theirs, stepped) = trained_by_torch(rounding), trained_by_torch(rounding)
+    single_pass = SinglePass(passed, CPU)
+    give(ours, 5)
+    assert single_pass.fits_gradients
+    single_pass.record(GOOD, None)
+    single_pass.fill()
+    for step in range(5, 8):
+        give(ours, step)
+        give(theirs, step)
+        for group in single_pass.groups:
+            group.run(GOOD, None)
+        stepped.step()
+    for one, other in zip(ours, theirs, strict=True):
+        if rounding == "split":
+            exact = [joined(p.detach(), o.state[p][LOW]) for p, o in ((one, passed), (other, stepped))]
+            torch.testing.assert_close(exact[0], exact[1], rtol=1e-5, atol=1e-6)
+        else:
+            same = (one == other).float().mean()
+            assert same > 0.99, "the same draws: another one only where a last bit of fp32 differs"
+        assert passed.state[one]["step"] == stepped.state[other]["step"]
+    before = [p.detach().clone() for p in ours]
+    for group in single_pass.groups:
+        group.run(BAD, None)
+    assert all(torch.equal(one, other) for one, other in zip(before, ours, strict=True))
+
+
+def test_the_draws_of_the_kernel_are_those_of_the_twin() -> None:
+    """With a learning rate of 0 and no decay nothing but the rounding is left, of values that bf16 has: none moves."""
+    model, optimizer = trained_by_torch("stochastic")
+    for group in optimizer.param_groups:
+        group.update(lr=0.0, weight_decay=0.0)
+    before = [p.detach().clone() for p in model]
+    single_pass = SinglePass(optimizer, CPU)
+    give(model, 5)
+    assert single_pass.fits_gradients
+    single_pass.record(GOOD, None)
+    single_pass.fill()
+    for group in single_pass.groups:
+        group.run(GOOD, None)
+    assert all(torch.equal(one, other) for one, other in zip(before, model, strict=True))
