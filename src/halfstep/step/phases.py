@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError
 from halfstep.step.batches import Batch, Window
@@ -85,6 +86,10 @@ class PhasedStep:
         """Iterations in which a phase committed."""
         if self.values is not None:
             self.values.follow(self)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [optimizer for step in self.steps.values() for optimizer in step.optimizers]
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         return next(iter(self.steps.values())).windows(batches)
