@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -220,9 +219,12 @@ def _chunked_loss(features: Tensor, weight: Tensor, targets: Tensor, vocab: int,
     return linear_cross_entropy(features.flatten(0, 1), weight, targets.flatten(), num_classes=vocab, dtype=dtype)
 
 
-def gpt2(
-    name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0, **options: Any
-) -> GPT2:
-    """`gpt2` to `gpt2_xl`, with the options of `GPT2`; a size above 0 replaces the published one."""
+def size_of(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0) -> GPT2Size:
+    """The published size of a model; a number above 0 replaces its own."""
     given = {"depth": depth, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
-    return GPT2(replace(GPT2S[name], **{part: value for part, value in given.items() if value}), **options)
+    return replace(GPT2S[name], **{part: value for part, value in given.items() if value})
+
+
+def gpt2(name: str, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False, **size: int) -> GPT2:
+    """`gpt2` to `gpt2_xl`, at their published size or another."""
+    return GPT2(size_of(name, **size), dropout=dropout, bias=bias, checkpointing=checkpointing)

@@ -17,6 +17,7 @@ from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
 from halfstep.run.stopping import EarlyStopping
+from halfstep.run.utilisation import peak_flops, utilisation
 from halfstep.run.waiting import Waiting
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.guard import Guard, Verdict
@@ -59,7 +60,7 @@ class Journal:
         unit: Unit = Unit(),  # noqa: B008  frozen
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
-        self._hint, self.unit = hint, unit
+        self._hint, self.unit, self._peak_flops = hint, unit, peak_flops(plan)
         self._named = samples if isinstance(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
@@ -141,9 +142,11 @@ class Journal:
 
     def _units_per_s(self) -> dict[str, float]:
         """Where a sample is many units, such as tokens, a reader wants those."""
+        used = utilisation(self.unit, self._samples_per_s, self._peak_flops)
+        share = {"mfu": round(used, 4)} if used else {}
         if self.unit.per_sample == 1:
-            return {}
-        return {f"{self.unit.name}s_per_s": round(self._samples_per_s * self.unit.per_sample, 2)}
+            return share
+        return {f"{self.unit.name}s_per_s": round(self._samples_per_s * self.unit.per_sample, 2), **share}
 
     @property
     def _first(self) -> Reading | None:
@@ -175,6 +178,8 @@ class Journal:
         fields = {**self._losses(r), **metric, "lr": f"{r.lr:.1e}"}
         if self._samples_per_s:
             fields["speed"] = self.unit.rate(self._samples_per_s)
+        if used := utilisation(self.unit, self._samples_per_s, self._peak_flops):
+            fields["mfu"] = f"{used:.0%}"
         if waiting.is_worth_saying:
             fields["data"] = f"{waiting.share:.0%}"
         fields["precision"] = self._precision

@@ -36,6 +36,8 @@ class Unit:
 
     name: str = "sample"
     per_sample: int = 1
+    flops_per_sample: float = 0.0
+    """Of forward and backward, as the model's own formula counts them; 0: not known."""
 
     def rate(self, samples_per_s: float, digits: int = 1) -> str:
         """`12.3 images/s`."""
@@ -86,6 +88,8 @@ class Kind:
     """What throughput counts: image, token, frame."""
     units_per_sample: Part | None = None
     """(config, store) -> int; without it a sample is one unit."""
+    flops_per_sample: Part | None = None
+    """(config, store) -> operations of forward and backward, for the share of the device's peak (MFU)."""
     sample_size: Part | None = None
     """(config) -> how large a sample is, in words: `512 pixels`, `1024 tokens`."""
     hint: Part | None = None
@@ -128,7 +132,8 @@ class Kind:
         return loaded(given, form=name)
 
     def unit_of(self, config: RunConfig, store: Store) -> Unit:
-        return Unit(self.unit, self.part("units_per_sample")(config, store) if self.units_per_sample else 1)
+        per_sample = self.part("units_per_sample")(config, store) if self.units_per_sample else 1
+        return Unit(self.unit, per_sample, self.part("flops_per_sample")(config, store) if self.flops_per_sample else 0)
 
     def size_of_sample(self, config: RunConfig) -> str:
         return str(self.part("sample_size")(config)) if self.sample_size else ""

@@ -29,6 +29,7 @@ KIND = Kind(
     export=f"{_HERE}.export:export",
     unit="token",
     units_per_sample=f"{_HERE}.config:context_of",
+    flops_per_sample=f"{_HERE}.random_data:flops_per_sample",
     sample_size=lambda config: f"{context_of(config):,} tokens",
     task="language",
     about="the next token of a text: a text file, a folder of them, or files of token ids",

@@ -13,7 +13,7 @@ from halfstep.data.loader import Batch, Samples
 from halfstep.data.tokenizers import Tokenizer
 from halfstep.data.tokens import Tokens, TokenSamples
 from halfstep.errors import ConfigError, DataError, ModelError
-from halfstep.models.gpt2 import GPT2, gpt2
+from halfstep.models.gpt2 import GPT2, GPT2Size, size_of
 from halfstep.models.gpt2_weights import load_gpt2_
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.data import LanguageData, open_language_data, stored_tokenizer
@@ -85,17 +85,23 @@ def model_from_store(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
             why="the loss in chunks needs the output layer, which in another model cannot be known",
             fix="a workload of your own: halfstep train my_pkg.my_mod:build (examples/own_workload.py)",
         )
+    return GPT2(
+        model_size(config, store),
+        dropout=config.model.dropout,
+        bias=config.model.bias,
+        checkpointing=config.train.activation_checkpointing,
+    )
+
+
+def model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
     wish = config.model
-    return gpt2(
+    return size_of(
         config.workload,
         depth=wish.depth,
         heads=wish.heads,
         dim=wish.dim,
         context=wish.context,
         vocab=store["vocab"],
-        dropout=wish.dropout,
-        bias=wish.bias,
-        checkpointing=config.train.activation_checkpointing,
     )
 
 

@@ -11,7 +11,7 @@ from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
 from halfstep.models.gpt2 import GPT2S
 from halfstep.workloads.kind import Store
-from halfstep.workloads.language.build import model_from_store, over_samples
+from halfstep.workloads.language.build import model_from_store, model_size, over_samples
 from halfstep.workloads.language.config import LanguageConfig, context_of
 from halfstep.workloads.workload import Workload
 
@@ -33,3 +33,11 @@ def over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
 
 def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
     return lambda batch: batch
+
+
+def flops_per_sample(config: LanguageConfig, store: Store) -> float:
+    """Six for each weight of a matmul and token, and attention's 12 · depth · dim · context (Chowdhery et al. 2022), of
+    which a causal mask leaves half to do; it is counted whole, as others count it."""
+    size, context = model_size(config, store), context_of(config)
+    in_blocks = 12 * size.depth * size.dim**2
+    return 6.0 * context * (in_blocks + size.vocab * size.dim) + 12.0 * size.depth * size.dim * context**2
