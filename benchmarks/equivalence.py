@@ -23,8 +23,8 @@ STUDENT_95 = (
 HALF_A_POINT = 0.005
 
 
-def equivalence(baseline: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
-    """Compare metrics in 0..1 of runs with the same seeds."""
+def equivalence(baseline: Sequence[float], other: Sequence[float], *, margin: float | None = None) -> dict[str, Any]:
+    """Compare metrics of runs with the same seeds; without a margin of their own, such as lie in 0..1."""
     differences = [b - a for a, b in zip(baseline, other, strict=True)]
     count, mean = len(differences), statistics.mean(differences)
     most = FEWEST_SEEDS + len(STUDENT_95) - 1
@@ -33,7 +33,7 @@ def equivalence(baseline: Sequence[float], other: Sequence[float]) -> dict[str, 
         return {"mean_difference": mean, "verdict": "not shown", "why": why}
     deviation = statistics.stdev(differences)
     reach = STUDENT_95[count - FEWEST_SEEDS] * deviation / math.sqrt(count)
-    margin = max(HALF_A_POINT, 2 * statistics.stdev(baseline))
+    margin = margin or max(HALF_A_POINT, 2 * statistics.stdev(baseline))
     low, high = mean - reach, mean + reach
     return {
         "mean_difference": mean,

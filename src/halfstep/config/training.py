@@ -74,6 +74,9 @@ class OptimizerConfig(Section):
     nesterov: bool | None = Field(default=None, description="Nesterov momentum; default: off in sgd, on in muon")
     alpha: Beta | None = Field(default=None, description="Smoothing of rmsprop; default 0.99")
     rho: Beta | None = Field(default=None, description="Smoothing of adadelta; default 0.9")
+    moment_bits: Literal[32, 8] = Field(
+        default=32, description="Bits of adamw's two moments; 8: codes with a scale for each 256 (8-bit AdamW)"
+    )
 
     @field_validator("name", mode="before")
     @classmethod

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -84,6 +85,8 @@ def optimizing(
 ) -> tuple[Optimizer, list[Schedule]]:
     """Over the parameters in `parts` (modules or parameters by name), or over all; one schedule, or one a group."""
     o = config.optimizer
+    if o.moment_bits == 8:
+        setting = dataclasses.replace(setting, optimizer_bits=_eight_for(o.name))
     peak_lr = o.peak_lr(config.train.batch_size * config.train.accumulate)
     own_groups: list[dict[str, Any]] = []
     schedules: list[Schedule] = []
@@ -96,7 +99,7 @@ def optimizing(
         own_groups += [{**found, **lr} for found in made]
         schedules += [build_schedule(_schedule_options(own, length))] * len(made)
     half = {"rounding": config.precision.rounding, "seed": config.train.seed}
-    optimizer = optimizer_for(setting, o.name, own_groups, lr=peak_lr, options=o.options(), **half)
+    optimizer = optimizer_for(setting, o.name, own_groups, lr=peak_lr, options=o.options(), **half)  # type: ignore[arg-type]
     return optimizer, schedules if groups else schedules[:1]
 
 
@@ -142,6 +145,16 @@ def changed(section: Section, changes: Mapping[str, Any], where: str) -> Section
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{where}: {key} is {first['input']!r}", why=first["msg"]) from error
+
+
+def _eight_for(optimizer_name: str) -> Literal[8]:
+    if optimizer_name != "adamw":
+        raise ConfigError(
+            f"optimizer.moment_bits=8 with {optimizer_name}",
+            why="the 8-bit form exists for adamw",
+            fix="optimizer.name=adamw, or optimizer.moment_bits=32",
+        )
+    return 8
 
 
 def _schedule_options(config: RunConfig, length: Length) -> ScheduleOptions:

@@ -1,0 +1,244 @@
+"""GPT-2 124M and XL: one training step by stock PyTorch, written plainly and used well, and by halfstep.
+
+    python benchmarks/gpt2_speed.py [--only gpt2,gpt2_xl] [--rows plain,halfstep] [--seconds 900] [--out DIR]
+
+Every row is a process of its own: what one compiled or reserved must not help or hurt the next. AdamW, clipping to 1,
+ids copied to the device within the step; rows differ in nothing else but what their names say:
+
+    plain        Hugging Face's GPT2LMHeadModel (transformers), autocast, AdamW as it comes
+    plain_tuned  the same with torch.compile and fused AdamW
+    stock        halfstep's model with F.cross_entropy, model and loss compiled as one, fused AdamW
+    halfstep     `halfstep train` with train.fast=graph
+
+Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it.
+`--small` is for trying the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.bench.bench import Request, bench
+from halfstep.bench.floor import step_flops
+from halfstep.bench.laps import Schedule
+from halfstep.bench.problem import problem_for
+from halfstep.bench.settings import bench_config
+from halfstep.hardware.measure import measure
+from halfstep.hardware.probe import probe
+from halfstep.models.gpt2 import GPT2S, gpt2
+from recording import store, time_steps
+
+WARM_UP, STEPS, WINDOWS = 12, 15, 3
+SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
+CONTEXT = 1024
+SMALL = ("model.depth=2", "model.dim=64", "model.heads=2", "model.context=64")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One line of the table."""
+
+    workload: str
+    batch_size: int
+    title: str
+    precisions: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"bf16": ("plain", "stock", "halfstep")})
+    words: tuple[str, ...] = ()
+
+
+ALL = ("plain", "plain_tuned", "stock", "halfstep")
+SPLIT = ("optimizer.moment_bits=8",)
+
+CASES = {
+    "gpt2": Case(workload="gpt2", batch_size=16, title="GPT-2 124M, 16×1024", precisions={"bf16": ALL}),
+    "gpt2_xl": Case(
+        workload="gpt2_xl",
+        batch_size=4,
+        title="GPT-2 XL 1.56B, 4×1024",
+        precisions={
+            "bf16": ALL,
+            "fp32": ("plain", "halfstep"),
+            "tf32": ("plain", "halfstep"),
+            "fp16": ("plain", "halfstep"),
+        },
+    ),
+    "gpt2_xl_split": Case(
+        workload="gpt2_xl",
+        batch_size=4,
+        title="GPT-2 XL, bf16-true, split master, 8-bit moments",
+        precisions={"bf16-true": ("halfstep",)},
+        words=SPLIT,
+    ),
+    "gpt2_xl_split_low": Case(
+        workload="gpt2_xl",
+        batch_size=4,
+        title="GPT-2 XL, bf16-true, split master, 8-bit moments, train.memory=low",
+        precisions={"bf16-true": ("halfstep",)},
+        words=(*SPLIT, "train.memory=low"),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--rows", default=",".join(ALL))
+    parser.add_argument("--precisions", default="", help="of those a case has; all unless given")
+    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
+    parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    parser.add_argument("--row", nargs=3, metavar=("CASE", "ROW", "PRECISION"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.row:
+        name, row, precision = arguments.row
+        print(json.dumps(RUN[row](CASES[name], row, precision, arguments.small)))
+        return
+    if unknown := set(arguments.only.split(",")) - set(CASES):
+        parser.error(f"there are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
+    all_rows(arguments)
+
+
+def all_rows(arguments: argparse.Namespace) -> None:
+    began, found = time.monotonic(), dict[str, Any]()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, row, precision in asked_for(arguments):
+        if arguments.seconds and time.monotonic() - began > arguments.seconds:
+            print(f"out of time: {name} {row} {precision} was not run")
+            continue
+        result = in_a_process(name, row, precision, small=arguments.small)
+        found.setdefault(name, {"title": CASES[name].title, "rows": []})["rows"].append(result)
+        print(name, json.dumps(result), flush=True)
+        store("gpt2_speed", {"cases": found}, device, arguments.out)
+
+
+def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    rows, precisions = arguments.rows.split(","), arguments.precisions.split(",") if arguments.precisions else None
+    for name in arguments.only.split(","):
+        for precision, possible in CASES[name].precisions.items():
+            if precisions is None or precision in precisions:
+                yield from ((name, row, precision) for row in possible if row in rows)
+
+
+def in_a_process(name: str, row: str, precision: str, *, small: bool) -> dict[str, Any]:
+    words = [sys.executable, __file__, "--row", name, row, precision, *(["--small"] if small else [])]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    try:
+        return {"row": row, "precision": precision, **json.loads(last[0])}
+    except ValueError:
+        return {"row": row, "precision": precision, "problem": f"ended with {done.returncode}: {last[0][:300]}"}
+
+
+# --- halfstep ---
+
+
+def by_halfstep(case: Case, row: str, precision: str, small: bool) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hardware = measure(probe(device)) if device == "cuda" else probe(device)
+    words = (*case.words, *(SMALL if small else ()))
+    config = bench_config(case.workload, words, {"batch_size": case.batch_size}, small=False)
+    problem = problem_for(config, torch.device(hardware.device))
+    request = Request(precisions=(precision,), ways=("graph" if device == "cuda" else "eager",), schedule=SCHEDULE)
+    flops = step_flops(problem)
+    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
+    measured = benched.rows[0]
+    if not measured.is_measured:
+        return {"problem": measured.reason}
+    return {
+        "ms": measured.ms,
+        "window_ms": list(measured.window_ms),
+        "peak_gb": (measured.peak_bytes or 0) / 1e9,
+        "loss": measured.loss,
+        "flops": flops,
+        "floor_ms": measured.floor_ms,
+        "remarks": list(measured.remarks),
+        "warnings": list(benched.warnings),
+    }
+
+
+# --- stock PyTorch ---
+
+
+def by_torch(case: Case, row: str, precision: str, small: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    model, loss_of, context = made(case, row, small)
+    model = model.to(device).train()
+    is_tuned = row != "plain"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=is_tuned)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    run = torch.compile(lambda tokens: loss_of(model, tokens)) if is_tuned else lambda tokens: loss_of(model, tokens)
+    host = torch.randint(model.config.vocab_size if row != "stock" else 50257, (case.batch_size, context + 1))
+    host = host.pin_memory() if device.type == "cuda" else host
+    last = torch.zeros(())
+
+    def step() -> None:
+        nonlocal last
+        optimizer.zero_grad(set_to_none=True)
+        tokens = host.to(device, non_blocking=True)
+        with autocast(device, precision):
+            loss = run(tokens)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        last = loss.detach()
+
+    times = time_steps(step, warmup=2 if small else WARM_UP, steps=2 if small else STEPS, windows=WINDOWS)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+
+
+def made(case: Case, row: str, small: bool) -> tuple[Any, Callable[[Any, Tensor], Tensor], int]:
+    size = GPT2S[case.workload]
+    context = 64 if small else CONTEXT
+    shape = (
+        {"depth": 2, "heads": 2, "dim": 64} if small else {"depth": size.depth, "heads": size.heads, "dim": size.dim}
+    )
+    if row == "stock":
+        return gpt2(case.workload, context=context, **shape), stock_loss, context
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    theirs = GPT2Config(
+        n_layer=shape["depth"], n_head=shape["heads"], n_embd=shape["dim"], n_positions=context,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(theirs), their_loss, context
+
+
+def their_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def stock_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
+
+
+RUN: dict[str, Callable[[Case, str, str, bool], dict[str, Any]]] = {
+    "plain": by_torch,
+    "plain_tuned": by_torch,
+    "stock": by_torch,
+    "halfstep": by_halfstep,
+}
+
+if __name__ == "__main__":
+    main()
