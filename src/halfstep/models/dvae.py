@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island
 from halfstep.models.keyed_noise import gumbel_noise
-from halfstep.models.recompute import recomputed
+from halfstep.models.recompute import Recomputing, block_runner, recomputed, region_runner
 
 WIDTH = 64
 CHUNK_BYTES = 2**27
@@ -36,7 +36,7 @@ class Coded(NamedTuple):
     """(N, positions) int64, without gradient."""
 
 
-class DVae(nn.Module):
+class DVae(Recomputing):
     """Images (N, channels, H, W) to words and back. STEVE's own quarters each side; `downs` and `ups` say otherwise."""
 
     def __init__(
@@ -46,9 +46,11 @@ class DVae(nn.Module):
         image_channels: int = 3,
         downs: Sequence[tuple[int, int]] = ((4, 6),),
         ups: Sequence[int] = (2, 2),
+        checkpointing: bool = False,
     ) -> None:
         """`downs`: each a stride and how many 1×1 convolutions follow it. `ups`: factors of the decoder's zooms."""
         super().__init__()
+        self.recompute = "blocks" if checkpointing else "none"
         self.vocabulary = vocabulary
         self.encoder = nn.Sequential(*_encoder_layers(image_channels, downs), convolution(WIDTH, vocabulary, 1))
         self.decoder = nn.Sequential(
@@ -108,8 +110,18 @@ class DVae(nn.Module):
         bias = self._first_convolution().bias
         assert bias is not None
         first = torch.relu(embedded + bias.to(embedded.dtype))
-        out: Tensor = self.decoder[1:](first.unflatten(1, tuple(grid)).permute(0, 3, 1, 2))
-        return out
+        maps = first.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
+        return region_runner(self.recompute)(self._through_decoder, maps)
+
+    def _through_decoder(self, maps: Tensor) -> Tensor:
+        """Zoom after zoom, and the last layer with the last one; where blocks are recomputed, what lies between is
+        kept."""
+        run = block_runner(self.recompute)
+        last = len(self.decoder) - 1
+        ends = [place + 1 for place, layer in enumerate(self.decoder) if isinstance(layer, nn.PixelShuffle)]
+        for start, end in zip([1, *ends], [*ends[:-1], last + 1], strict=False):
+            maps = run(self.decoder[start:end], maps)
+        return maps
 
     def image_of(self, words: Tensor, grid: Sequence[int]) -> Tensor:
         """What (N, positions) words look like."""

@@ -118,7 +118,7 @@ class Steve(nn.Module):
         super().__init__()
         self.size = size
         self.grid = words_grid(size.image_size, size.image_size, WORD_SIDE)
-        self.dvae = DVae(size.vocabulary)
+        self.dvae = DVae(size.vocabulary, checkpointing=checkpointing)
         self.steve_encoder = SteveEncoder(size)
         self.steve_decoder = WordDecoder(
             size.vocabulary,
