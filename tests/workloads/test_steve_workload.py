@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,13 +17,17 @@ from halfstep.data.loader import Batch, Loader
 from halfstep.data.seeds import Key
 from halfstep.precision.simulate import simulate
 from halfstep.report.metrics_file import read
+from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload, with_settled
 from halfstep.run.train import train
 from halfstep.step.schedule import ScheduleOptions, build_schedule
+from halfstep.use.evaluate import evaluate
+from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.steve_config import SteveConfig
 from halfstep.workloads.slots.steve_loss import start_scale, temperature
+from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
@@ -83,12 +88,29 @@ def test_both_losses_fall_in_every_format_without_a_skipped_step(
     format: str, epochs: int, steve: Trainer, tmp_path: Path
 ) -> None:
     simulated = {} if format == "fp32" else {"precision.default": format, "precision.simulate": True}
-    run = steve.run(tmp_path / format, **{"train.epochs": epochs, "train.validate_every": epochs, **simulated})
+    run = steve.run(
+        tmp_path / format,
+        **{"train.epochs": epochs, "train.validate_every": epochs, "train.sample_every": 20, **simulated},
+    )
     before, after = untrained(steve.workload()), last_scores(run)
     assert after["mse"] < 0.5 * before["mse"]
     assert after["cross_entropy"] < 0.98 * before["cross_entropy"]
     assert -0.5 <= after["fg_ari"] <= 1
     assert not [record for record in read(run / "metrics.jsonl") if record.get("event")]
+    if format == "fp32":
+        assert_is_used(run, steve.demo, tmp_path / "out")
+
+
+def assert_is_used(run: Path, demo: Path, out: Path) -> None:
+    """Evaluation draws, prediction writes, and the samples of training are there."""
+    found = evaluate(run, report=RunReport(run, quiet=True))
+    assert found.metrics["fg_ari"] == pytest.approx(last_scores(run)["fg_ari"], abs=1e-9)
+    video = demo / "demo-validation-000000.tar"
+    predict(run, [video], report=RunReport(run, quiet=True), wishes=Wishes(out=out))
+    assert sorted(path.suffix for path in out.rglob("000000*")) == [".gif", ".npy", ".png"]
+    assert np.load(next(out.rglob("000000*.npy"))).shape == (6, 16, 16)
+    samples = sorted(path.name for path in (run / "report" / "samples").rglob("*.png"))
+    assert samples == ["clip_0.png", "frames_vae_slots.png"]
 
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(steve: Trainer, tmp_path: Path) -> None:

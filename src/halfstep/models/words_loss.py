@@ -16,7 +16,8 @@ def words_loss(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
     """The sum over all positions of -log p(word), where logits are hidden (N, positions, dim) · weightᵀ; fp32."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    return _by_chunks(hidden.flatten(0, 1), weight, words.flatten(), dtype)
+    total: Tensor = _by_chunks(hidden.flatten(0, 1), weight, words.flatten(), dtype)
+    return total
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -38,6 +38,7 @@ KINDS = Kinds(
         "vae": "halfstep.workloads.diffusion:VAE",
         "diffusion": "halfstep.workloads.diffusion:DIFFUSION",
         "steve": "halfstep.workloads.slots.steve:KIND",
+        "slotcontrast_steve": "halfstep.workloads.slots.steve:WITH_SLOTCONTRAST",
         "slotcontrast": SLOTS,
         "radiodiff_vae": "halfstep.workloads.radio:VAE_KIND",
         "radiodiff": "halfstep.workloads.radio:KIND",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,12 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
     )
 
 
-def build_model(config: SlotContrastConfig, backbone: nn.Module) -> SlotContrast:
+def build_model(
+    config: SlotContrastConfig, backbone: nn.Module, make: Callable[[SlotContrastSize], SlotContrast] = SlotContrast
+) -> SlotContrast:
     """What trains."""
     m = config.model
-    model = SlotContrast(
+    model = make(
         SlotContrastSize(
             feature_dim=feature_dim(backbone),
             num_positions=(config.data.image_size // patch_of(config)) ** 2,

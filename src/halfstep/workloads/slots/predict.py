@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.data.clips import crop_box
 from halfstep.data.files import PICTURES, BadFiles, load_array
@@ -23,12 +23,15 @@ from halfstep.errors import CheckpointError, DataError, counted
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
+from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
 from halfstep.workloads.slots.config import SlotContrastConfig
 from halfstep.workloads.slots.data import steady
 from halfstep.workloads.slots.metrics import slot_labels
 from halfstep.workloads.slots.pictures import sheet, write_gif
+from halfstep.workloads.slots.steve_config import SteveConfig
 from halfstep.workloads.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.workload import Forward, Prepare
 
 FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")
 
@@ -37,6 +40,11 @@ class SlotPredictor:
     """One gif, one sheet and one array a video."""
 
     endings = (*VIDEO_ENDINGS, ".npy", ".tar", *FRAME_ENDINGS)
+    config: SlotContrastConfig | SteveConfig
+    frozen: dict[str, FrozenPart]
+    model: nn.Module
+    _forward: Forward
+    _prepare: Prepare
 
     def __init__(self, config: SlotContrastConfig, store: Store) -> None:
         self.config = config

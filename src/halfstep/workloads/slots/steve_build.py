@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from halfstep.data import noise
+from halfstep.data.clips import ClipSamples
 from halfstep.data.loader import Batch, Samples
 from halfstep.models.steve import Seen, Steve, SteveSize
 from halfstep.models.weights import load_weights_, read_weights
@@ -18,7 +18,9 @@ from halfstep.workloads.parts import Group
 from halfstep.workloads.scheduled import Scheduled
 from halfstep.workloads.slots.clip_data import ClipData, open_clips, unit_frames
 from halfstep.workloads.slots.steve_config import SteveConfig
-from halfstep.workloads.slots.steve_loss import SteveMetrics, start_scale, temperature, total_loss
+from halfstep.workloads.slots.steve_loss import SteveMetrics, settled_scale, temperature, total_loss
+from halfstep.workloads.slots.steve_pictures import sample_of
+from halfstep.workloads.slots.word_draws import word_keys
 from halfstep.workloads.workload import Workload
 
 FRAGILE = (
@@ -28,7 +30,6 @@ FRAGILE = (
     "loss.mse: a sum over all pixels passes fp16's largest number",
     "loss.cross_entropy: log of probabilities near 0",
 )
-KEY_RANGE = 2**31
 THEIR_MASKS = ".self_attn_mask"
 """Of the public project's weights: a triangle for each block, stored as parameters."""
 
@@ -65,12 +66,13 @@ def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipD
         outputs["loss"] = total_loss(seen, config.model.loss)
         return outputs if model.training else outputs | {"slots": seen.slots, "reconstruction": seen.reconstruction}
 
+    prepare = Prepared(config)
     return Workload(
         name=config.workload,
         model=model_of(config),
         train_samples=train,
         val_samples=val,
-        prepare=Prepared(config),
+        prepare=prepare,
         forward=forward,
         loss=lambda outputs, batch: (outputs["loss"], len(batch["video"])),
         metrics=SteveMetrics,
@@ -83,8 +85,8 @@ def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipD
             Group(modules=("steve_encoder",), lr=config.optimizer.encoder_lr),
         ),
         values={"tau": tau},
-        settled=_scale(config),
-        store={"image_size": config.data.image_size},
+        settled=settled_scale(config) if config.model.loss == "sum" else {},
+        sample=sample_of(val, prepare, forward) if isinstance(val, ClipSamples) else None,
         notes=about.notes if about else (),
         about=about.about if about else (),
         val_names=about.val_names if about else (),
@@ -111,16 +113,6 @@ def model_of(config: SteveConfig) -> Steve:
     return Steve(size, checkpointing=config.train.activation_checkpointing)
 
 
-def _scale(config: SteveConfig) -> dict[str, float]:
-    """Where losses are sums, fp16 starts with a scale that holds them, unless the user named one."""
-    named = config.scaler.model_fields_set
-    if config.model.loss == "mean" or "init_scale" in named:
-        return {}
-    scale = start_scale(config.data.image_size)
-    floor = {} if "min_scale" in named else {"scaler.min_scale": min(config.scaler.min_scale, scale / 2**12)}
-    return floor | {"scaler.init_scale": scale}
-
-
 class Prepared:
     """Frames as numbers, and each clip's own draws: keys of both Gumbel draws (models/keyed_noise.py), slots' start."""
 
@@ -129,14 +121,8 @@ class Prepared:
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         video = batch["video"]
-        num, frames, device = len(video), video.shape[1], video.device
-
-        def keys(stream: str) -> Tensor:
-            return noise.integers(key, num, KEY_RANGE, device, stream=stream, shape=(frames, 2)).to(torch.int32)
-
         return batch | {
             "video": unit_frames(video, self.side),
-            "soft_keys": keys("soft words"),
-            "word_keys": keys("words"),
-            "slot_draw": noise.normal(key, num, self.slots, device, stream="slots"),
+            "slot_draw": noise.normal(key, len(video), self.slots, video.device, stream="slots"),
+            **word_keys(video, key),
         }

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from halfstep.config.schema import RunConfig
 from halfstep.models.steve import Seen
 from halfstep.workloads.slots.metrics import SlotMetrics
-from halfstep.workloads.slots.steve_config import SteveModelConfig
 
 HALF_LARGEST = 65504.0
 
 
-def temperature(model: SteveModelConfig, step: int) -> float:
+class Cooled(Protocol):
+    """Settings of a temperature."""
+
+    @property
+    def tau_start(self) -> float: ...
+    @property
+    def tau_final(self) -> float: ...
+    @property
+    def tau_steps(self) -> int: ...
+
+
+def temperature(model: Cooled, step: int) -> float:
     """A cosine from tau_start to tau_final over tau_steps."""
     share = min(step / model.tau_steps, 1.0)
     return model.tau_final + (model.tau_start - model.tau_final) * 0.5 * (1 + math.cos(math.pi * share))
@@ -35,32 +46,42 @@ def start_scale(image_size: int) -> float:
     return 2.0 ** math.floor(math.log2(HALF_LARGEST / (8 * image_size**2)))
 
 
+def settled_scale(config: RunConfig) -> dict[str, float]:
+    """That scale, and a floor well below it, as settings, where the user named none."""
+    named = config.scaler.model_fields_set
+    if "init_scale" in named:
+        return {}
+    scale = start_scale(config.data.image_size)
+    floor = {} if "min_scale" in named else {"scaler.min_scale": min(config.scaler.min_scale, scale / 2**12)}
+    return floor | {"scaler.init_scale": scale}
+
+
 LOSSES = ("loss", "mse", "cross_entropy")
 
 
-class SteveMetrics:
+class SteveMetrics(SlotMetrics):
     """The loss, its parts summed over a frame, and the masks' scores where there are true masks."""
 
     def __init__(self) -> None:
-        self.masks = SlotMetrics()
-        self._sums: Tensor | None = None
+        super().__init__()
+        self._losses: Tensor | None = None
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         num = torch.full((), float(len(batch["video"])), dtype=torch.float64, device=outputs["loss"].device)
         sums = torch.stack([*(outputs[name].detach().double() * num for name in LOSSES), num])
-        self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
-        self.masks.update(outputs, batch)
+        self._losses = sums if self._losses is None else self._losses.to(sums.device) + sums
+        super().update(outputs, batch)
 
     def compute(self) -> dict[str, float]:
-        if self._sums is None:
+        if self._losses is None:
             return {}
-        *sums, num = self._sums.tolist()
-        return {name: total / num for name, total in zip(LOSSES, sums, strict=True)} | self.masks.compute()
+        *sums, num = self._losses.tolist()
+        return {name: total / num for name, total in zip(LOSSES, sums, strict=True)} | super().compute()
 
     def state_dict(self) -> dict[str, Tensor]:
-        own: dict[str, Any] = {} if self._sums is None else {"losses": self._sums}
-        return own | self.masks.state_dict()
+        own: dict[str, Any] = {} if self._losses is None else {"losses": self._losses}
+        return own | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sums = state.get("losses")
-        self.masks.load_state_dict(state)
+        self._losses = state.get("losses")
+        super().load_state_dict(state)
