@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.kernels.normalise import Norm, dense_like
+from halfstep.kernels.row_tile import CHANNELS, PIXELS
 
-CHANNELS, PIXELS = 64, 128
-"""Of a tile: 128 bytes of channels, the widest that are swizzled, and the fewest rows of two warpgroups' matrices."""
 LEAST_FILLED = 0.85
 """Of a strip's pixels that must lie in the image: what lies beside it is multiplied in vain."""
 LEAST_ROWS = 32

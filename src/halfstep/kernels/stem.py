@@ -7,7 +7,6 @@ are matmuls that gather their operand from the cache. The map is written once an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,57 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfstep.kernels.normalise import GradientSums, Norm
+from halfstep.kernels.padded_image import PIXEL, PaddedImage, Windows
 
-PIXEL = 4
-"""Channels of a padded pixel: 8 bytes of a half format, the least that asynchronous copies move well."""
 OUT_CHANNELS_AT_ONCE = 16
 """The least that matrix units take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
-    """Where the windows of a square kernel lie on a padded image."""
-
-    height: int
-    width: int
-    kernel: int
-    stride: int
-    padding: int
-
-    @property
-    def rows(self) -> int:
-        """Of the convolution's result."""
-        return (self.height + 2 * self.padding - self.kernel) // self.stride + 1
-
-    @property
-    def columns(self) -> int:
-        """Of the convolution's result."""
-        return (self.width + 2 * self.padding - self.kernel) // self.stride + 1
-
-    @property
-    def row_taps(self) -> int:
-        """Values read for one row of the kernel: a power of two that matrix units take."""
-        return max(16, 1 << (PIXEL * self.kernel - 1).bit_length())
-
-    @property
-    def padded_height(self) -> int:
-        return self.height + 2 * self.padding
-
-    @property
-    def padded_width(self) -> int:
-        """With all that the last window reads; even, so that windows at stride 2 begin at multiples of 16 bytes."""
-        read = (self.columns - 1) * self.stride + self.row_taps // PIXEL
-        needed = max(self.width + 2 * self.padding, read)
-        return needed + needed % 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedImage:
-    """An image in a frame of zeros, [N, padded_height, padded_width, PIXEL], with as many channels as it had."""
-
-    values: Tensor
-    channels: int
-    windows: Windows
 
 
 def stem_fits(image: Tensor, weight: Tensor, stride: int, padding: int) -> bool:

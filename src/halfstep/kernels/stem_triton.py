@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.kernels.layout import row_stride
 from halfstep.kernels.normalise import GradientSums, Norm
-from halfstep.kernels.stem import PIXEL, PaddedImage
+from halfstep.kernels.padded_image import PIXEL, PaddedImage
 
 
 class Blocks(NamedTuple):

@@ -24,7 +24,8 @@ from halfstep.kernels.chain import (
     weights_for,
 )
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
-from halfstep.kernels.stem import PaddedImage, convolved_image, padded_image, stem_weight_gradient_through_norm
+from halfstep.kernels.padded_image import PaddedImage
+from halfstep.kernels.stem import convolved_image, padded_image, stem_weight_gradient_through_norm
 
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
 """What `Head` can do: it has all channels of a pixel in registers, and walks over classes."""
