@@ -14,6 +14,7 @@ from typing import Any
 from halfstep.config.foreign import Foreign
 from halfstep.errors import ConfigError
 from halfstep.workloads.slots.config import DINO_PATCH
+from halfstep.workloads.slots.foreign_words import VAE_LOSS, WORDS_LOSS, has_words, word_loss, words_of
 
 MODULES = {"initializer", "encoder", "processor", "decoder"}
 CROPS = {
@@ -52,11 +53,11 @@ UNUSED = {
 
 
 def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
-    """A config of SlotContrast, or of a fork whose additions are switched off; None for any other file."""
+    """A config of SlotContrast, alone or with STEVE's half (foreign_words.py); None for any other file."""
     model = document.get("model")
     if not isinstance(model, Mapping) or not {"grouper", "decoder", "encoder"} <= model.keys():
         return None
-    if "dataset" not in document or "optimizer" not in document or model.get("use_dvae"):
+    if "dataset" not in document or "optimizer" not in document:
         return None
     return translated(document)
 
@@ -100,7 +101,8 @@ def translated(document: Mapping[str, Any]) -> Foreign:
     read = Reader(document)
     values = {**_run(read), **_optimizer(read), **_model(read), **_losses(read), **_data(read), **_metrics(read)}
     read.unused |= {key: why for key, why in UNUSED.items() if key not in read.unused}
-    return Foreign(workload="slotcontrast", values=_said(values), used=sorted(read.used), unused=read.unused)
+    workload = "slotcontrast_steve" if has_words(read) else "slotcontrast"
+    return Foreign(workload=workload, values=_said(values), used=sorted(read.used), unused=read.unused)
 
 
 def _said(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,25 +211,24 @@ def _model(read: Reader) -> dict[str, Any]:
     for part in ("target_encoder", "mask_resizers", "eval_mode_config", "modules_to_load"):
         if read(f"model.{part}") is not None:
             raise ConfigError(f"model.{part} is not offered", fix="leave it out")
-    _switched_off(read)
     every = read("model.visualize_every_n_steps", 1000)
     return {
         **_backbone(read),
         **_slots(read),
         **_decoder(read),
+        **(words_of(read) if has_words(read) else _switched_off(read)),
         "model.weights": read("model.load_weights"),
         "train.sample_every": every if read("model.visualize", False) else None,
     }
 
 
-def _switched_off(read: Reader) -> None:
+def _switched_off(read: Reader) -> dict[str, Any]:
     """The fork's other half, where the file does not use it."""
-    for key in ("use_dvae", "use_steve_decoder"):
-        read(f"model.{key}")
     for key in ("dvae", "steve_decoder", "gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps"):
         read.unused[f"model.{key}"] = "model.use_dvae is off"
     for key in ("steve", "vocab_size"):
         read.unused[f"model.decoder.{key}"] = "model.use_dvae is off"
+    return {}
 
 
 def _backbone(read: Reader) -> dict[str, Any]:
@@ -321,6 +322,8 @@ def _losses(read: Reader) -> dict[str, Any]:
     """By class, weighed by the weights of the same keys; upstream drops a loss of weight 0."""
     losses, weights = read.section("model.losses"), read.section("model.loss_weights")
     values: dict[str, Any] = {"model.feature_weight": 0.0 if losses else 1.0, "model.contrast_weight": 0.0}
+    if has_words(read):
+        values |= {"model.dvae_weight": 0.0, "model.words_weight": 0.0}
     for key, given in losses.items():
         weight, kind = weights.get(key, 1.0), given.get("name")
         read(f"model.loss_weights.{key}")
@@ -331,6 +334,9 @@ def _losses(read: Reader) -> dict[str, Any]:
             values["model.contrast_weight"] = weight
             values["model.temperature"] = given.get("temperature", 0.1)
             values["model.contrast_batch"] = given.get("batch_contrast", True)
+            read(f"model.losses.{key}")
+        elif kind in (VAE_LOSS, WORDS_LOSS) and has_words(read):
+            values |= word_loss(given, weight, f"model.losses.{key}")
             read(f"model.losses.{key}")
         else:
             read.unused[f"model.losses.{key}"] = f"{kind} needs the discrete VAE, which is off"
