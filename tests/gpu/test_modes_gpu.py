@@ -11,6 +11,9 @@ from mode_features import FEATURES, assert_close, cells, run_with
 
 pytestmark = pytest.mark.gpu
 
+STEPS, RATE = 4, 1e-3
+"""Of the tiny runs."""
+
 
 @pytest.mark.parametrize(("name", "mode", "word"), list(cells("graph")))
 def test_a_feature_in_a_captured_step_does_what_the_page_says(
@@ -25,4 +28,5 @@ def test_a_feature_in_a_captured_step_does_what_the_page_says(
     told = capsys.readouterr()
     assert feature.shows(out)
     assert "not captured" not in told.out + told.err
-    assert_close(out, run_with(feature, "eager", tmp_path / "eager", device="cuda"))
+    # A bias before BatchNorm has a gradient of rounding alone, and Adam moves it by the learning rate all the same.
+    assert_close(out, run_with(feature, "eager", tmp_path / "eager", device="cuda"), apart=STEPS * RATE)

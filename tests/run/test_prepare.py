@@ -93,3 +93,11 @@ def test_a_model_of_video_and_images_and_its_five_dimensional_batch_take_the_lay
     batch = in_layout_of(model, {"video": torch.zeros(2, 3, 4, 5, 5), "image": torch.zeros(2, 3, 5, 5)})
     assert batch["video"].is_contiguous()
     assert batch["image"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_prepare_cuts_out_of_a_larger_tensor_reaches_the_step_as_it_will_lie_in_a_captured_one() -> None:
+    wide = torch.arange(24.0).view(4, 6)
+    batch = in_layout_of(nn.Linear(2, 2), {"cut": wide[:, :5], "turned": wide.T})
+    assert batch["cut"].is_contiguous()
+    assert torch.equal(batch["cut"], wide[:, :5])
+    assert batch["turned"].stride() == wide.T.stride(), "dense in another order: a copy lies the same"

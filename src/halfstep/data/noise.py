@@ -94,4 +94,4 @@ def _pair(values: tuple[int, int], device: torch.device, ndim: int) -> Tensor:
 
 
 def _rows(drawn: Tensor, num: int, shape: Shape) -> Tensor:
-    return drawn.flatten(1)[:, : math.prod(shape)].reshape(num, *shape)
+    return drawn.flatten(1)[:, : math.prod(shape)].reshape(num, *shape).contiguous()

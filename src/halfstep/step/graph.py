@@ -150,7 +150,9 @@ def _passes(step: Step) -> list[SinglePass]:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Of the compiler the second as well, where the first only announces it: `backend='inductor' raised:`."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def _end_what_broke_off(stream: torch.cuda.Stream, pool: Pool) -> None:

@@ -44,12 +44,19 @@ def to_channels_last_(model: nn.Module) -> nn.Module:
 def in_layout_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with its images as the model's convolutions read them."""
     _refuse_others_than_tensors(batch)
-    if not is_channels_last(model):
-        return batch
+    images = torch.channels_last if is_channels_last(model) else None
     return {
-        name: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value
+        name: value.contiguous(memory_format=images) if images and value.ndim == 4 else _dense(value)
         for name, value in batch.items()
     }
+
+
+def _dense(value: Tensor) -> Tensor:
+    """A slice of something larger lies otherwise than the copy of it that a captured step keeps, and compiled code
+    knows its inputs by how they lie."""
+    if value.is_contiguous() or torch.empty_like(value, device="meta").stride() == value.stride():
+        return value
+    return value.contiguous()
 
 
 def _refuse_others_than_tensors(batch: Mapping[str, object]) -> None:
