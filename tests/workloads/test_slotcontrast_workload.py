@@ -153,3 +153,11 @@ def test_one_frame_has_nothing_to_be_contrasted_with(clips: Path) -> None:
 def test_accumulation_changes_the_negatives_and_says_so(clips: Path) -> None:
     built = build(settings(clips, {"train.accumulate": 2}).config)
     assert any("11 others of their micro-batch of 4 clips" in note for note in built.notes)
+
+
+def test_samples_are_sheets_of_validation_clips(tmp_path: Path, clips: Path) -> None:
+    run = trained(tmp_path / "run", clips, max_steps=2, sample_every=2)
+    drawn = sorted((run / "report" / "samples").rglob("*.png"))
+    assert [path.name for path in drawn] == ["clip_0.png", "clip_1.png"]
+    with Image.open(drawn[0]) as picture:
+        assert picture.width > 5 * 32

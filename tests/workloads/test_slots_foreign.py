@@ -155,7 +155,7 @@ def test_what_cannot_be_honoured_is_an_error(written: Path, old: str, new: str, 
 
 
 def test_references_that_multiply_end(written: Path) -> None:
-    bomb = "".join(f'  X{k}: "{"${.X" + str(k - 1) + "} " * 10}"\n' for k in range(1, 12))
+    bomb = "".join(f'  X{k}: "' + f"${{.X{k - 1}}} " * 10 + '"\n' for k in range(1, 12))
     written.write_text(THEIRS.replace("globals:\n", "globals:\n  X0: lol\n" + bomb))
     with pytest.raises(ConfigError, match="references"):
         load(str(written))

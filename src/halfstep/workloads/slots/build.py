@@ -22,6 +22,7 @@ from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalised, notes_on, prepared_masks, unit_pixels
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.slots.metrics import SlotMetrics
+from halfstep.workloads.slots.pictures import sample_pictures
 from halfstep.workloads.workload import Forward, Loss, Prepare, Workload
 
 FRAGILE = (
@@ -65,6 +66,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         notes=(*_said_aloud(config), *_negatives(config), *notes_on(config.data, clips), *clips.notes),
         val_names=clips.val_names,
         about=clips.about,
+        sample=sample_pictures(clips.val, prepare, forward),
     )
 
 

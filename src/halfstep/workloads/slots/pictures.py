@@ -5,7 +5,7 @@ Slot k has colour k in every frame, clip and run, so that a colour that jumps is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from halfstep.data.clips import ClipSamples
+from halfstep.data.seeds import Key
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
 from halfstep.workloads.slots.metrics import slot_labels
-from halfstep.workloads.workload import Forward, Prepare
+from halfstep.workloads.workload import Forward, Prepare, Sample
 
 Array = np.ndarray[Any, Any]
 
@@ -86,14 +87,12 @@ def clip_views(raw: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> tupl
     return shown_frames(video, size), slots, truth
 
 
-def sample_pictures(
-    samples: ClipSamples, prepare: Prepare, forward: Forward
-) -> Callable[[nn.Module, tuple[int, ...]], dict[str, Array]] | None:
+def sample_pictures(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
     """Sheets of the first validation clips, for the report while training."""
     if len(samples) == 0:
         return None
 
-    def sample(model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
+    def sample(model: nn.Module, key: Key) -> dict[str, Array]:
         device = next(model.parameters()).device
         found = {}
         for index in range(min(SAMPLED_CLIPS, len(samples))):

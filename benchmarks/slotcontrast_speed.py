@@ -1,0 +1,167 @@
+"""SlotContrast at MOVi-E's size: one training step by stock PyTorch, written plainly and used well, and by halfstep.
+
+    python benchmarks/slotcontrast_speed.py [--rows plain,plain_tuned,halfstep,halfstep_low] [--out DIR]
+
+ViT-B/14 frozen with random weights, 64 clips of 4 frames at 336 pixels from bytes of 128 pixels, 15 slots of 128. Every
+row is a process of its own. Rows:
+
+    plain         the same model with the decoder written layer by layer, autocast, Adam as it comes; the backbone is
+                  under no_grad in autocast, as upstream
+    plain_tuned   the same with torch.compile and fused Adam
+    halfstep      `halfstep train` with train.fast=graph
+    halfstep_low  the same with train.memory=low
+
+Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it. `--small` is for trying
+the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.bench.bench import Request, bench
+from halfstep.bench.floor import step_flops
+from halfstep.bench.laps import Schedule
+from halfstep.bench.problem import problem_for
+from halfstep.bench.settings import bench_config
+from halfstep.hardware.measure import measure
+from halfstep.hardware.probe import probe
+from halfstep.models.slotcontrast import SlotContrast
+from halfstep.workloads.slots.build import build_backbone, build_model, prepare_of
+from halfstep.workloads.slots.config import SlotContrastConfig
+from halfstep.workloads.slots.losses import slot_contrast
+from halfstep.workloads.slots.random_data import random_batch
+from recording import store, time_steps
+
+ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low")
+WARM_UP, STEPS, WINDOWS = 8, 10, 3
+SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
+WORDS = ("preset=movi_e", "model.backbone_weights=random")
+SMALL = (
+    "data.image_size=28", "model.backbone=vit_small_patch14_dinov2", "model.backbone_depth=1", "model.backbone_dim=48",
+    "model.slots=3", "model.slot_dim=16", "model.decoder_hidden=[32,32]", "train.batch_size=2",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.row:
+        run = by_halfstep if arguments.row.startswith("halfstep") else by_torch
+        print(json.dumps(run(arguments.row, arguments)))
+        return
+    found = []
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for row in arguments.rows.split(","):
+        found.append({"row": row, **in_a_process(row, arguments)})
+        print(json.dumps(found[-1]), flush=True)
+        store("slotcontrast_speed", {"precision": arguments.precision, "rows": found}, device, arguments.out)
+
+
+def in_a_process(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    words = [sys.executable, __file__, "--row", row, "--precision", arguments.precision]
+    words += ["--batch-size", str(arguments.batch_size), *(["--small"] if arguments.small else [])]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    try:
+        found: dict[str, Any] = json.loads(last[0])
+    except ValueError:
+        return {"problem": f"ended with {done.returncode}: {last[0][:300]}"}
+    return found
+
+
+def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
+    low = ("train.memory=low",) if row == "halfstep_low" else ()
+    return (*WORDS, *(SMALL if arguments.small else (f"train.batch_size={arguments.batch_size}",)), *low)
+
+
+def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hardware = measure(probe(device)) if device == "cuda" else probe(device)
+    config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
+    problem = problem_for(config, torch.device(hardware.device))
+    way = "graph" if device == "cuda" else "eager"
+    request = Request(precisions=(arguments.precision,), ways=(way,), schedule=SCHEDULE)
+    flops = step_flops(problem)
+    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
+    measured = benched.rows[0]
+    if not measured.is_measured:
+        return {"problem": measured.reason}
+    return {
+        "ms": measured.ms,
+        "window_ms": list(measured.window_ms),
+        "peak_gb": (measured.peak_bytes or 0) / 1e9,
+        "loss": measured.loss,
+        "flops": flops,
+        "floor_ms": measured.floor_ms,
+        "remarks": list(measured.remarks),
+        "warnings": list(benched.warnings),
+    }
+
+
+def plain_error(model: SlotContrast, slots: Tensor, target: Tensor) -> Tensor:
+    """The decoder layer by layer, all frames at once, as upstream writes it."""
+    out = model.decoder.mlp(slots.unsqueeze(2) + model.decoder.pos_emb)
+    recons, alpha = out.split((model.decoder.feature_dim, 1), dim=-1)
+    painted = (recons * torch.softmax(alpha, dim=1)).sum(1)
+    return nn.functional.mse_loss(painted.float(), target.float())
+
+
+def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
+    assert isinstance(config, SlotContrastConfig)
+    backbone = build_backbone(config).module.to(device).eval()
+    model = build_model(config, backbone).to(device).train()
+    is_tuned = row == "plain_tuned"
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-4, fused=is_tuned)
+    scaler = torch.amp.GradScaler(device.type, enabled=arguments.precision == "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.precision)
+    prepare, batch = prepare_of(config), random_batch(config, {})
+    host = batch["video"].pin_memory() if device.type == "cuda" else batch["video"]
+
+    def loss_of(video: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = backbone(video.flatten(0, 1)).unflatten(0, video.shape[:2])
+        slots = model.processor(model.initializer(len(video), None), model.encoder(features)).slots
+        error = plain_error(model, slots.flatten(0, 1), features.flatten(0, 1))
+        return error + 0.5 * slot_contrast(slots, temperature=0.1, across_batch=True)
+
+    run = torch.compile(loss_of) if is_tuned else loss_of
+    last = torch.zeros(())
+
+    def step() -> None:
+        nonlocal last
+        optimizer.zero_grad(set_to_none=True)
+        video = prepare({"video": host.to(device, non_blocking=True)}, key=(0,), training=True)["video"]
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            loss = run(video)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        last = loss.detach()
+
+    small = arguments.small
+    times = time_steps(step, warmup=1 if small else WARM_UP, steps=2 if small else STEPS, windows=WINDOWS)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+
+
+if __name__ == "__main__":
+    main()
