@@ -19,6 +19,7 @@ from halfstep.models.noise_schedule import noised, target_of
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
 from halfstep.workloads.diffusion.latents import Encoder
+from halfstep.workloads.diffusion.make import Maker
 from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts
 from halfstep.workloads.diffusion.noising import Noising, schedule_of
 from halfstep.workloads.diffusion.samples import open_samples
@@ -62,6 +63,7 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         about=(*data.about, *samples.about),
         settled=samples.settled,
         frozen=frozen_parts(config, parts, with_vae=config.data.cache == "off"),
+        sample=Maker(config, parts, found).sheet,
     )
 
 

@@ -43,7 +43,8 @@ def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], 
         scheduler = diffusers_class("DDPMScheduler")(**shared, clip_sample=True)
         diffusers_class("DDPMPipeline")(unet=unet, scheduler=scheduler).save_pretrained(folder)
         return
-    scheduler = diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
+    # An offset of 1 is what Stable Diffusion's pipeline insists on; trailing timesteps do not read it.
+    scheduler = diffusers_class("DDIMScheduler")(**shared, clip_sample=clips, steps_offset=1)
     if not clips and type(conditions) is Conditions:
         diffusers_class("LDMPipeline")(vqvae=parts.vae, unet=unet, scheduler=scheduler).save_pretrained(folder)
     elif not clips and isinstance(conditions, TextConditions):
