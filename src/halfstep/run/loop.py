@@ -243,8 +243,12 @@ class Loop:
         """Whether it is the best so far. One out of turn, at the end of a run, decides nothing else."""
         parts = self.parts
         try:
-            with self.journal.validating(epoch, len(parts.val_loader)) as advance, averaged(parts.step):
-                found = self._with_room(lambda: self._found(self._unless_asked(advance)))
+            with self.journal.validating(epoch, len(parts.val_loader)) as advance:
+                with averaged(parts.step):
+                    found = self._with_room(lambda: self._found(self._unless_asked(advance)))
+                if parts.workload.scores_raw and parts.step.ema is not None:
+                    raw = self._with_room(lambda: self._found(self._unless_asked(lambda: None)))
+                    found |= {f"raw_{name}": value for name, value in raw.items()}
         except AskedToLeave:
             self._leave()  # here the model holds its own weights again
         self.validated_at = parts.step.attempted

@@ -23,6 +23,7 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.frozen import naming_lost_files
 from halfstep.run.hints import hint_about
 from halfstep.run.places import with_absolute_paths, with_data_found
+from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating, validate
 from halfstep.step.randomness import algorithms
 from halfstep.tune.memory_limit import OutOfMemory
@@ -82,6 +83,11 @@ def evaluate(
             size = batch_size or config.train.val_batch_size or config.train.batch_size
             metrics = _validated(config, counted, model, plan, report, batch_size=size, pieces=pieces)
         pictures = evaluation.draw(folder, _look(workload, model, plan, config.train.seed))
+        if workload.scores_raw and run.checkpoint.ema:
+            load_for_use(model, replace(run.checkpoint, ema={}))
+            size = batch_size or config.train.batch_size
+            raw = _validated(config, workload, model, plan, report, batch_size=size, pieces=1)
+            metrics |= {f"raw_{name}": value for name, value in raw.items()}
         summary = folder / "evaluation.json"
         found = Evaluation(
             run=str(path),

@@ -105,6 +105,8 @@ class Workload:
     sample: Sample | None = None
     """Called every `train.sample_every` steps in evaluation mode with the averaged weights; written to
     report/samples."""
+    scores_raw: bool = False
+    """Where weights are averaged: whether validation scores them as trained, too, as `raw_NAME`."""
     ema_parts: tuple[str, ...] = ()
     """Names of modules or parameters that are averaged; empty: all."""
 

@@ -64,6 +64,7 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         settled=samples.settled,
         frozen=frozen_parts(config, parts, with_vae=config.data.cache == "off"),
         sample=Maker(config, parts, found).sheet,
+        scores_raw=True,
     )
 
 

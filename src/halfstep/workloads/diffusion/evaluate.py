@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, ModelError
+from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
 from halfstep.workloads.diffusion.build import Forward
 from halfstep.workloads.diffusion.config import DiffusionConfig
@@ -60,6 +61,12 @@ class DiffusionEvaluation(PlainEvaluation):
         with trained.inside():
             self.sheet = maker.sheet(trained.model, Key.of_sampling(seed))
         return None
+
+    def classes(self) -> tuple[dict[str, Cell], ...]:
+        """The error of each bucket of timesteps."""
+        found = self.metrics.compute()
+        rows = {name.removeprefix("mse/"): value for name, value in found.items() if name.startswith("mse/")}
+        return tuple({"timesteps": name, "mse": value} for name, value in rows.items())
 
     def draw(self, folder: Path, look: Look) -> list[Path]:
         paths = []
