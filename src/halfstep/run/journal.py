@@ -258,7 +258,7 @@ class Journal:
         rows = [("loss", f"{mean_loss:.4f}", f"{val['loss']:.4f}")]
         names = [name for name in val if name != "loss" and "/" not in name]
         rows += [(f"loss {name}", f"{self.seen[name].mean_loss:.4f}", "") for name in self.phases]
-        rows += [(name, f"{train.get(name, math.nan):.4f}", f"{val[name]:.4f}") for name in names]
+        rows += [(name, f"{train[name]:.4f}" if name in train else "", f"{val[name]:.4f}") for name in names]
         self.report.epoch_summary(epoch + 1, self.epochs, rows)
         if hint := self._hint(val):
             self.report.notice(f"hint: {hint}")

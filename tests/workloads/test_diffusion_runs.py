@@ -1,0 +1,283 @@
+"""Whole runs of diffusion models: they learn in every format, go on to the bit, skip what is broken, open elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMPipeline, LDMPipeline, StableDiffusionPipeline
+from PIL import Image
+from torch import Tensor
+
+from diffusion_tiny import pictures, settings, text_folder, vae_folder
+from halfstep.data.latent_cache import open_latents
+from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.models.diffusers_nets import open_net
+from halfstep.report.run_report import RunReport
+from halfstep.run.train import train
+from halfstep.use.evaluate import evaluate
+from halfstep.use.predict import predict
+from halfstep.workloads.diffusion import build as building
+from halfstep.workloads.diffusion import latents
+from halfstep.workloads.using import Wishes
+from tiny_training import assert_same_bits
+from whole_runs import newest, resume, stored_lines
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures(tmp_path_factory.mktemp("diffusion") / "pictures")
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(vae_folder(tmp_path_factory.mktemp("diffusion") / "vae"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(text_folder(tmp_path_factory.mktemp("diffusion") / "text"))
+
+
+def last(run: Path) -> dict[str, Any]:
+    return [line for line in stored_lines(run) if line["kind"] == "val"][-1]
+
+
+# --- learning ---
+
+LONGER = {"train__epochs": 30, "train__validate_every": 30, "optimizer__lr": 8e-3, "ema__decay": 0.9}
+
+
+def test_a_model_learns_and_half_formats_learn_as_well(data: Path, tmp_path: Path) -> None:
+    exact = last(train(settings("diffusion", data, **LONGER), out=tmp_path / "fp32"))
+    assert exact["mse"] < 0.5
+    assert {"mse/0-4", "mse/15-19", "raw_mse", "raw_mse/0-4"} <= set(exact)
+    for precision in ("bf16", "fp16"):
+        half = {"precision__default": precision, "precision__simulate": True}
+        found = last(train(settings("diffusion", data, **LONGER, **half), out=tmp_path / precision))
+        assert found["mse"] == pytest.approx(exact["mse"], rel=0.05), precision
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+def test_conditions_reach_the_network(data: Path, vae: str, text: str, tmp_path: Path, kind: str) -> None:
+    wish: dict[str, Any] = {"model__conditioning": kind, "model__target": "v", "model__min_snr_gamma": 5}
+    if kind == "text":
+        wish |= {
+            "model__text_encoder": text,
+            "model__attention": [0],
+            "model__attention_head_dim": 2,
+            "model__vae": vae,
+        }
+    run = train(settings("diffusion", data, train__max_steps=2, **wish), out=tmp_path / "run")
+    option = {"class": "disc"} if kind == "class" else {"prompt": "a red disc"}
+    one, other = (
+        predicted(run, tmp_path / str(k), num=2, guidance=5.0, **given) for k, given in enumerate(({}, option))
+    )
+    assert not np.array_equal(one, other)
+    wrong = {"class": "wolf"} if kind == "class" else {"class": "disc"}
+    with pytest.raises(ConfigError, match="--class"):
+        predicted(run, tmp_path / "wrong", num=1, **wrong)
+
+
+# --- going on ---
+
+
+@pytest.mark.parametrize("kind", ["pixels", "latents from disk"])
+def test_a_run_goes_on_to_the_bit(data: Path, vae: str, tmp_path: Path, kind: str) -> None:
+    cache = tmp_path / "latents.safetensors"
+    wish: dict[str, Any] = {"schedule__name": "constant", "model__dropout": 0.1}
+    if kind != "pixels":
+        wish |= {"model__vae": vae, "data__cache": "latents", "data__cache_file": str(cache)}
+    whole = train(settings("diffusion", data, **wish), out=tmp_path / "whole")
+    part = train(settings("diffusion", data, train__max_steps=2, **wish), out=tmp_path / "part")
+    resume(part, "train.max_steps=0")
+    assert_same_bits(newest(whole).model, newest(part).model)
+    assert_same_bits(newest(whole).ema, newest(part).ema)
+    if kind != "pixels":
+        opened = open_latents(cache)
+        assert newest(whole).state["store"]["latents_sha256"] == opened.checksum
+        assert opened.moments.shape == (24, 2, 4, 4, 4)
+
+
+def test_other_latents_at_resume_are_refused_and_lost_ones_made_again(data: Path, vae: str, tmp_path: Path) -> None:
+    file = tmp_path / "latents.safetensors"
+    wish = {"model__vae": vae, "data__cache": "latents", "data__cache_file": str(file), "train__max_steps": 1}
+    run = train(settings("diffusion", data, **wish), out=tmp_path / "run")
+    own = file.read_bytes()
+    # The same pictures and VAE, other numbers: as another library version might give them.
+    cache = open_latents(file)
+    latents.write_latents(file, 24, (2, 4, 4, 4), [cache.moments + 1], {"fingerprint": cache.meta["fingerprint"]})
+    with pytest.raises(DataError, match="other latents than the run was trained on"):
+        resume(run, "train.max_steps=2")
+    file.unlink()
+    resume(run, "train.max_steps=2")
+    assert file.read_bytes() == own
+
+
+def test_training_on_latents_from_disk_places_no_vae(data: Path, vae: str, tmp_path: Path) -> None:
+    wish = {"model__vae": vae, "data__cache": "latents", "data__cache_file": str(tmp_path / "latents.safetensors")}
+    config = settings("diffusion", data, **wish).config
+    built = building.build(config)  # type: ignore[arg-type]
+    assert not built.frozen
+    assert any("with mirror images" in value for _, value in built.about)
+    plain = building.build(settings("diffusion", data, model__vae=vae).config)  # type: ignore[arg-type]
+    assert set(plain.frozen) == {"vae"}
+
+
+# --- what is broken is skipped ---
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, step: int, change: Any) -> None:
+    """`change` the images of one step."""
+    original = building.unit_images
+
+    def images(batch: Any, *, key: tuple[int, ...], flip: float) -> Tensor:
+        found = original(batch, key=key, flip=flip)
+        return change(found) if len(key) > 1 and key[1] == step else found
+
+    monkeypatch.setattr(building, "unit_images", images)
+
+
+def with_nan(image: Tensor) -> Tensor:
+    image = image.clone()
+    image[0, 0, 0, 0] = torch.nan
+    return image
+
+
+def steps_of(run: Path) -> dict[int, dict[str, Tensor]]:
+    from halfstep.run.checkpoint import load
+
+    return {int(path.name.split("-")[1]): load(path).model for path in (run / "checkpoints").glob("step-*")}
+
+
+EACH_STEP = {"train__checkpoint_every": 1, "train__checkpoints_total_limit": 0, "train__max_steps": 4}
+
+
+def test_a_nan_pixel_costs_one_step_and_changes_nothing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = steps_of(train(settings("diffusion", data, **EACH_STEP), out=tmp_path / "clean"))
+    planted(monkeypatch, 2, with_nan)
+    run = train(settings("diffusion", data, **EACH_STEP), out=tmp_path / "nan")
+    found = steps_of(run)
+    assert_same_bits(found[2], clean[2])
+    assert_same_bits(found[3], found[2])
+    assert not torch.equal(found[4]["conv_out.weight"], found[3]["conv_out.weight"])
+    assert any("not finite" in str(line) or "nan" in str(line).lower() for line in stored_lines(run))
+
+
+def test_a_vae_that_overflows_in_fp16_on_one_batch_costs_one_step(
+    data: Path, vae: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = {"precision__default": "fp16", "precision__simulate": True, "model__vae": vae, **EACH_STEP}
+    wish["precision__modules"] = {"vae": "fp16"}
+    planted(monkeypatch, 2, lambda image: image * 1e6)
+    found = steps_of(train(settings("diffusion", data, **wish), out=tmp_path / "run"))
+    assert_same_bits(found[3], found[2])
+    assert not torch.equal(found[4]["conv_out.weight"], found[3]["conv_out.weight"])
+
+
+def test_latents_without_variance_are_trained_on(
+    data: Path, vae: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        latents,
+        "encoded_moments",
+        lambda vae, image: torch.full((len(image), 4, 4, 4), -torch.inf).nan_to_num(neginf=-1e9),
+    )
+    found = last(train(settings("diffusion", data, model__vae=vae, model__target="v"), out=tmp_path / "run"))
+    assert np.isfinite(found["loss"])
+
+
+# --- samples ---
+
+
+def predicted(run: Path, out: Path, **options: Any) -> Any:
+    predict(run, [], report=RunReport(run), wishes=Wishes(out=out, options=options))
+    return np.stack([np.asarray(Image.open(path)) for path in sorted(out.glob("0*.png"))])
+
+
+def test_a_seed_gives_the_same_samples_in_batches_of_any_size(data: Path, tmp_path: Path) -> None:
+    wish = {"train__max_steps": 2, "train__sample_every": 1}
+    small, large = (train(settings("diffusion", data, **wish), out=tmp_path / name) for name in ("one", "other"))
+    config = large / "config.yaml"
+    config.write_text(config.read_text().replace("batch_size: 6", "batch_size: 4"))
+    for sampler in ("ddim", "dpm"):
+        one, other = (predicted(run, tmp_path / f"{run.name}{k}{sampler}", num=5, steps=4, seed=3, sampler=sampler)
+                      for k, run in enumerate((small, large)))  # fmt: skip
+        assert np.abs(one.astype(int) - other.astype(int)).max() <= 1
+        assert len(one) == 5
+    written = sorted(str(path.relative_to(small)) for path in (small / "report" / "samples").rglob("*.png"))
+    assert written == [f"report/samples/0000000{k}/{name}.png" for k in (1, 2) for name in ("path", "samples")]
+
+
+def test_evaluation_scores_both_weights_and_measures_distances(data: Path, tmp_path: Path) -> None:
+    from test_diffusion_parts import Means
+
+    torch.jit.script(Means()).save(str(tmp_path / "features.pt"))
+    run = train(settings("diffusion", data, train__max_steps=2), out=tmp_path / "run")
+    found = evaluate(run, report=RunReport(run), options={"features": str(tmp_path / "features.pt"), "num": 6})
+    assert {"mse", "raw_mse", "fid", "kid"} <= set(found.metrics)
+    assert found.metrics["mse"] == pytest.approx(last(run)["mse"], rel=1e-6)
+    assert found.metrics["raw_mse"] == pytest.approx(last(run)["raw_mse"], rel=1e-6)
+    assert [row["timesteps"] for row in found.classes] == ["0-4", "5-9", "10-14", "15-19"]
+    assert {Path(file).name for file in found.files} == {"samples.png", "path.png", "evaluation.json"}
+
+
+# --- folders of diffusers ---
+
+
+def test_exported_pixels_open_in_a_pipeline_and_here(data: Path, vae: str, tmp_path: Path) -> None:
+    run = train(settings("diffusion", data, train__max_steps=2), out=tmp_path / "run")
+    pipeline = DDPMPipeline.from_pretrained(run / "model", low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline(batch_size=1, num_inference_steps=2, output_type="np").images.shape == (1, 8, 8, 3)
+    assert_same_bits(pipeline.unet.state_dict(), newest(run).ema)
+    wish = {"model__weights": str(run / "model"), "train__max_steps": 1, "optimizer__lr": 1e-12}
+    again = train(settings("diffusion", data, **wish), out=tmp_path / "again")
+    torch.testing.assert_close(newest(again).model["conv_in.weight"], newest(run).ema["conv_in.weight"])
+    refused("3 channels, here are 2", data, model__weights=str(run / "model"), model__vae=vae)
+
+
+def test_exported_latent_and_text_models_open_in_pipelines(data: Path, vae: str, text: str, tmp_path: Path) -> None:
+    plain = train(settings("diffusion", data, train__max_steps=1, model__vae=vae), out=tmp_path / "plain")
+    pipeline = LDMPipeline.from_pretrained(plain / "model", low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline(batch_size=1, num_inference_steps=2, output_type="np").images.shape == (1, 8, 8, 3)
+    wish = {"model__conditioning": "text", "model__text_encoder": text, "model__attention": [0], "model__vae": vae,
+            "model__attention_head_dim": 2}  # fmt: skip
+    told = train(settings("diffusion", data, train__max_steps=1, **wish), out=tmp_path / "told")
+    spoken = StableDiffusionPipeline.from_pretrained(told / "model", low_cpu_mem_usage=False)
+    assert_same_bits(spoken.unet.state_dict(), newest(told).ema)
+    assert open_net(told / "model" / "vae", ["AutoencoderKL"]).config.latent_channels == 2
+
+
+# --- bad input ---
+
+
+def refused(match: str, data: Path, kind: type[Exception] = ConfigError, **wish: Any) -> None:
+    with pytest.raises(kind, match=match):
+        building.build(settings("diffusion", data, **wish).config)  # type: ignore[arg-type]
+
+
+def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, text: str, tmp_path: Path) -> None:
+    refused("9 pixels cannot be halved", data, data__image_size=9)
+    refused("cannot be halved", data, model__vae=vae, model__channels=[8, 8, 8, 8])
+    refused("0 would make every weight", data, model__min_snr_gamma=0)
+    refused("the last timestep is the noise itself", data, noise__zero_terminal_snr=True)
+    refused("belong together", data, model__conditioning="text")
+    refused("name one with model.vae=DIR", data, data__cache="latents")
+    refused("nothing is downloaded", data, ModelError, model__vae="runwayml/stable-diffusion")
+    refused("30 sampling steps", data, sample__steps=30)
+    (tmp_path / "classes.txt").write_text("disc\n")
+    refused("does not match the classes", data, DataError, model__conditioning="class",
+            data__class_file=str(tmp_path / "classes.txt"))  # fmt: skip
+    lonely = tmp_path / "lonely"
+    lonely.mkdir()
+    Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(lonely / "1.png")
+    refused("1 picture", lonely, DataError)
+    broken = str(vae_folder(tmp_path / "hot", scale=1e6))
+    refused("overflows", data, model__vae=broken, precision__modules={"vae": "fp16"})
