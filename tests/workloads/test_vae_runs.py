@@ -1,0 +1,169 @@
+"""Whole runs of the VAE, alone and against a discriminator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from torch import Tensor
+
+from diffusion_tiny import pictures, settings
+from halfstep.errors import ConfigError, ModelError
+from halfstep.models.patch_gan import VggDistance
+from halfstep.report.run_report import RunReport
+from halfstep.run.checkpoint import load
+from halfstep.run.train import train
+from halfstep.use.evaluate import evaluate
+from halfstep.use.predict import predict
+from halfstep.workloads.diffusion import vae as autoencoder
+from halfstep.workloads.diffusion.export import measured_scale
+from halfstep.workloads.using import Wishes
+from tiny_training import assert_same_bits
+from whole_runs import newest, resume, stored_lines
+
+GAN: dict[str, Any] = {
+    "model__gan_weight": 0.5,
+    "model__gan_from_step": 1,
+    "model__gan_layers": 1,
+    "model__gan_channels": 8,
+    "data__image_size": 16,
+    "model__channels": [8],
+}
+EACH_STEP = {"train__checkpoint_every": 1, "train__checkpoints_total_limit": 0}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures(tmp_path_factory.mktemp("vae") / "pictures")
+
+
+def last(run: Path) -> dict[str, Any]:
+    return [line for line in stored_lines(run) if line["kind"] == "val"][-1]
+
+
+def steps_of(run: Path) -> dict[int, dict[str, Tensor]]:
+    return {int(path.name.split("-")[1]): load(path).model for path in (run / "checkpoints").glob("step-*")}
+
+
+def test_a_vae_learns_and_half_formats_learn_as_well(data: Path, tmp_path: Path) -> None:
+    wish = {"train__epochs": 20, "train__validate_every": 20, "train__batch_size": 18, "optimizer__lr": 1e-2,
+            "model__channels": [8]}  # fmt: skip
+    exact = last(train(settings("vae", data, **wish), out=tmp_path / "fp32"))
+    assert exact["l1"] < 0.3  # a black picture: 0.75
+    for precision in ("bf16", "fp16"):
+        half = {"precision__default": precision, "precision__simulate": True}
+        found = last(train(settings("vae", data, **wish, **half), out=tmp_path / precision))
+        assert found["loss"] == pytest.approx(exact["loss"], rel=0.05), precision
+
+
+def test_two_phases_go_on_to_the_bit(data: Path, tmp_path: Path) -> None:
+    wish = {"schedule__name": "constant", "ema__enabled": True, **GAN}
+    whole = train(settings("vae", data, **wish), out=tmp_path / "whole")
+    part = train(settings("vae", data, train__max_steps=2, **wish), out=tmp_path / "part")
+    resume(part, "train.max_steps=0")
+    assert_same_bits(newest(whole).model, newest(part).model)
+    assert_same_bits(newest(whole).ema, newest(part).ema)
+    assert all(name.startswith("vae.") for name in newest(whole).ema)
+    assert {"train_loss/vae", "train_loss/discriminator"} <= set(last(whole))
+
+
+def test_both_phases_clip_before_they_step(data: Path, tmp_path: Path) -> None:
+    wish = {"optimizer__name": "sgd", "optimizer__lr": 1.0, "optimizer__betas": None, "train__clip_norm": 1e-3, **GAN}
+    run = train(settings("vae", data, train__max_steps=3, **wish, **EACH_STEP), out=tmp_path / "run")
+    found = steps_of(run)
+    for part in ("vae.", "discriminator."):
+        moved = torch.stack([(found[3][n] - found[2][n]).norm() for n in found[3] if n.startswith(part)]).norm()
+        # SGD's momentum of 0.9 adds up at most three clipped gradients.
+        assert 0 < float(moved) <= 1e-3 * (1 + 0.9 + 0.81) * 1.001, part
+
+
+def test_an_exploding_discriminator_costs_its_own_steps_alone(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = autoencoder.hinge_loss
+
+    def exploding(outputs: Any, batch: Any) -> tuple[Tensor, float]:
+        loss, num = original(outputs, batch)
+        return loss * torch.where((batch["index"] == 3).any(), torch.inf, 1.0), num
+
+    monkeypatch.setattr(autoencoder, "hinge_loss", exploding)
+    run = train(settings("vae", data, **{**GAN, "model__gan_from_step": 0}, **EACH_STEP), out=tmp_path / "run")
+    found = steps_of(run)
+
+    def still(name: str) -> int:
+        return sum(torch.equal(found[k][name], found[k - 1][name]) for k in range(2, 7))
+
+    assert still("discriminator.layers.0.weight") in (1, 2)  # its picture comes once in each of two epochs
+    assert still("vae.encoder.conv_in.weight") == 0
+    assert all(bool(tensor.isfinite().all()) for tensor in found[6].values())
+
+
+def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: Path) -> None:
+    run = train(settings("vae", data, train__max_steps=2), out=tmp_path / "run")
+    vae = AutoencoderKL.from_pretrained(run / "model" / "vae", low_cpu_mem_usage=False)
+    config = settings("vae", data).config
+    scale = measured_scale(vae, config, torch.device("cpu"))  # type: ignore[arg-type]
+    assert vae.config.scaling_factor == pytest.approx(scale)
+    assert 0.1 < scale < 10
+    again = train(
+        settings("vae", data, train__max_steps=1, model__weights=str(run / "model"), optimizer__lr=1e-12),
+        out=tmp_path / "again",
+    )
+    torch.testing.assert_close(newest(again).model["vae.encoder.conv_in.weight"], vae.encoder.conv_in.weight)
+    with torch.no_grad():
+        for parameter in vae.parameters():
+            parameter.zero_()
+        vae.quant_conv.bias[vae.config.latent_channels :] = -100.0
+    assert measured_scale(vae, config, torch.device("cpu")) == 1.0  # type: ignore[arg-type]  # no variance at all
+
+
+def test_pictures_are_evaluated_and_reconstructed(data: Path, tmp_path: Path) -> None:
+    run = train(settings("vae", data, train__max_steps=1), out=tmp_path / "run")
+    found = evaluate(run, report=RunReport(run))
+    assert found.metrics["psnr"] == pytest.approx(last(run)["psnr"], rel=1e-6)
+    assert any(file.endswith("reconstructions.png") for file in found.files)
+    made = predict(run, [data / "disc"], report=RunReport(run), wishes=Wishes(out=tmp_path / "out"))
+    assert len(made.answers) == 8
+    assert np.asarray(Image.open(str(made.answers[0].found["picture"]))).shape == (8, 16, 3)
+
+
+def test_the_perceptual_loss_is_vggs_and_needs_its_file(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="never downloaded"):
+        settings("vae", data, model__perceptual_weight=1.0)
+    torch.manual_seed(0)
+    torch.save(VggDistance().state_dict(), tmp_path / "vgg.pth")
+    wish = {"model__perceptual_weight": 0.5, "model__vgg_weights": str(tmp_path / "vgg.pth"), "data__image_size": 16}
+    built = autoencoder.build(settings("vae", data, **wish).config)  # type: ignore[arg-type]
+    assert set(built.frozen) == {"vgg"}
+    image = torch.rand(1, 3, 16, 16) * 2 - 1
+    outputs = {"image": (image * 0.5).requires_grad_(), "kl": torch.zeros(1)}
+    loss, _ = built.weighed_loss(outputs, {"image": image})
+    plain = (outputs["image"] - image).abs().mean()
+    vgg = built.frozen["vgg"].module
+    torch.testing.assert_close(loss, plain + 0.5 * vgg(outputs["image"], image).mean())
+    loss.backward()
+    assert bool(outputs["image"].grad.isfinite().all())
+    torch.save({"features.0.weight": torch.zeros(1)}, tmp_path / "other.pth")
+    with pytest.raises(ModelError, match="no VGG16"):
+        autoencoder.build(settings("vae", data, **{**wish, "model__vgg_weights": str(tmp_path / "other.pth")}).config)  # type: ignore[arg-type]
+
+
+def test_the_balance_is_the_ratio_of_gradient_norms_in_any_scale() -> None:
+    last_weight = torch.randn(4, requires_grad=True)
+    likeness, doubt = (last_weight * 3).sum(), (last_weight * 2).sum()
+    found = autoencoder.balanced(likeness, doubt, last_weight, scale=100.0)
+    assert float(found) == pytest.approx(1.5, rel=1e-3)
+    assert not found.requires_grad
+    assert float(autoencoder.balanced(likeness, doubt * 0, last_weight, scale=1.0)) == 1e4
+
+
+def test_images_too_small_for_vae_or_discriminator_are_refused(data: Path) -> None:
+    with pytest.raises(ConfigError, match="9 pixels cannot be halved"):
+        autoencoder.build(settings("vae", data, data__image_size=9).config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="discriminator sees of 8 pixels"):
+        autoencoder.build(settings("vae", data, **{**GAN, "data__image_size": 8, "model__gan_layers": 3}).config)  # type: ignore[arg-type]
