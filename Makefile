@@ -1,16 +1,20 @@
 # Two commands on a fresh clone, with only Python (>= 3.11) and make there:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run every check
+#   make demos   train every workload's demo and assert what it learned (minutes each)
 # On an x86 Linux machine the pinned torch is the CUDA build (gigabytes); on others it is small.
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo demos test check format clean
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
+
+demos: $(STAMP)
+	set -e; for demo in demos/*.py; do echo "== $$demo"; $(BIN)/python "$$demo"; done
 
 test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal -q

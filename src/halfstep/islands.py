@@ -51,6 +51,14 @@ def to_fp32(value: T) -> T:
     return value
 
 
+def matmul_dtype(x: torch.Tensor) -> torch.dtype:
+    """What matmuls with `x` compute in here: autocast's format where it is on, else that of `x`. Tensors without
+    storage, on which operations are counted, know no autocast."""
+    device = x.device.type
+    has_autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if has_autocast else x.dtype
+
+
 def in_fp32(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: run `function` on an island with its tensor arguments upcast."""
 

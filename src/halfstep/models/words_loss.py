@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.islands import fp32_island
+from halfstep.islands import fp32_island, matmul_dtype
 from halfstep.kernels.cross_entropy import linear_cross_entropy
 
 CHUNK_ROWS = 2**14
@@ -14,9 +14,7 @@ CHUNK_ROWS = 2**14
 
 def words_loss(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
     """The sum over all positions of -log p(word), where logits are hidden (N, positions, dim) · weightᵀ; fp32."""
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    total: Tensor = _by_chunks(hidden.flatten(0, 1), weight, words.flatten(), dtype)
+    total: Tensor = _by_chunks(hidden.flatten(0, 1), weight, words.flatten(), matmul_dtype(hidden))
     return total
 
 
