@@ -37,9 +37,7 @@ def main() -> None:
         fell = 1 - after[name] / before[name]
         print(f"{name}: {before[name]:.1f} -> {after[name]:.1f}, {fell:.0%} less (at least {share:.0%})")
         assert fell >= share, f"{name} fell by {fell:.1%}, not by {share:.0%}"
-    print(
-        f"FG-ARI of a video {after['fg_ari']:.3f} (untrained {before['fg_ari']:.3f}), of a frame {after['fg_ari_image']:.3f}"
-    )
+    print(f"FG-ARI of a video: {before['fg_ari']:.3f} -> {after['fg_ari']:.3f}, of a frame {after['fg_ari_image']:.3f}")
 
 
 def untrained(config: RunConfig) -> dict[str, float]:

@@ -45,9 +45,9 @@ class WordsConfig(SlotContrastConfig):
         "model.vocabulary": 64,
         "model.words_blocks": 2,
         "model.words_dim": 64,
-        "model.tau_steps": 300,
+        "model.tau_steps": 150,
         "model.dvae_loss": "mean",
-        "train.max_steps": 300,
+        "train.max_steps": 200,
     }
 
     model: WordsModelConfig = WordsModelConfig()
