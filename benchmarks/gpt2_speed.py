@@ -220,6 +220,7 @@ def made(case: Case, row: str, small: bool) -> tuple[Any, Callable[[Any, Tensor]
 
 
 def their_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    ids = ids[:, :-1]  # it shifts the targets itself, and has no position for one more
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     return loss
 

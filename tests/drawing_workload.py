@@ -77,8 +77,9 @@ def build_sampling(config: Any, store: Any = None) -> Any:
         assert not model.training
         assert not torch.is_grad_enabled()
         random.random(), np.random.rand(), torch.rand(3)
-        scores = model(noise.normal(key, 1, (2, 8, 8), torch.device("cpu"), stream="sample"))
-        picture = (scores.float().softmax(1) * 255).to(torch.uint8).numpy()
+        device = next(model.parameters()).device
+        scores = model(noise.normal(key, 1, (2, 8, 8), device, stream="sample"))
+        picture = (scores.float().softmax(1) * 255).to(torch.uint8).cpu().numpy()
         return {"grey": picture, "colour": np.stack([picture] * 3, axis=-1), "words": f"{scores.tolist()}"}
 
     return dataclasses.replace(workload, sample=sample)

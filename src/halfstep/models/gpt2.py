@@ -210,7 +210,8 @@ def padded(vocab: int) -> int:
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:
     device = features.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta
+    return torch.get_autocast_dtype(device) if is_cast else features.dtype
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
