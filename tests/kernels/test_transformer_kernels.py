@@ -123,3 +123,21 @@ def test_three_gradients_side_by_side_from_any_layout(
     exact = torch.stack(thirds).permute(1, 3, 0, 2, 4).flatten(2)
     assert torch.equal(out, exact)
     assert_near(total(partials), exact.double().sum((0, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize(("rows", "dim"), [(5, 16), (33, 40)])
+def test_gelu_by_tanh_and_all_its_gradients(rows: int, dim: int) -> None:
+    raw, bias, d_out = random(rows, dim, seed=1) * 3, random(dim, seed=2), random(rows, dim, seed=3)
+    x, b = raw.double().requires_grad_(), bias.double().requires_grad_()
+    y = F.gelu(x + b, approximate="tanh")
+    y.backward(d_out.double())
+    out, d_raw, again = torch.empty_like(raw), torch.empty_like(raw), torch.empty_like(raw)
+    kernels.gelu(raw, bias, out, by_tanh=True)
+    partials = kernels.gelu_backward(d_out, raw, bias, d_raw, again, by_tanh=True)
+    assert x.grad is not None
+    assert b.grad is not None
+    torch.testing.assert_close(out.double(), y.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(d_raw.double(), x.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(partials.sum(0).double()[:dim], b.grad, rtol=1e-5, atol=1e-5)
+    assert torch.equal(out, again)

@@ -20,7 +20,7 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.language.predict import Sampling, chances, drawn, written
+from halfstep.workloads.language.writing import Sampling, chances, drawn, written
 from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload
 from tiny_runs import Told

@@ -28,6 +28,18 @@ def normal_distribution(x):
 
 
 @triton.jit
+def share_by_tanh(x):
+    """GELU by tanh has (1 + tanh u) / 2 = 1 / (1 + exp(-2u)) in the place of Φ(x), u = √(2/π)·(x + 0.044715 x³)."""
+    return 1.0 / (1.0 + tl.exp2(-2.3022081985 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def density_by_tanh(x, share):
+    """The derivative of that share."""
+    return share * (1.0 - share) * (1.5957691216 + 0.2140644489 * x * x)
+
+
+@triton.jit
 def normal_density(x):
     """φ(x) = exp(-x²/2) / √(2π): the derivative of Φ."""
     return 0.3989422804 * tl.exp2(-0.7213475204 * x * x)

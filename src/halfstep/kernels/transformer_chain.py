@@ -43,6 +43,10 @@ class Block:
     norm_2: nn.LayerNorm
     first: nn.Linear
     second: nn.Linear
+    is_causal: bool = False
+    """Tokens look at themselves and at those before them."""
+    by_tanh: bool = False
+    """GELU as GPT-2 has it."""
 
 
 class Rounded(NamedTuple):
@@ -85,11 +89,11 @@ def through_attention(block: Block, rounded: Rounded, stream: Stream, *, keep: b
     """Attention as the stream's new branch."""
     norm, form = block.norm_1, Form(eps=block.norm_1.eps, num_heads=block.num_heads, keep=keep)
     given = *stream, norm.weight, norm.bias, block.in_weight, block.in_bias, rounded.in_weight, rounded.in_bias, form
-    if is_short(stream.x, rounded.in_weight.dtype, block.num_heads):
+    if not block.is_causal and is_short(stream.x, rounded.in_weight.dtype, block.num_heads):
         x, attended = ShortAttention.apply(*given)  # type: ignore[no-untyped-call]
     else:
         x, q, k, v = AttentionInput.apply(*given)  # type: ignore[no-untyped-call]
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=block.is_causal).transpose(1, 2).flatten(2)
     branch = Product.apply(attended, block.out.weight, rounded.out)  # type: ignore[no-untyped-call]
     return Stream(x, branch, block.out.bias)
 
@@ -121,7 +125,8 @@ def attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
 def through_perceptron(block: Block, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
     """The two linear layers as the stream's new branch."""
-    norm, form = block.norm_2, Form(eps=block.norm_2.eps, num_heads=block.num_heads, keep=keep)
+    norm = block.norm_2
+    form = Form(eps=norm.eps, num_heads=block.num_heads, keep=keep, by_tanh=block.by_tanh)
     parameters = norm.weight, norm.bias, block.first.weight, block.first.bias, block.second.weight
     x, branch = Perceptron.apply(*stream, *parameters, rounded.first, rounded.second, form)  # type: ignore[no-untyped-call]
     return Stream(x, branch, block.second.bias)
@@ -134,6 +139,7 @@ class Form:
     eps: float
     num_heads: int
     keep: bool
+    by_tanh: bool = False
 
 
 class ShortAttention(torch.autograd.Function):
@@ -212,7 +218,8 @@ class Perceptron(torch.autograd.Function):
         normed = add_norm(Stream(x, branch, branch_bias), norm_weight, norm_bias, form.eps, half_first.dtype)
         raw = F.linear(normed.out, half_first)
         active = torch.empty_like(raw)
-        kernels.gelu(raw, first_bias, active)
+        kernels.gelu(raw, first_bias, active, by_tanh=form.by_tanh)
+        ctx.by_tanh = form.by_tanh
         kept = active if form.keep else None
         save(ctx, form, normed, branch, norm_weight, norm_bias, half_first, half_second, first_bias, raw, kept)
         return normed.x, F.linear(active, half_second)
@@ -226,7 +233,7 @@ class Perceptron(torch.autograd.Function):
         d_second = d_second.reshape(-1, dx.shape[2])
         d_raw = d_second @ half_second  # of GELU's output until the kernel has run: it works in place
         remade = None if ctx.keep else torch.empty_like(raw)
-        d_bias = total(kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade))
+        d_bias = total(kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade, by_tanh=ctx.by_tanh))
         d_second_weight = weight_gradient(d_second, active if remade is None else remade)
         d_out = d_raw @ half_first
         dx, d_branch, out, sums = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.gelu_triton import normal_density, normal_distribution
+from halfstep.kernels.gelu_triton import density_by_tanh, normal_density, normal_distribution, share_by_tanh
 
 MULTIPROCESSORS = 132
 NORM_VALUES, NORM_WARPS = 4096, 4
@@ -104,7 +104,10 @@ def _add_norm_backward(
 
 
 @triton.jit
-def _gelu(raw, bias, out, num_rows, dim, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
+def _gelu(
+    raw, bias, out, num_rows, dim,
+    BY_TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """out = GELU(raw + bias): reads a value, writes a value."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < dim
@@ -114,14 +117,16 @@ def _gelu(raw, bias, out, num_rows, dim, ROWS: tl.constexpr, COLUMNS: tl.constex
         inside = (tile * ROWS + row < num_rows) & is_column[None, :]
         places = tl.cast(tile * ROWS, tl.int64) * dim + (row * dim + columns[None, :])
         value = tl.load(raw + places, inside, 0.0).to(tl.float32) + added[None, :]
-        tl.store(out + places, (value * normal_distribution(value)).to(out.dtype.element_ty), inside)
+        share = share_by_tanh(value) if BY_TANH else normal_distribution(value)
+        tl.store(out + places, (value * share).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def _gelu_backward(
     d_out, raw, bias, d_raw, out, partials,
     num_rows, dim, partials_stride,
-    REMAKES_OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    REMAKES_OUT: tl.constexpr, BY_TANH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d_raw and parts of its sum over rows, the gradient of bias: reads two values and writes one; or two, with out."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -134,10 +139,10 @@ def _gelu_backward(
         places = tl.cast(tile * ROWS, tl.int64) * dim + (row * dim + columns[None, :])
         value = tl.load(raw + places, inside, 0.0).to(tl.float32) + added[None, :]
         gradient = tl.load(d_out + places, inside, 0.0).to(tl.float32)
-        below = normal_distribution(value)
+        below = share_by_tanh(value) if BY_TANH else normal_distribution(value)
         if REMAKES_OUT:
             tl.store(out + places, (value * below).to(out.dtype.element_ty), inside)
-        result = gradient * (below + value * normal_density(value))
+        result = gradient * (below + value * (density_by_tanh(value, below) if BY_TANH else normal_density(value)))
         tl.store(d_raw + places, result.to(d_raw.dtype.element_ty), inside)
         d_bias += result
     tl.store(partials + tl.program_id(0) * partials_stride + columns, tl.sum(d_bias, 0), is_column)
@@ -218,22 +223,27 @@ def add_norm_backward(
     return partials
 
 
-def gelu(raw: Tensor, bias: Tensor, out: Tensor) -> None:
-    """out = GELU(raw + bias)."""
+def gelu(raw: Tensor, bias: Tensor, out: Tensor, *, by_tanh: bool = False) -> None:
+    """out = GELU(raw + bias), exact or as GPT-2 has it."""
     dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
     blocks = _map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
-    _gelu[_map_grid(num_rows, dim, blocks, GELU_PARTS)](raw, bias, out, num_rows, dim, **blocks)
+    _gelu[_map_grid(num_rows, dim, blocks, GELU_PARTS)](
+        raw, bias, out, num_rows, dim, BY_TANH=by_tanh, **blocks
+    )  # fmt: skip
 
 
-def gelu_backward(d_out: Tensor, raw: Tensor, bias: Tensor, d_raw: Tensor, out: Tensor | None) -> Tensor:
+def gelu_backward(
+    d_out: Tensor, raw: Tensor, bias: Tensor, d_raw: Tensor, out: Tensor | None, *, by_tanh: bool = False
+) -> Tensor:
     """d_raw, and `out` once more where it is given; the result: parts of bias. d_raw may be d_out."""
     dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
     blocks = _map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
     grid = _map_grid(num_rows, dim, blocks, GELU_BACKWARD_PARTS)
     partials = _new_partials(grid[0], dim, bias)
     _gelu_backward[grid](
-        d_out, raw, bias, d_raw, out, partials, num_rows, dim, partials.stride(0), REMAKES_OUT=out is not None, **blocks
-    )
+        d_out, raw, bias, d_raw, out, partials, num_rows, dim, partials.stride(0),
+        REMAKES_OUT=out is not None, BY_TANH=by_tanh, **blocks,
+    )  # fmt: skip
     return partials
 
 

@@ -5,6 +5,7 @@ transposed, which gpt2_weights.py sees to. The output layer is the token embeddi
 of 64 for the matmul: a padded row is zero, is given no probability and gets no gradient.
 
 Called with targets the model gives its loss, chunk by chunk, and logits are never kept (kernels/cross_entropy.py).
+In captured steps its blocks run as a chain of our own kernels between matmuls (kernels/transformer_chain.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from torch.nn import functional as F
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island
 from halfstep.kernels.cross_entropy import linear_cross_entropy
+from halfstep.kernels.fast_forms import has_room_for_tiles
+from halfstep.kernels.transformer_chain import Block as Layers
+from halfstep.kernels.transformer_chain import Stream, through_blocks
+from halfstep.models.plain_layers import Checks, always, are_plain, consists_of, has_bias, has_gain_and_bias
 from halfstep.models.recompute import Blocks
+from halfstep.models.vit import chain_wanted
 
 PAD_MULTIPLE = 64
 
@@ -114,6 +120,14 @@ class Block(nn.Module):
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
+    def layers_of_chain(self) -> Layers:
+        """This block for `through_blocks`, which gives what `forward` does without a memory."""
+        return Layers(
+            num_heads=self.attn.heads, norm_1=self.ln_1, in_weight=self.attn.c_attn.weight,
+            in_bias=self.attn.c_attn.bias, out=self.attn.c_proj, norm_2=self.ln_2, first=self.mlp.c_fc,
+            second=self.mlp.c_proj, is_causal=True, by_tanh=True,
+        )  # fmt: skip
+
 
 class Transformer(nn.Module):
     """Token ids (N, T) to features (N, T, dim)."""
@@ -131,12 +145,54 @@ class Transformer(nn.Module):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.drop(self.wte(tokens) + self.wpe(positions))
         if memories is None:
-            x = self.h(x)
+            x = self._through_blocks(x)
         else:
             for block, memory in zip(self.h, memories, strict=True):
                 x = block(x, memory)
         features: Tensor = self.ln_f(x)
         return features
+
+    def _through_blocks(self, x: Tensor) -> Tensor:
+        if not (self.training and chain_wanted(self.h, x) and self._suits_chain()):
+            plain: Tensor = self.h(x)
+            return plain
+        x, branch, bias = self._chained(x)
+        return x if branch is None or bias is None else x + (branch + bias)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _suits_chain(self) -> bool:
+        blocks = list(self.h)
+        trains = all(weight.requires_grad for block in blocks for weight in block.parameters())
+        are_known = consists_of((self.h, *blocks), Blocks, *[Block] * len(blocks))
+        parts = (self.h, *(part for block in blocks for part in block.modules()))
+        return trains and are_known and are_plain(parts, CHAINED) and has_room_for_tiles(self.wte.weight.device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _chained(self, x: Tensor) -> Stream:
+        if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
+            return Stream(nn.Sequential(*self.h)(x), None, None)
+        layers = [block.layers_of_chain() for block in self.h if isinstance(block, Block)]
+        return through_blocks(layers, x, _matmul_dtype(x), keep=False)  # outputs of LayerNorm and GELU are made again
+
+
+def is_whole(block: Block) -> bool:
+    """Whether a block's parts are of the classes it was built with."""
+    attention = consists_of(block.attn.children(), nn.Linear, nn.Linear, nn.Dropout)
+    perceptron = consists_of(block.mlp.children(), nn.Linear, nn.Linear, nn.Dropout)
+    return attention and perceptron and consists_of(
+        block.children(), nn.LayerNorm, CausalAttention, nn.LayerNorm, Perceptron
+    )  # fmt: skip
+
+
+CHAINED: Checks = {
+    nn.LayerNorm: has_gain_and_bias,
+    nn.Linear: has_bias,
+    nn.Dropout: lambda part: part.p == 0,
+    CausalAttention: lambda part: part.dropout == 0,
+    Block: is_whole,
+    **dict.fromkeys((Perceptron, Blocks), always),
+}
+"""What `kernels.transformer_chain` takes the place of."""
 
 
 class GPT2(nn.Module):

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.data.loader import Batch, Samples
+from halfstep.data.seeds import Key
 from halfstep.data.tokenizers import Tokenizer
 from halfstep.data.tokens import Tokens, TokenSamples
 from halfstep.errors import ConfigError, DataError, ModelError
@@ -18,8 +19,10 @@ from halfstep.models.gpt2_weights import load_gpt2_
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.data import LanguageData, open_language_data, stored_tokenizer
 from halfstep.workloads.language.scores import LanguageMetrics, num_counted
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.language.writing import Sampling, continued
+from halfstep.workloads.workload import Sample, Workload
 
+SAMPLE_TOKENS = 200
 FRAGILE = ("loss.cross_entropy: log of a sum over the whole vocabulary, and sums over all tokens of a step",)
 
 
@@ -74,7 +77,32 @@ def over_samples(
         store=store,
         about=about,
         notes=notes,
+        sample=_sampler(store),
     )
+
+
+def _sampler(store: Mapping[str, Any]) -> Sample | None:
+    """Two texts for the report, the same draws each time."""
+    tokenizer = stored_tokenizer(store)
+    if tokenizer is None:
+        return None
+
+    def sample(model: nn.Module, key: Key) -> dict[str, str]:
+        assert isinstance(model, GPT2)
+        device = model.transformer.wte.weight.device
+        return {
+            f"text_{seed}": continued(
+                model,
+                tokenizer,
+                "",
+                num_tokens=SAMPLE_TOKENS,
+                sampling=Sampling(temperature=0.8, seed=seed),
+                device=device,
+            )
+            for seed in range(2)
+        }
+
+    return sample
 
 
 def model_from_store(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
