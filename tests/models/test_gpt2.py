@@ -203,3 +203,26 @@ def test_recomputing_draws_the_same_dropout_again(how: Any) -> None:
     for plain, recomputed in zip(*gradients, strict=True):
         assert plain is not None
         torch.testing.assert_close(plain, recomputed, rtol=1e-6, atol=1e-7)
+
+
+def test_a_compiled_model_gives_its_loss_and_gradients_with_the_chunks_left_out_of_the_graph() -> None:
+    plain, compiled = small(), small()
+    run = torch.compile(compiled, backend="aot_eager")
+    for model, loss in ((plain, plain(ids(), ids(1))), (compiled, run(ids(), ids(1)))):
+        loss.backward()
+        assert loss.item() > 0
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_operations_are_counted_on_tensors_without_content() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = small().to("meta")
+    tokens = ids().to("meta")
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    rows, dim, vocab = tokens.numel(), 16, 128
+    in_blocks, attention = 12 * dim**2 * 2, 2 * 2 * 12 * dim  # two blocks; scores and values, 12 keys for each query
+    assert counter.get_total_flops() == pytest.approx(6 * rows * (in_blocks + attention + vocab * dim), rel=0.2)
