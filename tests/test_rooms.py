@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {"config", "formats", "errors"},
     "align": {"config", "hardware.gpus", "formats", "errors"},
     "measure": {"errors"},
-    "evidence": {"step", "precision", "formats", "errors"},
+    "evidence": {"step", "precision", "formats", "islands", "errors"},
 }
 ROOMS["tune"] = set(ROOMS) - {"align", "evidence"}
 ROOMS["run"] = set(ROOMS) - {"align"}

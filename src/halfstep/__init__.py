@@ -23,6 +23,7 @@ _PUBLIC = {
     "TrainingStopped": "halfstep.errors",
     "decide": "halfstep.precision.decide",
     "fp32_island": "halfstep.islands",
+    "ledger": "halfstep.run.own_ledger",
     "per_epoch": "halfstep.step.own_schedules",
     "per_step": "halfstep.step.own_schedules",
     "prefetch": "halfstep.data.prefetch",

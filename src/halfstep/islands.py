@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
@@ -35,7 +36,26 @@ def fp32_island() -> Iterator[None]:
         torch.autocast("mps", enabled=False),
         torch.autocast("xpu", enabled=False),
     ):
-        yield
+        if torch.compiler.is_compiling():
+            yield
+            return
+        _HERE.depth += 1
+        try:
+            yield
+        finally:
+            _HERE.depth -= 1
+
+
+def on_island() -> bool:
+    """Whether this code runs on an island. Compiled code does not know."""
+    return _HERE.depth > 0
+
+
+class _Here(threading.local):
+    depth = 0
+
+
+_HERE = _Here()
 
 
 def to_fp32(value: T) -> T:
@@ -63,8 +83,8 @@ def in_fp32(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: run `function` on an island with its tensor arguments upcast."""
 
     @functools.wraps(function)
-    def on_island(*args: P.args, **kwargs: P.kwargs) -> T:
+    def as_island(*args: P.args, **kwargs: P.kwargs) -> T:
         with fp32_island():
             return function(*to_fp32(args), **to_fp32(kwargs))
 
-    return on_island
+    return as_island

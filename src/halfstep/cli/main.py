@@ -26,6 +26,7 @@ COMMANDS = (
     "exercise",
     "formats",
     "guide",
+    "ledger",
     "pack",
     "plan",
     "predict",

@@ -102,6 +102,10 @@ def command(
     check_validation: Annotated[
         bool, typer.Option("--check-validation", help="Say how validation counts its samples.", rich_help_panel=DATA)
     ] = False,
+    ledger: Annotated[
+        bool | None,
+        typer.Option("--ledger", help="Observe what steps really compute in.", rich_help_panel=RUN),
+    ] = None,
     tensorboard: Annotated[
         bool | None, typer.Option("--tensorboard", help="Write TensorBoard events.", rich_help_panel=RUN)
     ] = None,

@@ -144,6 +144,7 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "precision.simulate": ("simulate",),
     "log.tensorboard": ("tensorboard",),
     "log.quiet": ("quiet",),
+    "log.ledger": ("ledger",),
 }
 KEY_ALIASES: dict[str, Alias] = {key: Alias(path=path) for path, keys in FOREIGN_KEYS.items() for key in keys}
 KEY_ALIASES |= dict.fromkeys(("compile_model", "compile", "train.compile"), Alias(path="train.fast", convert=fast_path))

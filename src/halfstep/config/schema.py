@@ -109,6 +109,10 @@ class LogConfig(Section):
     tensorboard: bool = Field(default=False, description="Write TensorBoard events into the run's folder")
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
     curves: bool = Field(default=True, description="Draw report/curves.png when the run ends, a second or two")
+    ledger: bool = Field(default=False, description="Observe what steps really compute in: report/ledger.json")
+    ledger_every: int = Field(
+        default=0, ge=0, description="Observe again every so many steps; 0: the first of each mode"
+    )
 
 
 PRESET_NAMES = ("fast", "quality", "lowmem", "stable", "debug")

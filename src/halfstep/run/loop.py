@@ -16,6 +16,7 @@ from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
+from halfstep.run.ledger import RunLedger
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.resume import Changes
 from halfstep.run.sampling import sample
@@ -52,6 +53,9 @@ class Loop:
         self.train_metrics = parts.workload.metrics()
         self.engine = engine_for(parts, parts.way or "eager", journal.notice, self._count, journal.compiling)
         journal.train_metric = self._trained
+        self.ledger: RunLedger | None = None
+        if parts.config.log.ledger:
+            self.ledger = RunLedger(parts, checkpoints.folder.parent / "report" / "ledger.json", journal.notice)
         self.throughput = Throughput()
         self.waiting = Waiting()
         self.num_samples = 0
@@ -125,6 +129,8 @@ class Loop:
         facts = self.engine(window)
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
         self.journal.attempted = parts.step.attempted
+        if self.ledger is not None:
+            self.ledger.look(self.engine, window)
         return facts
 
     def _after_step(self, window: list[dict[str, Tensor]], waiting: Waiting) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from halfstep.config.schema import RunConfig
@@ -28,15 +30,26 @@ def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
 
 
 def _plan(config: RunConfig, hardware: Hardware) -> Plan:
+    with data_at_hand(config) as with_data:
+        decided = plan_for(with_data, build_workload(with_data), hardware)
+        return _with_warning(decided, DEMO_NOTE) if is_demo(config) else decided
+
+
+def is_demo(config: RunConfig) -> bool:
+    return config.data.dir is None and KINDS.of(config.workload).demo is not None
+
+
+@contextmanager
+def data_at_hand(config: RunConfig) -> Iterator[RunConfig]:
+    """The config with data to build the workload from: its own, or demo data that are gone afterwards."""
     config = with_absolute_paths(config)
-    kind = KINDS.of(config.workload)
-    if config.data.dir is not None or kind.demo is None:
-        return plan_for(config, build_workload(config), hardware)
+    if not is_demo(config):
+        yield config
+        return
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "demo"
-        kind.write_demo(config.workload, data, seed=config.train.seed)
-        with_data = config.model_copy(update={"data": config.data.model_copy(update={"dir": str(data)})})
-        return _with_warning(plan_for(with_data, build_workload(with_data), hardware), DEMO_NOTE)
+        KINDS.of(config.workload).write_demo(config.workload, data, seed=config.train.seed)
+        yield config.model_copy(update={"data": config.data.model_copy(update={"dir": str(data)})})
 
 
 def _with_what_is_untimed(decided: Plan) -> Plan:

@@ -18,6 +18,7 @@ The host waits for nothing here but the first commit of each optimizer (see comm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -97,6 +98,8 @@ class Step:
         if values is not None:
             values.follow(self)
         self.writes = ForwardWrites(model, also)
+        self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around forward and around backward by whoever wants to see what runs in them."""
         self._rng: dict[str, Tensor] = {}
         """The generators before a compute() that is not committed yet."""
         self._judged: list[tuple[Tensor, Tensor | None, int]] = []
@@ -238,7 +241,7 @@ class Step:
         unit: Weight | None = None
         is_one = len(window) == 1
         for batch in window:
-            with self.plan.forward():
+            with self.plan.forward(), self.observed():
                 result = loss_fn(batch)
             loss, weight = result if isinstance(result, tuple) else (result, batch_length(batch))
             if not isinstance(weight, Tensor) and weight == 0:
@@ -247,7 +250,7 @@ class Step:
             share = weight / unit
             loss = _single(loss).to(self.device, torch.float32)
             loss = loss if _is_one(share) else loss * share
-            with self.plan.backend():
+            with self.plan.backend(), self.observed():
                 self.scaler.scale(loss).backward()
             if total_loss is None:
                 # A copy where more follow: the user's own loss may be written into by then.

@@ -1,0 +1,1 @@
+"""Evidence: what really ran, and why it failed."""

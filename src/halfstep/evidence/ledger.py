@@ -1,0 +1,256 @@
+"""The ledger: what a step really computed in, a row for each module, held against the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.evidence.expected import Expected
+from halfstep.evidence.findings import Finding, findings, is_as_planned
+from halfstep.evidence.observer import OUTSIDE, Observer, Product, Seen
+from halfstep.evidence.operations import format_of
+from halfstep.precision.plan import ROOT, Plan
+
+WORTH_NAMING = 0.005
+"""Share of the FLOPs from which a module is named in the summary."""
+MOST_ROWS = 24
+"""A screen; --json has all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerRow:
+    """One module. Formats are by their share of its own FLOPs."""
+
+    module: str
+    planned: str
+    forward: str = "-"
+    backward: str = "-"
+    flops_share: float = 0.0
+    casts: int = 0
+    cast_bytes: int = 0
+    kept: str = "-"
+    """What it keeps for backward, formats by bytes."""
+    kept_bytes: int = 0
+    weights: str = "-"
+    gradients: str = "-"
+    optimizer_state: str = "-"
+    verdict: str = "as planned"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What ran, in one mode."""
+
+    mode: str
+    rows: tuple[LedgerRow, ...]
+    findings: tuple[Finding, ...]
+    summary: str
+    notes: tuple[str, ...] = ()
+    step: int | None = None
+
+    @property
+    def differences(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.level == "differs")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "summary": self.summary,
+            "mode": self.mode,
+            "step": self.step,
+            "rows": [{"mode": self.mode, **dataclasses.asdict(row)} for row in self.rows],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return rendered(self)
+
+
+@dataclass(slots=True)
+class Weights:
+    """Formats of a step's weights, gradients and optimizer state, by module."""
+
+    weights: dict[str, str] = field(default_factory=dict)
+    gradients: dict[str, str] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> Weights:
+        """As they are now: after backward for gradients, after a commit for the state."""
+        states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+        found = cls()
+        for name, module in model.named_modules():
+            own = list(module.parameters(recurse=False))
+            found.weights[name or ROOT] = _formats(own)
+            found.gradients[name or ROOT] = _formats(p.grad for p in own if p.grad is not None)
+            found.states[name or ROOT] = _formats(_moments(states.get(id(p), {}) for p in own))
+        return found
+
+    def with_states(self, later: Weights) -> Weights:
+        """The same with the optimizer's state as it is after the commit."""
+        return Weights(self.weights, self.gradients, later.states)
+
+
+def _moments(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
+    for state in states:
+        yield from (v for name, v in state.items() if name != "step" and isinstance(v, Tensor) and v.numel() > 0)
+
+
+def _formats(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({format_of(tensor.dtype) for tensor in tensors})) or "-"
+
+
+def ledger_of(
+    plan: Plan,
+    observer: Observer | Seen,
+    model: nn.Module,
+    weights: Weights,
+    *,
+    frozen: Mapping[str, nn.Module] | None = None,
+    mode: str = "eager",
+    notes: Sequence[str] = (),
+    step: int | None = None,
+) -> Ledger:
+    """Put what was seen beside what the plan declares."""
+    seen = observer.seen if isinstance(observer, Observer) else observer
+    expected, found = Expected(plan), findings(plan, seen, model, frozen or {})
+    rows = _rows(expected, seen, weights, found)
+    summary = summed_up(expected, seen, found)
+    return Ledger(
+        mode=mode, rows=tuple(rows), findings=tuple(found), summary=summary, notes=tuple(notes), step=step
+    )  # fmt: skip
+
+
+def _rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Finding]) -> list[LedgerRow]:
+    all_flops = max(sum(seen.flops.values()), 1)
+    named = [product.module for product in seen.calls] + [cast.module for cast in seen.casts]
+    named += [module for module, _ in seen.kept] + [name for name, own in weights.weights.items() if own != "-"]
+    told = {finding.module: finding for finding in reversed(found)}
+    rows = []
+    for module in dict.fromkeys([*_in_order(weights, named), *named]):
+        kept = Counter({name: size for (own, name), size in seen.kept.items() if own == module})
+        casts = [cast for cast in seen.casts if cast.module == module]
+        rows.append(
+            LedgerRow(
+                module=module,
+                planned="-" if module == OUTSIDE else expected.compute(module),
+                forward=_computed(seen, module, "forward"),
+                backward=_computed(seen, module, "backward"),
+                flops_share=sum(n for p, n in seen.flops.items() if p.module == module) / all_flops,
+                casts=sum(seen.casts[cast] for cast in casts),
+                cast_bytes=sum(seen.cast_bytes[cast] for cast in casts),
+                kept=_by_share(kept),
+                kept_bytes=sum(kept.values()),
+                weights=weights.weights.get(module, "-"),
+                gradients=weights.gradients.get(module, "-"),
+                optimizer_state=weights.states.get(module, "-"),
+                verdict=_verdict(module, expected, seen, told.get(module)),
+            )
+        )
+    return rows
+
+
+def _in_order(weights: Weights, named: Sequence[str]) -> list[str]:
+    wanted = set(named)
+    return [module for module in weights.weights if module in wanted]
+
+
+def _verdict(module: str, expected: Expected, seen: Seen, finding: Finding | None) -> str:
+    if finding is not None:
+        return f"{finding.level}: {finding.what}"
+    if module == OUTSIDE:
+        return "not in the plan"
+    kinds = {_kind(expected, product) for product in seen.calls if product.module == module}
+    return ", ".join(sorted(kinds)) or "as planned"
+
+
+def _computed(seen: Seen, module: str, direction: str) -> str:
+    own = [p for p in seen.calls if p.module == module and p.direction == direction]
+    flops: Counter[str] = Counter()
+    for product in own:
+        flops[product.format] += max(seen.flops[product], 1)
+    return _by_share(flops)
+
+
+def _by_share(counts: Counter[str]) -> str:
+    total = sum(counts.values())
+    if len(counts) < 2:
+        return next(iter(counts), "-")
+    return ", ".join(f"{name} {count / total:.0%}" for name, count in counts.most_common())
+
+
+def summed_up(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
+    """One sentence: shares by format, and who is behind those that are not the plan's."""
+    total = sum(seen.flops.values())
+    if not total:
+        return "no matmul, convolution or attention was seen"
+    formats: Counter[str] = Counter()
+    for product, flops in seen.flops.items():
+        formats[product.format] += flops
+    parts: list[str] = []
+    for name, flops in formats.most_common():
+        apart = _apart(expected, seen, name, total) if name != formats.most_common(1)[0][0] else ""
+        of = "of FLOPs in " if not parts else ""
+        parts.append(f"{_percent(flops / total)} {of}{name}{apart}")
+    unknown = sorted({p.operation for p in seen.calls if not seen.flops[p]})
+    parts += [f"of unknown cost: {', '.join(unknown)}"] if unknown else []
+    num = sum(finding.level == "differs" for finding in found)
+    verdict = f"{num} differ{'s' if num == 1 else ''} from the plan" if num else "all as planned"
+    return f"{'; '.join(parts)}; {verdict}"
+
+
+def _apart(expected: Expected, seen: Seen, name: str, total: int) -> str:
+    """`: 3 % decoder.head (island), 1 % encoder.fft (custom op)`."""
+    by_module: Counter[tuple[str, str]] = Counter()
+    for product, flops in seen.flops.items():
+        if product.format == name:
+            by_module[product.module, _kind(expected, product)] += flops
+    named = [(key, flops / total) for key, flops in by_module.most_common() if flops / total >= WORTH_NAMING]
+    shown = ", ".join(f"{_percent(share)} {module} ({kind})" for (module, kind), share in named[:4])
+    return f": {shown}" if shown else ""
+
+
+def _kind(expected: Expected, product: Product) -> str:
+    if product.module == OUTSIDE:
+        return "loss and code around the model"
+    if product.format == expected.compute(product.module):
+        return "as planned"
+    if product.is_island:
+        return "island"
+    if is_as_planned(expected, product):
+        return "simulated"
+    if product.is_custom:
+        return "custom op without autocast"
+    return f"{product.function} unaware of autocast" if product.function else "differs"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def rendered(ledger: Ledger) -> str:
+    """The summary, the rows with most FLOPs and those that differ, then what differs and how to mend it."""
+    is_shown = sorted(ledger.rows, key=lambda row: (not row.verdict.startswith(("differs", "costs")), -row.flops_share))
+    chosen = {row.module for row in is_shown[:MOST_ROWS] if row.flops_share or row.verdict != "as planned"}
+    rows = [row for row in ledger.rows if row.module in chosen]
+    titles = ("module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state")
+    body = [
+        (r.module, r.planned, r.forward, r.backward, _percent(r.flops_share), str(r.casts or "-"), r.kept, r.weights,
+         r.gradients, r.optimizer_state)
+        for r in rows
+    ]  # fmt: skip
+    hidden = len(ledger.rows) - len(rows)
+    more = [f"and {hidden} more modules as planned or without matmuls (--json has all)"] if hidden else []
+    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *_table([titles, *body]), *more]
+    return "\n".join([*lines, *(f"\n{finding.level} {finding}" for finding in ledger.findings)])
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,264 @@
+"""The observer: every operation of a step, forward and backward, by the module it belongs to.
+
+It sees operations below autocast and autograd, as they are handed to the kernels, so it sees what ran and not what was
+asked for. It changes no operand and no result.
+
+- Modules announce themselves by hooks on all modules at once, which leave the model as it is.
+- An operation of backward belongs to the module whose forward made its autograd node. Nodes are numbered as they are
+  made, so the number that stood when a forward operation ran leads back to its module.
+- Recomputed forward passes run inside a node of backward; the module that announced itself there has them.
+- Torch functions tell a `.float()` in somebody's code from a cast that autocast makes.
+
+Compiled code is not seen this way: under a dispatch mode torch.compile steps aside (graphs.py reads its graphs).
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.evidence.operations import computed_in, floating, flops_of, format_of, is_custom, is_product
+from halfstep.islands import on_island
+from halfstep.precision.plan import ROOT
+from halfstep.precision.rows import UPCAST_BY_AUTOCAST
+
+OUTSIDE = "(outside the model)"
+Direction = Literal["forward", "backward"]
+EXPLICIT_CASTS = {Tensor.float, Tensor.to, Tensor.type, Tensor.double}
+OF_TORCH = ("torch/", "torch\\", "halfstep/evidence", "halfstep/islands", "halfstep/precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One kind of matmul, convolution, attention or custom operation at one place."""
+
+    module: str
+    direction: Direction
+    operation: str
+    format: str
+    is_island: bool = False
+    is_custom: bool = False
+    function: str = ""
+    """The autograd Function of somebody's own whose backward ran it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    module: str
+    direction: Direction
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upcast:
+    """Half to fp32 in somebody's own words, and the line that says so."""
+
+    module: str
+    line: str
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one or several steps did."""
+
+    flops: Counter[Product] = field(default_factory=Counter)
+    calls: Counter[Product] = field(default_factory=Counter)
+    """Of the same products; those of unknown cost are in here alone."""
+    casts: Counter[Cast] = field(default_factory=Counter)
+    cast_bytes: Counter[Cast] = field(default_factory=Counter)
+    kept: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bytes kept for backward by module and format; weights do not count."""
+    norms_kept: Counter[str] = field(default_factory=Counter)
+    """Bytes of fp32 outputs of normalisations that somebody keeps."""
+    upcasts: Counter[Upcast] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    module: str
+    is_island: bool
+
+
+@dataclass(slots=True)
+class _Entered:
+    module: str
+    node: int | None
+    """The node of backward that was running: then it is a recomputed forward pass."""
+
+
+class Observer:
+    """Watches what runs inside `watching()`, for as many steps as that is entered."""
+
+    def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Module] | None = None) -> None:
+        self.names = {module: name or ROOT for name, module in model.named_modules()}
+        for part, module in (frozen or {}).items():
+            self.names |= {inner: f"{part}.{name}".rstrip(".") for name, inner in module.named_modules()}
+        self.weights = {p.untyped_storage().data_ptr() for m in self.names for p in m.parameters(recurse=False)}
+        self.seen = Seen()
+        self.casts_by_hand = ""
+        self._stack: list[_Entered] = []
+        self._thread = 0
+        self._numbers: list[int] = []
+        self._places: list[_Place] = []
+        self._kept: set[int] = set()
+        self._norm_outputs: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self._thread = threading.get_ident()
+        self._kept.clear()  # of the micro-batch before: its memory has other tensors in it by now
+        self._norm_outputs.clear()
+        with ExitStack() as stack:
+            for handle in (
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept))
+            stack.enter_context(_Functions(self))
+            stack.enter_context(_Operations(self))
+            yield
+        self._stack.clear()
+
+    # --- where ---
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        enclosing = self._stack[-1].module if self._stack else OUTSIDE
+        self._stack.append(_Entered(self.names.get(module, enclosing), _number_of(_node())))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        left = self._stack.pop() if self._stack else None
+        if left is not None and isinstance(module, UPCAST_BY_AUTOCAST):
+            for tensor in floating(output):
+                storage = tensor.untyped_storage()
+                self._norm_outputs[storage.data_ptr()] = StorageWeakRef(storage), left.module
+
+    def place(self) -> tuple[_Place, Direction, str]:
+        """Module, direction, and the autograd Function of somebody's own that runs."""
+        node = _node()
+        here = self._stack[-1] if self._stack else None
+        if node is None or here is not None and here.node == _number_of(node):
+            place = _Place(here.module if here is not None else OUTSIDE, on_island())
+            self._remember(place)
+            return place, "forward", ""
+        function = type(node).__name__.removesuffix("Backward") if isinstance(node, BackwardCFunction) else ""
+        return self._place_of(node._sequence_nr()), "backward", function
+
+    def _remember(self, place: _Place) -> None:
+        if threading.get_ident() != self._thread:
+            return  # recomputed in a thread of backward, which numbers by itself
+        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        if not self._numbers or number > self._numbers[-1]:
+            self._numbers.append(number)
+            self._places.append(place)
+
+    def _place_of(self, number: int) -> _Place:
+        """Of the first operation that ran once the node was there."""
+        found = bisect.bisect_left(self._numbers, number)
+        return self._places[found] if found < len(self._places) else _Place(OUTSIDE, False)
+
+    # --- what ---
+
+    def product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        name = computed_in(func, args, kwargs)
+        if not name:
+            return
+        place, direction, function = self.place()
+        operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname
+        found = Product(place.module, direction, operation, name, place.is_island, is_custom(func), function)
+        self.seen.calls[found] += 1
+        if flops := flops_of(func, args, kwargs, result):
+            self.seen.flops[found] += flops
+
+    def cast(self, source: Tensor, result: Tensor) -> None:
+        if source.dtype == result.dtype or not (source.is_floating_point() and result.is_floating_point()):
+            return
+        place, direction, _ = self.place()
+        found = Cast(place.module, direction, format_of(source.dtype), format_of(result.dtype))
+        self.seen.casts[found] += 1
+        self.seen.cast_bytes[found] += result.nbytes
+        is_up = source.dtype.itemsize == 2 and result.dtype == torch.float32
+        if is_up and self.casts_by_hand and direction == "forward" and not place.is_island:
+            self.seen.upcasts[Upcast(place.module, self.casts_by_hand)] += result.nbytes
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if tensor.is_floating_point() and address not in self.weights and address not in self._kept:
+            self._kept.add(address)
+            place, _, _ = self.place()
+            self.seen.kept[place.module, format_of(tensor.dtype)] += storage.nbytes()
+            reference, norm = self._norm_outputs.get(address, (None, ""))
+            if reference is not None and not reference.expired() and tensor.dtype == torch.float32:
+                self.seen.norms_kept[norm] += storage.nbytes()
+        return tensor
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observer = observer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_product(func):
+            self.observer.product(func, args, kwargs or {}, result)
+        elif func is torch.ops.aten._to_copy.default:
+            self.observer.cast(args[0], result)
+        else:
+            self.observer.place()  # numbers of nodes that only pass gradients on
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self.observer = observer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in EXPLICIT_CASTS:
+            return func(*args, **(kwargs or {}))
+        self.observer.casts_by_hand = _line_of_caller()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.observer.casts_by_hand = ""
+
+
+def _line_of_caller() -> str:
+    """The nearest line of code that is not torch's or ours: `model.py:31`."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in OF_TORCH):
+            return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return ""
+
+
+def _node() -> Any:
+    return torch._C._current_autograd_node()
+
+
+def _number_of(node: Any) -> int | None:
+    return None if node is None else int(node._sequence_nr())

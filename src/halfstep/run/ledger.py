@@ -1,0 +1,114 @@
+"""The ledger of a run: the first step in each mode it reaches is observed on the side, then every so many steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.disk import write_whole
+from halfstep.errors import HalfstepError
+from halfstep.evidence.ledger import Ledger, Weights, ledger_of
+from halfstep.evidence.side import observe
+from halfstep.run.assemble import Assembly
+from halfstep.run.engine import Engine, prepared_window
+from halfstep.run.frozen import modules_of
+from halfstep.run.phased_engine import PhasedEngine
+from halfstep.step.step import LossFn
+from halfstep.tune.memory_limit import first_line, split_window
+from halfstep.tune.modes import Batch, Notice, Region
+from halfstep.tune.own_thread import in_own_thread
+
+AnyEngine = Engine | PhasedEngine
+
+
+def engines_of(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
+    """Each phase's by name; the only one has none."""
+    if isinstance(engine, PhasedEngine):
+        yield from engine.engines.items()
+    else:
+        yield "", engine
+
+
+def eager_ledgers(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Ledger]:
+    """What the code of each phase does with this window, uncompiled; nothing of the run is changed."""
+    return [_eager_ledger(parts, own, window, phase) for phase, own in engines_of(engine)]
+
+
+def _eager_ledger(parts: Assembly, engine: Engine, window: list[Batch], phase: str) -> Ledger:
+    prepared = split_window(prepared_window(parts, window), engine.pieces)
+    step, frozen = engine.guarded, modules_of(parts.workload.frozen)
+    loss = loss_alone(engine.parts.eager)
+    # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is not the run.
+    work = partial(observe, step, loss, prepared, frozen)
+    observer, weights = in_own_thread(work, parts.device) if parts.device.type == "cuda" else work()
+    weights = weights.with_states(Weights.of(step.model, step.optimizers))
+    mode = f"eager, {phase}" if phase else "eager"
+    return ledger_of(parts.plan, observer, step.model, weights, frozen=frozen, mode=mode, step=parts.step.attempted)
+
+
+def loss_alone(region: Region) -> LossFn:
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        value, weight, _ = region(batch)
+        return value, weight
+
+    return loss
+
+
+def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Ledger]:
+    """In each mode that this engine makes steps in."""
+    return eager_ledgers(parts, engine, window)
+
+
+def as_document(ledgers: list[Ledger]) -> dict[str, Any]:
+    """What report/ledger.json holds: the rows of every mode, each with its mode."""
+    each = [ledger.as_json() for ledger in ledgers]
+    summary = " | ".join(f"{one.mode}: {one.summary}" for one in ledgers)
+    return {
+        "summary": summary,
+        "rows": [row for one in each for row in one["rows"]],
+        "findings": [{"mode": one["mode"], **found} for one in each for found in one["findings"]],
+        "observed": [{key: one[key] for key in ("mode", "step", "summary", "notes")} for one in each],
+    }
+
+
+class RunLedger:
+    """Looks at the steps of a run when they are due, and keeps report/ledger.json."""
+
+    def __init__(self, parts: Assembly, file: Path, notice: Notice) -> None:
+        self.parts, self.file, self.notice = parts, file, notice
+        self.every = parts.config.log.ledger_every
+        self.seen: dict[str, Ledger] = {}
+        self._modes: set[str] = set()
+
+    def look(self, engine: AnyEngine, window: list[Batch]) -> None:
+        """After a step of this window: what failed to be observed is said, and the run goes on."""
+        mode, attempted = self._mode(engine), self.parts.step.attempted
+        if mode in self._modes and not (self.every and attempted % self.every == 0):
+            return
+        self._modes.add(mode)
+        try:
+            found = ledgers_of(self.parts, engine, window)
+            self._keep(found)
+        except (HalfstepError, RuntimeError, torch.OutOfMemoryError) as error:
+            self.notice(f"the ledger could not observe step {attempted}: {first_line(error)}", "warning")
+
+    def _mode(self, engine: AnyEngine) -> str:
+        return "captured" if engine.graphs else engine.way
+
+    def _keep(self, found: list[Ledger]) -> None:
+        known = {finding for ledger in self.seen.values() for finding in ledger.differences}
+        for ledger in found:
+            is_new = ledger.mode not in self.seen
+            self.seen[ledger.mode] = ledger
+            if is_new:
+                self.notice(f"ledger, {ledger.mode}: {ledger.summary}", "info")
+            for finding in ledger.differences:
+                if finding not in known:
+                    self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
+        write_whole(self.file, json.dumps(as_document(list(self.seen.values())), indent=1) + "\n")

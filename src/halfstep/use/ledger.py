@@ -1,0 +1,91 @@
+"""`halfstep ledger`: what a workload, a config or a run really computes in, by one step on the side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from halfstep.config.load import Loaded
+from halfstep.config.schema import RunConfig
+from halfstep.data.loader import Loader
+from halfstep.errors import CheckpointError
+from halfstep.evidence.ledger import Ledger
+from halfstep.hardware.probe import probe
+from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
+from halfstep.run.frozen import identified
+from halfstep.run.ledger import AnyEngine, ledgers_of
+from halfstep.run.phased_engine import engine_for
+from halfstep.run.places import with_data_found
+from halfstep.run.plan import data_at_hand
+from halfstep.step.randomness import algorithms
+from halfstep.tune.modes import Batch, Level
+from halfstep.use.open_run import as_trained, open_run, plan_for_use, with_weights
+from halfstep.workloads import load
+
+
+def is_run(word: str) -> bool:
+    return (Path(word) / "config.yaml").is_file()
+
+
+def ledger(word: str, *, flags: Mapping[str, object], overrides: Sequence[str]) -> list[Ledger]:
+    """Of a run's folder with its weights and stored plan, or of what would be trained."""
+    with at_hand(word, flags=flags, overrides=overrides) as (parts, engine, window):
+        return ledgers_of(parts, engine, window)
+
+
+@contextmanager
+def at_hand(
+    word: str, *, flags: Mapping[str, object], overrides: Sequence[str]
+) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
+    """An assembly that has made one step, so that its optimizer has a state; its engine; and a window of real data."""
+    loaded = _loaded(word, flags, overrides)
+    with data_at_hand(loaded.config) as config:
+        parts = _of_run(Path(word), config) if is_run(word) else _of_config(config)
+        try:
+            with algorithms(deterministic=config.train.deterministic):
+                engine = engine_for(parts, parts.way or "eager", _unsaid)
+                window = _first_window(parts)
+                engine(window)
+                yield parts, engine, window
+        finally:
+            parts.train_loader.close()
+            parts.val_loader.close()
+
+
+def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str]) -> Loaded:
+    if Path(word).is_dir() and not is_run(word):
+        raise CheckpointError(
+            f"{word} is no run", why="config.yaml is not there", fix="name a folder that `halfstep train` made"
+        )
+    return load(str(Path(word) / "config.yaml") if is_run(word) else word, flags=flags, overrides=overrides)
+
+
+def _of_config(config: RunConfig) -> Assembly:
+    workload = identified(build_workload(config))
+    settled = with_settled(config, workload)
+    plan = plan_for(settled, workload, probe(settled.device))
+    return assemble(settled, workload, plan)
+
+
+def _of_run(path: Path, config: RunConfig) -> Assembly:
+    run = open_run(path, checkpoint="last")
+    found, _ = with_data_found(config, run.folder)
+    workload = build_workload(found, run.store)
+    frozen = as_trained(run, workload.frozen)
+    plan = plan_for_use(run, workload.model, device=None, precision=None, frozen=frozen)
+    parts = assemble(found, workload, plan)
+    with_weights(run, parts.model, plan, workload.frozen, workload.values)
+    parts.model.train()
+    return parts
+
+
+def _first_window(parts: Assembly) -> list[Batch]:
+    loader: Loader = parts.train_loader
+    batches = loader.epoch(0)
+    window = [next(batches) for _ in range(min(parts.step.accumulate, len(loader)))]
+    return [{name: value.to(parts.device) for name, value in batch.items()} for batch in window]
+
+
+def _unsaid(text: str, level: Level) -> None:
+    """What the engine says of its modes is in the ledger."""

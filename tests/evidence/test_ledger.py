@@ -1,0 +1,205 @@
+"""What really ran, held against the plan: planted differences are named by path, clean models have none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planted import Net, Planted, loss_of, step_of, window
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep as hs
+from halfstep.errors import ConfigError
+from halfstep.evidence.ledger import Ledger, LedgerRow
+
+
+def ledger_of(model: nn.Module, precision: str = "bf16", **more: object) -> Ledger:
+    step = step_of(model, precision, **more)
+    with hs.ledger(step) as seen:
+        step(loss_of(model), window())
+    return seen.ledger
+
+
+def row(ledger: Ledger, module: str) -> LedgerRow:
+    return next(found for found in ledger.rows if found.module == module)
+
+
+def test_a_clean_model_is_as_planned_forward_and_backward() -> None:
+    ledger = ledger_of(Net("nothing"))
+    assert ledger.findings == ()
+    assert "100% of FLOPs in bf16" in ledger.summary
+    for module in ("first", "blocks.0", "blocks.1.inner", "head"):
+        found = row(ledger, module)
+        assert (found.forward, found.backward, found.planned) == ("bf16", "bf16", "bf16"), module
+        assert (found.weights, found.gradients, found.optimizer_state) == ("fp32", "fp32", "fp32")
+        assert "bf16" in found.kept
+        assert found.casts > 0
+        assert found.cast_bytes > 0
+
+
+def test_shares_of_flops_are_those_of_the_formulas() -> None:
+    ledger = ledger_of(Net("nothing"))
+    # 2·m·n·k forward; backward twice that, but once for the first layer, whose input needs no gradient.
+    flops = {"first": 2 * 4 * 8 * 2, "blocks.0": 2 * 8 * 8 * 3, "blocks.1.inner": 2 * 8 * 8 * 3, "head": 2 * 8 * 3 * 3}
+    for module, count in flops.items():
+        assert row(ledger, module).flops_share == pytest.approx(count / sum(flops.values()))
+
+
+PLANTED = {
+    "custom_op": ("blocks.1", "planted::mix", 'register_autocast("planted::mix"'),
+    "autocast_off": ("blocks.1.inner", "autocast is off", "fp32_island"),
+    "unaware": ("blocks.1", "Unaware", "custom_bwd"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_computes_otherwise_is_named_by_path_with_reason_and_fix(kind: str) -> None:
+    module, why, fix = PLANTED[kind]
+    ledger = ledger_of(Net(kind))
+    assert {finding.module for finding in ledger.differences} == {module}
+    assert any(why in finding.why and fix in finding.fix for finding in ledger.differences)
+    assert row(ledger, module).verdict.startswith("differs")
+
+
+def test_the_fix_for_an_autograd_function_is_one() -> None:
+    assert ledger_of(Net("aware")).differences == ()
+
+
+def test_an_island_is_no_difference_and_named_in_the_summary() -> None:
+    ledger = ledger_of(Net("island"))
+    assert ledger.differences == ()
+    assert "blocks.1.inner (island)" in ledger.summary
+    assert (row(ledger, "blocks.1.inner").forward, row(ledger, "blocks.1.inner").backward) == ("fp32", "fp32")
+
+
+def test_a_stray_float_is_named_with_its_line() -> None:
+    (found,) = ledger_of(Net("stray_float")).findings
+    assert (found.module, found.level) == ("blocks.1", "costs")
+    assert "planted.py:" in found.what
+    assert ".float()" in found.fix
+
+
+def test_a_norm_output_kept_in_fp32_is_named_and_one_that_a_matmul_casts_is_not() -> None:
+    (found,) = ledger_of(Net("kept_norm")).findings
+    assert (found.module, found.level) == ("blocks.1.norm", "costs")
+    assert f"{6 * 8 * 4} bytes" in found.what
+    assert ledger_of(Net("cast_norm")).findings == ()
+
+
+def test_a_half_weight_is_named() -> None:
+    model = Net("nothing")
+    step = step_of(model)
+    model.blocks[0].weight.data = model.blocks[0].weight.data.bfloat16()
+    with hs.ledger(step) as seen:
+        step._step.compute(loss_of(model), window())
+    (found,) = seen.ledger.differences
+    assert found.module == "blocks.0"
+    assert "weight is stored in bf16" in found.what
+    assert "torch.float32" in found.fix
+
+
+def test_a_half_running_mean_is_named() -> None:
+    model = Net("nothing")
+    step = step_of(model)
+    model.stats.bfloat16()
+    with hs.ledger(step) as seen:
+        step._step.compute(loss_of(model), window())
+    assert {found.module for found in seen.ledger.differences} == {"stats"}
+    assert "running_mean and running_var in bf16" in [found.what for found in seen.ledger.differences]
+
+
+def test_tf32_left_on_in_strict_fp32_is_named() -> None:
+    (found,) = ledger_of(Net("tf32_on"), "fp32").differences[:1]
+    assert found.module == "blocks.1.inner"
+    assert "tf32" in found.what
+    assert "TF32" in found.why
+
+
+def test_a_part_with_a_precision_of_its_own_is_as_planned() -> None:
+    ledger = ledger_of(Net("nothing"), modules={"blocks.0": "fp32"})
+    assert ledger.findings == ()
+    assert row(ledger, "blocks.0").forward == "fp32"
+    assert "blocks.0 (as planned)" in ledger.summary
+
+
+def test_the_ledger_changes_no_bit_of_training() -> None:
+    def trained(watched: bool) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        step = step_of(model)
+        for k in range(3):
+            if watched:
+                with hs.ledger(step):
+                    step(loss_of(model), window(k))
+            else:
+                step(loss_of(model), window(k))
+        return model.state_dict()
+
+    plain, watched = trained(False), trained(True)
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), Planted("autocast_off")
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(lambda y: self.second(self.first(y)), x, use_reentrant=False))
+
+
+def test_recomputed_modules_keep_their_own_rows() -> None:
+    ledger = ledger_of(Recomputed())
+    assert {finding.module for finding in ledger.differences} == {"second.inner"}
+    first = row(ledger, "first")
+    assert (first.forward, first.backward) == ("bf16", "bf16")
+    assert row(ledger, "head").backward == "bf16"
+
+
+class Penalised(nn.Module):
+    """Takes a gradient in its own forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        features = torch.tanh(self.inner(x))
+        (gradient,) = torch.autograd.grad(features.float().sum(), x, create_graph=True)
+        return self.head(features) + gradient.square().mean()
+
+
+def test_a_gradient_taken_inside_forward_belongs_to_its_module() -> None:
+    ledger = ledger_of(Penalised())
+    assert ledger.differences == ()
+    assert row(ledger, "inner").backward == "bf16"
+
+
+def test_attention_counts_with_its_flops() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 3)
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = self.embed(x.unsqueeze(-1))
+            return self.head(self.attend(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+
+    ledger = ledger_of(Attention())
+    assert ledger.findings == ()
+    assert row(ledger, "attend").flops_share > 0.5
+    assert (row(ledger, "attend").forward, row(ledger, "attend").backward) == ("bf16", "bf16")
+
+
+def test_a_ledger_without_a_step_says_so() -> None:
+    model = Net("nothing")
+    with hs.ledger(step_of(model)) as seen:
+        pass
+    with pytest.raises(ConfigError, match="no step") as refused:
+        str(seen)
+    assert "inside" in refused.value.fix
+    with pytest.raises(ConfigError, match="Linear"), hs.ledger(nn.Linear(2, 2)):  # type: ignore[arg-type]
+        pass
