@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from golden import golden
 from halfstep.data.loader import Batch, Loader
 from halfstep.data.seeds import Key
+from halfstep.hardware.probe import probe
 from halfstep.precision.simulate import simulate
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import build_workload, with_settled
+from halfstep.run.assemble import assemble, build_workload, plan_for, with_settled
 from halfstep.run.train import train
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.use.evaluate import evaluate
@@ -208,10 +209,18 @@ def test_the_temperature_is_a_cosine_that_ends(steve: Trainer) -> None:
     assert [temperature(model, step) for step in (0, 15_000, 30_000, 99_999)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
 
 
-def test_three_groups_have_their_own_learning_rates(steve: Trainer) -> None:
-    workload = steve.workload(**{"optimizer.dvae_lr": 5e-3, "optimizer.encoder_lr": 2e-3})
-    assert [(group.modules, group.lr) for group in workload.groups] == [(("dvae",), 5e-3), (("steve_encoder",), 2e-3)]
-    assert workload.groups[0].schedule == {"name": "constant", "warmup_steps": 0}
+def test_three_groups_follow_their_own_schedules_and_the_temperature_its_own(steve: Trainer) -> None:
+    config = steve.config(**{"optimizer.dvae_lr": 5e-3, "optimizer.encoder_lr": 2e-3, "optimizer.lr": 1e-3}).config
+    workload = build_workload(config)
+    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    assert parts.step.rates is not None
+    names = {id(weight): name.split(".")[0] for name, weight in parts.model.named_parameters()}
+    committed = torch.tensor(3)
+    parts.step.rates.refresh(committed)
+    found = {names[id(group["params"][0])]: float(group["lr"]) for group in parts.step.optimizers[0].param_groups}
+    decay = 4 / 5 * 0.5 ** (3 / config.schedule.half_life_steps)
+    assert found == pytest.approx({"dvae": 5e-3, "steve_encoder": 2e-3 * decay, "steve_decoder": 1e-3 * decay})
+    assert workload.values["tau"](3) == pytest.approx(temperature(config.model, 3))
 
 
 def test_weights_of_the_public_project_load_without_their_masks(steve: Trainer, tmp_path: Path) -> None:
