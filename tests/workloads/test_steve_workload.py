@@ -110,6 +110,9 @@ def assert_is_used(run: Path, demo: Path, out: Path) -> None:
     predict(run, [video], report=RunReport(run, quiet=True), wishes=Wishes(out=out))
     assert sorted(path.suffix for path in out.rglob("000000*")) == [".gif", ".npy", ".png"]
     assert np.load(next(out.rglob("000000*.npy"))).shape == (6, 16, 16)
+    other = out / "other"
+    write_demo(other, num_train=2, num_val=0, frames=4, side=16, seed=7)
+    assert evaluate(run, data=other, report=RunReport(run, quiet=True)).samples == 2
     samples = sorted(path.name for path in (run / "report" / "samples").rglob("*.png"))
     assert samples == ["clip_0.png", "frames_vae_slots.png"]
 

@@ -77,8 +77,9 @@ class DVae(Recomputing):
                 noisy = logits.float() + gumbel_noise(noise, rows.shape[1], self.vocabulary)
                 shares = torch.softmax(noisy / tau, dim=-1)
                 if hard:
-                    one = F.one_hot(noisy.argmax(dim=-1), self.vocabulary).to(shares.dtype)
-                    shares = one - shares.detach() + shares
+                    every = torch.arange(self.vocabulary, device=rows.device)
+                    one_hot = (noisy.argmax(dim=-1, keepdim=True) == every).float()
+                    shares = one_hot - shares.detach() + shares
             weight = self._first_convolution().weight.flatten(1)
             return F.linear(shares.to(rows.dtype), weight.to(rows.dtype))
 

@@ -143,12 +143,13 @@ class Steve(nn.Module):
         """The noise of B · T frames (`DVae.forward`), and a normal draw (B, slots, slot_dim) that slots start from."""
         frames = video.flatten(0, 1)
         coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
-        slots, attention = self.steve_encoder(video, slot_draw)
-        hidden = self.steve_decoder(coded.words, self.steve_encoder.slot_proj(slots).flatten(0, 1))
-        cross_entropy = words_loss(hidden, self.steve_decoder.head.weight, coded.words) / len(frames)
         with fp32_island():
             mse = (to_fp32(coded.reconstruction) - frames).square().sum() / len(frames)
         reconstruction = coded.reconstruction.unflatten(0, video.shape[:2])
+        slots, attention = self.steve_encoder(video, slot_draw)
+        hidden = self.steve_decoder(coded.words, self.steve_encoder.slot_proj(slots).flatten(0, 1))
+        # Last, as the compiler ends its region there.
+        cross_entropy = words_loss(hidden, self.steve_decoder.head.weight, coded.words) / len(frames)
         return Seen(mse, cross_entropy, slots, attention, reconstruction, coded.words)
 
     def imagined(self, slots: Tensor) -> Tensor:
