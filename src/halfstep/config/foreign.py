@@ -39,6 +39,8 @@ class Foreign:
     understood."""
     unused: Mapping[str, str] = field(default_factory=dict)
     """Their keys, or whole sections, that change nothing here, and why."""
+    notes: Iterable[str] = ()
+    """What else its author should read, such as a key that means something else there."""
 
 
 class Translator(Protocol):
@@ -81,6 +83,7 @@ def notes_of(found: Foreign, values: Mapping[str, Any], document: Document, word
     changed = f", with {', '.join(words)}" if words else ""
     return [
         f"{document.name} is another project's: translated to {found.workload}{changed}",
+        *found.notes,
         *(f"{key} is not used: {why}" for key, why in unused.items()),
         *(f"{key} is not used: {found.workload} has no such setting" for key in strange),
     ]

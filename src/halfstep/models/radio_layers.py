@@ -142,15 +142,15 @@ class FourierFilter(nn.Module):
 
 @in_fp32
 def filtered(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows last, then columns last: a product with a matrix on the right is one matmul for all maps."""
     height, width = x.shape[2:]
     half = weight.shape[2]
-    cos_h, sin_h = _waves(height, height, x.device)
-    cos_w, sin_w = _waves(width, half, x.device)
-    real, imaginary = x @ cos_w, x @ -sin_w
-    real, imaginary = cos_h @ real + sin_h @ imaginary, cos_h @ imaginary - sin_h @ real
+    (cos_h, sin_h), (cos_w, sin_w) = _waves(height, height, x.device), _waves(width, half, x.device)
+    real, imaginary = (x @ cos_w).mT, -(x @ sin_w).mT
+    real, imaginary = real @ cos_h + imaginary @ sin_h, imaginary @ cos_h - real @ sin_h
     a, b = weight.unbind(-1)
-    real, imaginary = real * a - imaginary * b, real * b + imaginary * a
-    real, imaginary = cos_h @ real - sin_h @ imaginary, cos_h @ imaginary + sin_h @ real
+    real, imaginary = real * a.mT - imaginary * b.mT, real * b.mT + imaginary * a.mT
+    real, imaginary = (real @ cos_h - imaginary @ sin_h).mT, (imaginary @ cos_h + real @ sin_h).mT
     # Frequencies that stand for their mirror images too count twice.
     place = torch.arange(half, device=x.device)
     count = torch.where((place == 0) | (2 * place == width), 1.0, 2.0) / (height * width)

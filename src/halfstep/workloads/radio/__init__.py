@@ -1,10 +1,15 @@
 """Radio maps: path gain of a transmitter in a city, by RadioDiff's two stages."""
 
 from halfstep.workloads.kind import Kind
+from halfstep.workloads.options import Option
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 
 _HERE = "halfstep.workloads.radio"
 _ABOUT = "path gain of a transmitter from buildings and antenna: RadioMapSeer's png/ and gain/"
+
+_STEPS = Option("steps", int, None, "Steps of a sample; default: the run's model.sampling_steps", least=1)
+SAMPLING_OPTIONS = (_STEPS, Option("part", str, "val", "Which maps: val, test or train"))
+PREDICT_OPTIONS = (_STEPS, Option("seed", int, 0, "Seed of the noise that samples start from", least=0))
 
 VAE_KIND = Kind(
     builder=f"{_HERE}.build_vae:build_vae",
@@ -14,6 +19,8 @@ VAE_KIND = Kind(
     random_batch=f"{_HERE}.random_data:random_batch",
     over=f"{_HERE}.random_data:over",
     export=f"{_HERE}.build_vae:export",
+    evaluation=f"{_HERE}.evaluate:RadioEvaluation",
+    sample_size=f"{_HERE}.random_data:sample_size",
     unit="map",
     task="radio maps, first stage",
     about=_ABOUT,
@@ -26,6 +33,13 @@ KIND = Kind(
     random_store=f"{_HERE}.random_data:random_store",
     random_batch=f"{_HERE}.random_data:random_batch",
     over=f"{_HERE}.random_data:over",
+    evaluation=f"{_HERE}.evaluate:SamplingEvaluation",
+    evaluate_options=SAMPLING_OPTIONS,
+    predictor=f"{_HERE}.predict:MapPredictor",
+    predict_options=PREDICT_OPTIONS,
+    writes_files=True,
+    foreign=f"{_HERE}.foreign:claim",
+    sample_size=f"{_HERE}.random_data:sample_size",
     unit="map",
     task="radio maps",
     about=_ABOUT,

@@ -46,13 +46,16 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     """The workload for `config.data.dir`; `store` of an earlier run fixes sizes and scale."""
     data = find_data(config)
     stage = first_stage(config)
-    why_scale = "stored with the run"
+    why_scale, is_new = "stored with the run", store is None
     if store is None:
         scale, why_scale = _scale(config, stage.vae, stage.scale_factor, data)
         store = store_of(config, stage.sizes, scale)
     model = unet_of(config, store)
-    if store is not None and config.model.weights:
-        load_unet_(model, config.model.weights)
+    if is_new:  # a stored run's checkpoint brings its own weights
+        if config.model.pyramid.weights:
+            load_pyramid_(model.condition, config.model.pyramid.weights)
+        if config.model.weights:
+            load_unet_(model, config.model.weights)
     return workload_of(
         config,
         store,
@@ -125,9 +128,12 @@ def load_pyramid_(pyramid: SwinPyramid, source: str) -> None:
 class Denoising:
     """One step's arithmetic, for a first stage and a scale: encode, noise, denoise, sample, decode."""
 
-    def __init__(self, config: RadioDiffConfig, store: Mapping[str, Any], vae: RadioVAE) -> None:
+    def __init__(
+        self, config: RadioDiffConfig, store: Mapping[str, Any], vae: RadioVAE, *, steps: int | None = None
+    ) -> None:
         self.config, self.vae, self.scale = config.model, vae, store["scale_factor"]
         self.threshold, self.latent = config.data.threshold, latent_shape(store)
+        self.steps = steps or config.model.sampling_steps
 
     def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         """Bytes to maps, and every draw of the step."""
@@ -139,15 +145,15 @@ class Denoising:
             "time": times_of(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
         }
         if not training:
-            draws |= self.draws(key, num, device, self.config.sampling_steps)
+            draws |= self.draws(key, num, device)
         truth = unit_gain(batch["gain"], self.threshold)
         return batch | {"truth": truth, "map": signed(truth), "condition": condition, **draws}
 
-    def draws(self, key: tuple[int, ...], num: int, device: torch.device, steps: int) -> Batch:
+    def draws(self, key: tuple[int, ...], num: int, device: torch.device) -> Batch:
         """Start and steps (B, steps, ...) of a sample, each sample's own."""
         return {
             "start": noise.normal(key, num, self.latent, device, stream="start"),
-            "draws": noise.normal(key, num, (steps, *self.latent), device, stream="draws"),
+            "draws": noise.normal(key, num, (self.steps, *self.latent), device, stream="draws"),
         }
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -180,9 +186,9 @@ class Denoising:
 
     def sample(self, unet: RadioUNet, features: list[Tensor], batch: Batch) -> Tensor:
         """Maps in 0..1, from the batch's own noise; the condition is read once for all steps."""
-        draws = batch["draws"]
-        times = sampling_times(draws.shape[1], split_last=self.config.extra_call, smallest=self.config.smallest_time)
-        latents = sampled(lambda x, time: unet.denoise(x, time, features), batch["start"], list(draws.unbind(1)), times)
+        times = sampling_times(self.steps, split_last=self.config.extra_call, smallest=self.config.smallest_time)
+        draws = list(batch["draws"].unbind(1))
+        latents = sampled(lambda x, time: unet.denoise(x, time, features), batch["start"], draws, times)
         return unsigned(self.vae.decode(latents / self.scale))
 
 
@@ -198,9 +204,7 @@ def workload_of(
     steps = Denoising(config, store, cast(RadioVAE, vae.module))
 
     def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
-        return sample_pictures(
-            data.val, lambda batch: steps.forward(model, workload.prepared(batch, key=key, training=False))
-        )
+        return sample_pictures(data.val, model, workload, key)
 
     wish = config.model
     calls = wish.sampling_steps + wish.extra_call
@@ -222,5 +226,6 @@ def workload_of(
         val_names=tuple(data.val.name_of(index) for index in range(len(data.val))),
         about=(*data.about, *about, ("sampling", f"{wish.sampling_steps} steps, {calls} calls of the network")),
         frozen={"vae": vae},
+        sample=pictures,
     )
     return workload

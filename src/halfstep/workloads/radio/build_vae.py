@@ -100,9 +100,7 @@ def workload_of(config: RadioVaeConfig, model: Stage1, data: RadioData) -> Workl
         return autoencoder_loss(outputs, config.model.kl_weight), len(batch["map"])
 
     def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
-        return sample_pictures(
-            data.val, lambda batch: forward(model, workload.prepared(batch, key=key, training=False))
-        )
+        return sample_pictures(data.val, model, workload, key)
 
     started = Scheduled(lambda step: float(step >= config.model.discriminator.start))
     workload = Workload(
@@ -125,6 +123,7 @@ def workload_of(config: RadioVaeConfig, model: Stage1, data: RadioData) -> Workl
         phases=phases_of(config, started) if has_critic(config) else (),
         values={"started": started} if has_critic(config) else {},
         ema_parts=AUTOENCODER,
+        sample=pictures,
     )
     return workload
 

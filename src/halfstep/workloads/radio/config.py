@@ -164,8 +164,10 @@ SMALL_FIRST_STAGE: dict[str, Any] = {
     "data.image_size": 32,
     "data.num_workers": 0,
     "model.first_stage.width": 16,
-    "model.first_stage.multipliers": (1, 2),
+    "model.first_stage.multipliers": (1, 2, 2),
     "model.first_stage.num_blocks": 1,
+    "model.first_stage.z_channels": 4,
+    "model.first_stage.latent_channels": 4,
 }
 
 
@@ -193,14 +195,14 @@ class RadioDiffConfig(RunConfig):
 
     demo: ClassVar[dict[str, Any]] = {
         **SMALL_FIRST_STAGE,
-        "model.width": 16,
-        "model.multipliers": (1, 2, 2),
-        "model.windows": ((4, 4), (2, 2), (1, 1)),
-        "model.feature_windows": ((4, 4), (2, 2), (1, 1)),
-        "model.pyramid.width": 16,
-        "model.pyramid.depths": (2, 2, 2),
-        "model.pyramid.num_heads": (1, 2, 4),
-        "model.pyramid.window": 4,
+        "model.width": 32,
+        "model.multipliers": (1, 2),
+        "model.windows": ((2, 2), (1, 1)),
+        "model.feature_windows": ((2, 2), (1, 1)),
+        "model.pyramid.width": 32,
+        "model.pyramid.depths": (1, 1),
+        "model.pyramid.num_heads": (1, 2),
+        "model.pyramid.window": 8,
         "model.sampling_steps": 5,
         "model.pyramid.stochastic_depth": 0.0,
         "model.dropout": 0.0,

@@ -59,6 +59,12 @@ def first_stage(config: RadioDiffConfig) -> FirstStage:
             fix="halfstep train radiodiff_vae --out runs/vae, then model.vae=runs/vae",
         )
     path = Path(config.model.vae)
+    if not path.exists():
+        raise ModelError(
+            f"no first stage at {path}",
+            why="model.vae names it",
+            fix="model.vae=RUN of halfstep train radiodiff_vae, or a file with weights",
+        )
     if path.is_dir():
         folder = next((place for place in (path / "model", path) if (place / WEIGHTS).is_file()), None)
         if folder is None:

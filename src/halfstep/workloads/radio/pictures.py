@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
+from torch import nn
 from torch.utils.data import default_collate
 
 from halfstep.data.radio_maps import RadioMaps
+from halfstep.workloads.workload import Workload
 
 Array = np.ndarray[Any, Any]
 
@@ -94,16 +95,18 @@ def _fitted(pixels: Array) -> Image.Image:
     return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
 
 
-def sample_pictures(maps: RadioMaps, answer: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> dict[str, Array]:
-    """A sheet of the first validation maps; `answer` gives `map` for a batch as loaded."""
+def sample_pictures(maps: RadioMaps, model: nn.Module, workload: Workload, key: tuple[int, ...]) -> dict[str, Array]:
+    """A sheet of the first validation maps, as the workload's forward pass answers them."""
     indices = range(min(SHOWN, len(maps)))
     batch = default_collate([maps.sample(index, key=(0, 0, index)) for index in indices])
-    found = answer(batch)["map"].float().cpu().numpy()[:, 0]
+    device = next(model.parameters()).device
+    placed = {name: value.to(device) for name, value in batch.items()}
+    found = workload.forward(model, workload.prepared(placed, key=key, training=False))["map"]
     rows = [
         MapRow(
             name=maps.name_of(index),
             condition=batch["condition"][index].numpy(),
-            predicted=found[index],
+            predicted=found[index, 0].float().cpu().numpy(),
             truth=batch["gain"][index, 0].numpy() / 255,
         )
         for index in indices

@@ -38,3 +38,7 @@ def over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
         return build_vae.workload_of(config, build_vae.stage1(config), data)
     vae = FrozenPart(module=vae_of(store["sizes"]).eval())
     return build.workload_of(config, store, build.unet_of(config, store), vae, data)
+
+
+def sample_size(config: RadioConfig) -> str:
+    return f"{config.data.image_size} pixels"

@@ -1,0 +1,136 @@
+"""Evaluation of radio maps: scores of any number of steps and any part of the split, and the best and worst maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from halfstep.data.files import BadFiles
+from halfstep.data.radio_maps import RadioMaps
+from halfstep.data.radio_split import Role
+from halfstep.data.seeds import Key
+from halfstep.errors import ConfigError
+from halfstep.models.radio_unet import RadioUNet
+from halfstep.models.radio_vae import RadioVAE
+from halfstep.workloads.radio.build import Denoising
+from halfstep.workloads.radio.config import RadioDiffConfig
+from halfstep.workloads.radio.data import part_of, split_of, tree_of
+from halfstep.workloads.radio.pictures import MapRow, map_sheet
+from halfstep.workloads.radio.scores import RadioMetrics
+from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
+from halfstep.workloads.workload import Workload
+
+SHOWN_EACH = 2
+"""Of the worst, the middling and the best maps."""
+PARTS = ("val", "test", "train")
+
+
+class RadioDetails(RadioMetrics):
+    """The metrics of validation, and the NMSE of every single map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scored: list[Tensor] = []
+
+    def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+        before = dict(outputs)
+        maps = before.pop("map", None)
+        super().update(before, batch)
+        if maps is not None:
+            found = self.count(maps, batch["truth"])
+            self._scored.append(torch.stack([batch["index"].double(), found["nmse"]]))
+
+    def ranked(self) -> list[tuple[int, float]]:
+        """Sample and NMSE, the worst first; waits for the device."""
+        scored = torch.cat(self._scored, dim=1).T.tolist() if self._scored else []
+        return sorted(((int(index), score) for index, score in scored), key=lambda found: (-found[1], found[0]))
+
+
+class RadioEvaluation(PlainEvaluation):
+    """Of either stage."""
+
+    metrics: RadioDetails
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.metrics = workload, RadioDetails()
+
+    def draw(self, folder: Path, look: Look) -> list[Path]:
+        """The worst, middling and best maps of validation."""
+        rows = [self._row(kind, index, score, look) for kind, index, score in chosen(self.metrics.ranked())]
+        if not rows:
+            return []
+        path = folder / "contact_sheet.png"
+        map_sheet(rows).save(path)
+        return [path]
+
+    def _row(self, kind: str, index: int, score: float, look: Look) -> MapRow:
+        batch, outputs = look(index)
+        raw = self.workload.val_samples.sample(index, key=(0, 0, index))
+        return MapRow(
+            name=f"{kind}: {self.workload.val_names[index]}, NMSE {score:.4f}",
+            condition=raw["condition"].numpy(),
+            predicted=outputs["map"][0, 0].float().cpu().numpy(),
+            truth=batch["truth"][0, 0].float().cpu().numpy(),
+        )
+
+
+def chosen(ranked: list[tuple[int, float]]) -> list[tuple[str, int, float]]:
+    """The ends and the middle of maps sorted by score; all of a few."""
+    if len(ranked) <= 3 * SHOWN_EACH:
+        return [("map", *found) for found in ranked]
+    middle = (len(ranked) - SHOWN_EACH) // 2
+    places = {"worst": 0, "median": middle, "best": len(ranked) - SHOWN_EACH}
+    return [(kind, *found) for kind, start in places.items() for found in ranked[start : start + SHOWN_EACH]]
+
+
+class SamplingEvaluation(RadioEvaluation):
+    """Of stage 2."""
+
+    def scored(
+        self,
+        config: RadioDiffConfig,
+        trained: Trained,
+        options: Mapping[str, Any],
+        phase: Phase,
+        batch_size: int | None,
+    ) -> dict[str, float] | None:
+        """Samples of other steps, or of other maps, than validation's."""
+        if options["part"] not in PARTS:
+            raise ConfigError(f"--part {options['part']} is no part of the split", fix=f"one of {', '.join(PARTS)}")
+        if options["steps"] is None and options["part"] == "val":
+            return None
+        maps = self._maps(config, options["part"])
+        steps = int(options["steps"] or config.model.sampling_steps)
+        denoising = Denoising(
+            config, self.workload.store, cast(RadioVAE, self.workload.frozen["vae"].module), steps=steps
+        )
+        metrics, size = RadioMetrics(), batch_size or config.train.batch_size
+        with phase("Sampling", len(maps)) as bar:
+            for start in range(0, len(maps), size):
+                metrics.update(*sampled_maps(denoising, trained, maps, start, size, config.train.seed))
+                for _ in range(min(size, len(maps) - start)):
+                    bar.advance()
+        return metrics.compute()
+
+    def _maps(self, config: RadioDiffConfig, part: Role) -> RadioMaps:
+        wish = config.data
+        tree = tree_of(wish)
+        return part_of(wish, tree, split_of(wish, tree), part, BadFiles(wish.on_bad_file))
+
+
+def sampled_maps(
+    denoising: Denoising, trained: Trained, maps: RadioMaps, start: int, size: int, seed: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Maps that the model draws for a batch, and the batch."""
+    indices = range(start, min(start + size, len(maps)))
+    loaded = default_collate([maps.sample(index, key=(seed, 0, index)) for index in indices])
+    placed = {name: value.to(trained.device) for name, value in loaded.items()}
+    batch = denoising.prepare(placed, key=Key.of_validation(seed, start), training=False)
+    with trained.inside():
+        unet = cast(RadioUNet, trained.model)
+        return {"map": denoising.sample(unet, unet.condition(batch["condition"]), batch)}, batch

@@ -1,0 +1,118 @@
+"""`halfstep predict RUN RadioMapSeer/png/antennas`: the gain of each transmitter, beside what it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from PIL import Image
+
+from halfstep.data.radio_maps import GAIN_NAME, RadioFiles, RadioTree, read_condition, read_gray
+from halfstep.data.seeds import Key
+from halfstep.errors import CheckpointError, DataError
+from halfstep.models.radio_unet import RadioUNet
+from halfstep.report.prediction_view import Answer, Failure
+from halfstep.report.progress import Bar
+from halfstep.workloads.kind import Store
+from halfstep.workloads.parts import FrozenPart
+from halfstep.workloads.radio.build import Denoising, unet_of
+from halfstep.workloads.radio.config import RadioDiffConfig
+from halfstep.workloads.radio.data import signed
+from halfstep.workloads.radio.first_stage import first_stage
+from halfstep.workloads.radio.pictures import Array, MapRow, map_sheet
+from halfstep.workloads.radio.scores import map_scores
+from halfstep.workloads.using import Input, Trained, Wishes, failure_of
+
+
+class MapPredictor:
+    """A gain map and a picture for each antenna file; buildings, cars and truth are found beside it."""
+
+    endings = (".png",)
+
+    def __init__(self, config: RadioDiffConfig, store: Store) -> None:
+        self.config, self.store = config, store
+        self.model = unet_of(config, store)
+        stage = first_stage(config)
+        self.vae = stage.vae
+        self.frozen = {"vae": FrozenPart(module=stage.vae, source=stage.source)}
+
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        """One for each antenna; other pictures of a RadioMapSeer folder are not asked for."""
+        assert wishes.out is not None
+        antennas = [item for item in inputs if item.path.parent.name == "antennas"]
+        asked = antennas or inputs
+        bar.total = len(asked)
+        steps = int(wishes.options["steps"] or self.config.model.sampling_steps)
+        denoising = Denoising(self.config, self.store, self.vae, steps=steps)
+        for place, item in enumerate(asked):
+            try:
+                key = Key.of_sampling(int(wishes.options["seed"]), place)
+                yield self._answer(item, trained, denoising, key, wishes.out)
+            except DataError as error:
+                yield failure_of(item, error)
+
+    def _answer(self, item: Input, trained: Trained, denoising: Denoising, key: Key, out: Path) -> Answer:
+        size = (self.store["image_size"], self.store["image_size"])
+        files = self._files(item.path)
+        condition = read_condition(files, size)
+        batch = {"condition": signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
+        batch |= denoising.draws(key, 1, trained.device)
+        with trained.inside():
+            unet = cast(RadioUNet, trained.model)
+            found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
+        truth = None if files.gain is None else read_gray(files.gain, size) / 255
+        row = MapRow(name=item.path.name, condition=condition, predicted=found.numpy(), truth=truth)
+        written = {
+            "map": _saved(
+                Image.fromarray((found.numpy() * 255).round().astype(np.uint8)), out / "maps" / item.path.name
+            ),
+            "picture": _saved(map_sheet([row]), out / "pictures" / item.path.name),
+        }
+        scores = {} if truth is None else _scores(found.numpy(), truth)
+        return Answer(
+            file=str(item.path),
+            found={**written, **scores},
+            cells={**written, **{name: f"{value:.4f}" for name, value in scores.items()}},
+            brief={"picture": written["picture"], **({"NMSE": f"{scores['nmse']:.4f}"} if scores else {})},
+        )
+
+    def _files(self, antenna: Path) -> RadioFiles:
+        """What lies around an antenna file; the truth need not."""
+        match = GAIN_NAME.match(antenna.name)
+        root = antenna.parent.parent.parent
+        if match is None or antenna.parent.name != "antennas" or not (root / "png").is_dir():
+            raise DataError(
+                f"{antenna} is no antenna of a RadioMapSeer folder",
+                why="buildings are looked for beside it",
+                fix="name RadioMapSeer/png/antennas, or <map>_<transmitter>.png in it",
+            )
+        wish = self.config.data
+        tree = RadioTree(
+            root=root, simulation=wish.simulation, with_cars=wish.cars, missing_buildings=wish.missing_buildings
+        )
+        found = tree.sample(int(match[1]), int(match[2]))
+        lacking = [path for path in found.all() if path != found.gain and not path.is_file()]
+        if lacking:
+            raise DataError(
+                f"{antenna} lacks {lacking[0]}", why="it is an input of the model", fix="unpack all of png/"
+            )
+        has_truth = found.gain is not None and found.gain.is_file()
+        return found if has_truth else replace(found, gain=None)
+
+
+def _scores(predicted: Array, truth: Array) -> dict[str, float]:
+    one, other = (torch.from_numpy(np.ascontiguousarray(values))[None, None] for values in (predicted, truth))
+    return {name: float(value) for name, value in map_scores(one, other).items()}
+
+
+def _saved(picture: Image.Image, path: Path) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}", fix="make room, or --out DIR") from error
+    return str(path)
