@@ -63,8 +63,18 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
 def stage1(config: RadioVaeConfig) -> Stage1:
     sizes = sizes_of(config.model.first_stage)
     refuse_uneven(config.data.image_size, 2 ** (len(sizes["multipliers"]) - 1))
-    critic = PatchGan(image_channels=1, channels=config.model.discriminator.channels) if has_critic(config) else None
-    return Stage1(vae_of(sizes), critic)
+    return Stage1(vae_of(sizes), critic_of(config) if has_critic(config) else None)
+
+
+def critic_of(config: RadioVaeConfig) -> PatchGan:
+    wish, side = config.model.discriminator, config.data.image_size
+    if side < (least := 2 ** (wish.num_halvings + 2)):
+        raise ConfigError(
+            f"data.image_size={side} is too small for a discriminator that halves it {wish.num_halvings} times",
+            why="nothing is left to judge",
+            fix=f"data.image_size={least} or more, or a smaller model.discriminator.num_halvings",
+        )
+    return PatchGan(image_channels=1, channels=wish.channels, num_halvings=wish.num_halvings)
 
 
 def refuse_uneven(side: int, divisor: int) -> None:

@@ -6,7 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from halfstep.config.schema import DataConfig, EmaConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from halfstep.config.schema import (
+    DataConfig,
+    EmaConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalerConfig,
+    ScheduleConfig,
+)
 from halfstep.config.section import Fraction, OffCount, Positive, PositiveCount, Section
 from halfstep.config.training import TrainConfig
 
@@ -55,6 +63,7 @@ class DiscriminatorConfig(Section):
     start: OffCount = Field(default=50_001, description="Step from which on it trains and counts")
     weight: float = Field(default=0.5, ge=0, description="How much it counts, times the adaptive weight")
     channels: PositiveCount = Field(default=64, description="Channels of its first layer")
+    num_halvings: PositiveCount = Field(default=3, description="How often it halves the map: how large its patches are")
 
 
 class RadioVaeModelConfig(ModelConfig):
@@ -154,6 +163,12 @@ class RadioEmaConfig(EmaConfig):
     decay: float = Field(default=0.999, gt=0, lt=1, description="Decay after the warmup")
 
 
+class VaeScalerConfig(ScalerConfig):
+    """Gradients of a sum over pixels are large as they are."""
+
+    init_scale: Positive = Field(default=16.0, description="Loss scale to start with")
+
+
 class RadioTrainConfig(TrainConfig):
     early_stopping_patience: OffCount = Field(
         default=0, description="Validations without a better metric before the run ends; 0: off"
@@ -188,6 +203,7 @@ class RadioVaeConfig(RunConfig):
     schedule: RadioScheduleConfig = RadioScheduleConfig()
     train: RadioTrainConfig = RadioTrainConfig()
     ema: RadioEmaConfig = RadioEmaConfig()
+    scaler: VaeScalerConfig = VaeScalerConfig()
 
 
 class RadioDiffConfig(RunConfig):
