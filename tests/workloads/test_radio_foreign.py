@@ -99,7 +99,8 @@ def test_each_key_of_stage_2_means_something_or_is_named(tmp_path: Path) -> None
     }  # fmt: skip
     assert found == {
         "vae": "radiodiff_Vae/model-30.pt", "scale": 0.18215, "weighted": False, "steps": 50000, "batch": 32,
-        "lr": 1e-6, "floor": 1e-6, "power": 0.96, "samples": 200, "mults": (1, 2, 4, 4), "precision": "bf16", "simulation": "DPM",
+        "lr": 1e-6, "floor": 1e-6, "power": 0.96, "samples": 200, "mults": (1, 2, 4, 4),
+        "precision": "bf16", "simulation": "DPM",
     }  # fmt: skip
     notes = "\n".join(loaded.notes)
     assert "read as bf16; the public trainer computes it in fp16 without loss scaling" in notes

@@ -1,0 +1,177 @@
+"""RadioDiff's second stage: one training step by our model in a plain loop, in one used well, and by halfstep.
+
+    python benchmarks/radiodiff_speed.py [--rows plain,tuned,halfstep] [--precisions bf16,fp16,fp32] [--stage 2]
+
+The published size: 256 pixels, batch 8, the Swin-B pyramid, the frozen autoencoder's encoder inside the step, AdamW,
+clipping to 1, an average of the weights at every step. `--stage 1` is the autoencoder alone (no discriminator). Every
+row is a process of its own. Rows:
+
+    plain     autocast, AdamW as it comes, the average by a loop over tensors
+    tuned     the same with torch.compile, fused AdamW and one fused update of the average
+    halfstep  `halfstep train` with train.fast=graph
+
+Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it. `--small` is for trying
+the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.bench.bench import Request, bench
+from halfstep.bench.floor import step_flops
+from halfstep.bench.laps import Schedule
+from halfstep.bench.problem import problem_for
+from halfstep.bench.settings import bench_config
+from halfstep.config.schema import RunConfig
+from halfstep.hardware.measure import measure
+from halfstep.hardware.probe import probe
+from halfstep.workloads import KINDS
+from halfstep.workloads.workload import Batch, Workload
+from recording import store, time_steps
+
+ROWS = ("plain", "tuned", "halfstep")
+WARM_UP, STEPS, WINDOWS = 8, 10, 3
+SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
+DECAY = 0.999
+WORKLOADS = {"2": "radiodiff", "1": "radiodiff_vae"}
+COMMON = ("train.batch_size=8", "model.scale_factor=0.3")
+STAGE1 = ("train.batch_size=8", "model.discriminator.enabled=false")
+SMALL = (
+    "data.image_size=32", "train.batch_size=2", "model.first_stage.width=8", "model.first_stage.num_blocks=1",
+)  # fmt: skip
+SMALL_UNET = (
+    "model.width=8", "model.multipliers=[1, 2]", "model.windows=[[2, 2], [1, 1]]",
+    "model.feature_windows=[[2, 2], [1, 1]]",
+    "model.pyramid.width=8", "model.pyramid.depths=[1, 1]", "model.pyramid.num_heads=[1, 2]", "model.pyramid.window=4",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--precisions", default="bf16")
+    parser.add_argument("--stage", choices=sorted(WORKLOADS), default="2")
+    parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    parser.add_argument("--row", nargs=2, metavar=("ROW", "PRECISION"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.row:
+        row, precision = arguments.row
+        run = by_halfstep if row == "halfstep" else by_torch
+        print(json.dumps(run(row, precision, config_of(arguments), small=arguments.small)))
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for precision in arguments.precisions.split(","):
+        for row in arguments.rows.split(","):
+            found.append({"row": row, "precision": precision, **in_a_process(row, precision, arguments)})
+            print(json.dumps(found[-1]), flush=True)
+            store(f"radiodiff{arguments.stage}_speed", {"rows": found}, device, arguments.out)
+
+
+def in_a_process(row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    words = [sys.executable, __file__, "--row", row, precision, "--stage", arguments.stage]
+    done = subprocess.run(
+        words + (["--small"] if arguments.small else []), stdout=subprocess.PIPE, text=True, check=False
+    )
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    try:
+        found: dict[str, Any] = json.loads(last[0])
+    except ValueError:
+        return {"problem": f"ended with {done.returncode}: {last[0][:300]}"}
+    return found
+
+
+def config_of(arguments: argparse.Namespace) -> RunConfig:
+    words = COMMON if arguments.stage == "2" else STAGE1
+    if arguments.small:
+        words = (*words, *SMALL, *(SMALL_UNET if arguments.stage == "2" else ()))
+    return bench_config(WORKLOADS[arguments.stage], words, {}, small=False)
+
+
+def by_halfstep(row: str, precision: str, config: RunConfig, *, small: bool) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hardware = measure(probe(device)) if device == "cuda" else probe(device)
+    problem = problem_for(config, torch.device(hardware.device))
+    request = Request(precisions=(precision,), ways=("graph" if device == "cuda" else "eager",), schedule=SCHEDULE)
+    flops = step_flops(problem)
+    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
+    measured = benched.rows[0]
+    if not measured.is_measured:
+        return {"problem": measured.reason}
+    return {
+        "ms": measured.ms,
+        "window_ms": list(measured.window_ms),
+        "peak_gb": (measured.peak_bytes or 0) / 1e9,
+        "loss": measured.loss,
+        "flops": flops,
+        "floor_ms": measured.floor_ms,
+        "remarks": list(measured.remarks),
+        "warnings": list(benched.warnings),
+    }
+
+
+def by_torch(row: str, precision: str, config: RunConfig, *, small: bool) -> dict[str, Any]:
+    """Our model as a user of plain PyTorch would train it; islands stay, since they are part of the model."""
+    torch.manual_seed(0)
+    device, is_tuned = torch.device("cuda" if torch.cuda.is_available() else "cpu"), row == "tuned"
+    torch.backends.cudnn.benchmark = True
+    kind = KINDS[config.workload]
+    made: Any = kind.part("random_store")(config)
+    workload: Workload = kind.part("over")(config, made, [])
+    for part in workload.frozen.values():
+        part.module.to(device).eval().requires_grad_(False)
+    model = workload.model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=1e-4, fused=is_tuned)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    loaded = kind.make_batch(config, made)
+    host = {name: value.pin_memory() if device.type == "cuda" else value for name, value in loaded.items()}
+
+    def loss_of(batch: Batch) -> Tensor:
+        return workload.weighed_loss(workload.forward(model, batch), batch)[0]
+
+    run = torch.compile(loss_of) if is_tuned else loss_of
+    last = torch.zeros(())
+
+    def step() -> None:
+        nonlocal last
+        optimizer.zero_grad(set_to_none=True)
+        placed = {name: value.to(device, non_blocking=True) for name, value in host.items()}
+        batch = workload.prepared(placed, key=(0, 0), training=True)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            loss = run(batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        averaged(average, list(model.parameters()), fused=is_tuned)
+        last = loss.detach()
+
+    warmup, steps = (1, 2) if small else (WARM_UP, STEPS)
+    times = time_steps(step, warmup=warmup, steps=steps, windows=WINDOWS)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+
+
+@torch.no_grad()
+def averaged(average: list[Tensor], weights: list[nn.Parameter], *, fused: bool) -> None:
+    if fused:
+        torch._foreach_lerp_(average, [weight.detach() for weight in weights], 1 - DECAY)
+        return
+    for mean, weight in zip(average, weights, strict=True):
+        mean.mul_(DECAY).add_(weight.detach(), alpha=1 - DECAY)
+
+
+if __name__ == "__main__":
+    main()
