@@ -49,11 +49,14 @@ def write_tiny_demo(folder: Path) -> Path:
 
 
 def write_tiny_vae(folder: Path, change: Any = None) -> Path:
-    """A first stage as an ended run leaves it, of random weights, changed by `change(vae)`."""
+    """A first stage as an ended run leaves it, of random weights and little variance, changed by `change(vae)`."""
     torch.manual_seed(0)
     vae = RadioVAE(width=8, multipliers=(1, 2), num_blocks=1, z_channels=2, latent_channels=2)
-    if change is not None:
-        with torch.no_grad():
+    with torch.no_grad():
+        vae.quant_conv.weight[:2] *= 4
+        vae.quant_conv.weight[2:] = 0
+        vae.quant_conv.bias[2:] = -8
+        if change is not None:
             change(vae)
     (folder / "model").mkdir(parents=True)
     write_first_stage(vae, SIZES, 0.5, folder / "model")
