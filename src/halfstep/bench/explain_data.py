@@ -52,6 +52,6 @@ def on_own_data(problem: Problem, folder: str) -> Problem:
         host_batch=next(Loader(workload.train_samples, batch_size=size, seed=seed).epoch(0)),
         prepare=prepare,
         loss=loss,
-        has_frozen=bool(workload.frozen),
+        holds_tensors=bool(workload.frozen or workload.values),
         own_data=workload,
     )

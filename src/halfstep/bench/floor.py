@@ -17,7 +17,7 @@ def step_flops(problem: Problem) -> int:
     the model computes; 0 for a workload of several phases, whose arithmetic is not that of its validation loss."""
     if problem.num_phases > 1:
         return 0
-    place = problem.device if problem.has_frozen else torch.device("meta")
+    place = problem.device if problem.holds_tensors else torch.device("meta")
     received = {name: tensor.to(problem.device) for name, tensor in problem.host_batch.items()}
     prepared = {name: tensor.to(place) for name, tensor in problem.prepare(received).items()}
     model = problem.make_model().to(place).train()

@@ -61,7 +61,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
         samples=samples,
         num_phases=max(len(workload.phases), 1),
         unit=kind.unit_of(config, workload.store),
-        has_frozen=bool(workload.frozen),
+        holds_tensors=bool(workload.frozen or workload.values),
     )
 
 

@@ -45,8 +45,8 @@ class Problem:
     """Optimizer steps of an iteration; a peer's loop makes one."""
     unit: Unit = Unit()
     """What throughput counts."""
-    has_frozen: bool = False
-    """Whether the loss uses parts beside the model; they lie on the device."""
+    holds_tensors: bool = False
+    """Whether the loss reads more than model and batch (frozen parts, scheduled values), which lies on the device."""
     own_data: Workload | None = None
     """The user's own, to be read as in a run; None where one random batch comes over and over."""
 

@@ -266,7 +266,8 @@ def padded(vocab: int) -> int:
 
 def _matmul_dtype(features: Tensor) -> torch.dtype:
     device = features.device.type
-    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta
+    # Autocast knows no tensors without content, and the compiler cannot be asked what it knows.
+    is_cast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_cast else features.dtype
 
 
