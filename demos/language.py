@@ -19,7 +19,7 @@ from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load
 
-DISTANCE = 0.10
+DISTANCE = 0.08
 """Nats a character above the text's entropy that are allowed. Some of them are what windows cost: at the beginning of
 each the model does not see the line it is in."""
 

@@ -209,6 +209,17 @@ def test_a_stored_optimizer_goes_on_to_the_same_bits(kind: Any, rounding: Any) -
             assert value.dtype == second.state[same][name].dtype
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_halves_are_dropped_where_a_run_rounds_otherwise_from_here_on(kind: Any) -> None:
+    model = model_of(torch.bfloat16)
+    first = kind(model, lr=1e-3)
+    give(model, 0)
+    first.step()
+    second = kind(model, lr=1e-3, rounding="stochastic")
+    second.load_state_dict(first.state_dict())
+    assert not any("low" in own for own in second.state.values())
+
+
 def test_a_state_without_low_halves_goes_on_rounded_to_nearest() -> None:
     old = model_of(torch.bfloat16)
     theirs = torch.optim.AdamW(old, lr=1e-3, fused=True)

@@ -18,6 +18,7 @@ from halfstep.models.gpt2 import GPT2, gpt2
 from halfstep.models.gpt2_weights import save_gpt2
 from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
+from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.language.writing import Sampling, chances, drawn, written
@@ -185,6 +186,22 @@ def test_predict_writes_the_same_text_for_the_same_seed(tmp_path: Path, text: Pa
         predict(run, [], report=told.report, wishes=Wishes(options={"prompt": "X"}))
     with pytest.raises(ConfigError, match="top-p 2"):
         predict(run, [], report=told.report, wishes=Wishes(options={"top_p": 2.0}))
+
+
+def test_another_text_is_evaluated_whole_and_nothing_is_written_beside_it(tmp_path: Path, text: Path) -> None:
+    run = trained(tmp_path / "run", text, train__max_steps=2)
+    other = tmp_path / "other.txt"
+    other.write_text("to be, or not")
+    found = evaluate(run, report=Told(run).report, data=other)
+    assert found.samples == 2
+    assert found.metrics["bits_per_byte"] > 0
+    assert not list(tmp_path.glob(".other*"))
+
+
+def test_two_texts_are_drawn_for_the_report(tmp_path: Path, text: Path) -> None:
+    run = trained(tmp_path / "run", text, train__max_steps=2, train__sample_every=1)
+    files = sorted(path.name for path in (run / "report" / "samples" / "00000002").iterdir())
+    assert files == ["text_0.txt", "text_1.txt"]
 
 
 def test_temperature_top_k_and_top_p_say_what_may_be_drawn() -> None:

@@ -55,7 +55,7 @@ def default_cache(root: Path, tokenizer: Tokenizer) -> Path:
 
 
 def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
-    kind = np.dtype(np.uint16 if tokenizer.num_tokens <= 2**16 else np.uint32)
+    kind = _kind_for(tokenizer)
     hidden = path.with_name(f"{path.name}-{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,13 +109,33 @@ def _write_ids(
     """How many ids each part has, and the CRCs of all bytes."""
     out, ends = _CheckedFile(file), [0]
     for part in ("train", "val"):
-        for source, text in texts.documents(part):
-            for piece in _pieces(text):
-                out.write(tokenizer.encode(piece, source=str(source)).astype(kind).tobytes())
-            if tokenizer.end is not None and not texts.cut:
-                out.write(np.array([tokenizer.end], dtype=kind).tobytes())
+        for ids in _encoded(texts, tokenizer, part):
+            out.write(ids.astype(kind).tobytes())
         ends.append(out.num_bytes // kind.itemsize)
     return [ends[1], ends[2] - ends[1]], out.close()
+
+
+def tokenised(texts: TextFiles, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
+    """The same in memory, for a text that is read once."""
+    kind = _kind_for(tokenizer)
+    train, val = (
+        np.concatenate([np.empty(0, kind), *(ids.astype(kind) for ids in _encoded(texts, tokenizer, part))])
+        for part in ("train", "val")
+    )
+    return Tokens([train]), Tokens([val])
+
+
+def _kind_for(tokenizer: Tokenizer) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if tokenizer.num_tokens <= 2**16 else np.uint32)
+
+
+def _encoded(texts: TextFiles, tokenizer: Tokenizer, part: str) -> Iterator[np.ndarray[Any, Any]]:
+    """Piece by piece; documents are parted by their end, unless both parts are of the same one."""
+    for source, text in texts.documents(part):
+        for piece in _pieces(text):
+            yield tokenizer.encode(piece, source=str(source))
+        if tokenizer.end is not None and not texts.cut:
+            yield np.array([tokenizer.end])
 
 
 def _pieces(text: str) -> Iterator[str]:

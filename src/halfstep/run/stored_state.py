@@ -17,7 +17,7 @@ from halfstep.run.loose_buffers import loose_buffers, put_back
 from halfstep.run.resume import Changes
 from halfstep.step.randomness import generator_states, restore_generators
 
-ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.decay_norms_and_biases")
+ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.moment_bits", "optimizer.decay_norms_and_biases")
 """Changes after which the stored moments belong to other parameters or to nothing."""
 OTHER_MOMENTS = ("train.memory", "precision.", "device")
 """Changes after which the moments may be stored in another number of bits: those optimizers have other options."""

@@ -86,6 +86,9 @@ class HalfWeights:
         for index, stored in state_dict["state"].items():
             parameter = parameters[index]
             own = {name: value.to(parameter.device, copy=True) for name, value in stored.items()}
+            if self.rounding != "split":
+                own.pop(LOW, None)  # of a run that rounds otherwise from here on
+                optimizer.state[parameter].pop(LOW, None)
             kept = {n: v.float() if v.dtype == torch.bfloat16 else v for n, v in own.items()}
             optimizer.state[parameter].update(kept)
             if self.rounding == "split" and is_kept_in_half(parameter) and LOW not in stored:

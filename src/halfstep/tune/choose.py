@@ -39,7 +39,7 @@ ALWAYS_TRIED = 2
 MEASURED_FOR = (
     "train.fast", "train.tune_kernels", "train.memory", "train.channels_last", "train.deterministic",
     "train.batch_size", "train.accumulate", "train.activation_checkpointing", "data.image_size", "model.",
-    "optimizer.name", "ema.enabled",
+    "optimizer.name", "optimizer.moment_bits", "ema.enabled",
 )  # fmt: skip
 """Settings whose change makes what was found before worth nothing."""
 

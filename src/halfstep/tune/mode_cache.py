@@ -39,7 +39,7 @@ class KeptWay:
         identity = (
             "\n".join(map(str, (workload.model, *(part.module for part in workload.frozen.values())))),
             [config.train.batch_size, config.train.accumulate, config.data.image_size],
-            [config.optimizer.name, config.ema.enabled],
+            [config.optimizer.name, config.optimizer.moment_bits, config.precision.rounding, config.ema.enabled],
             [config.train.channels_last, config.train.tune_kernels, config.train.activation_checkpointing],
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],

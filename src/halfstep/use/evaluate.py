@@ -118,10 +118,12 @@ def _with_data(
     """The run's own validation data; of another folder all there is."""
     config = with_absolute_paths(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
-    if data is not None and not data.is_dir():
-        raise DataError(f"--data {data} {'is a file' if data.exists() else 'does not exist'}", fix="name a data folder")
-    if data is not None and not (stored and stored.is_dir() and data.samefile(stored)):
-        if stored and not stored.is_dir() and (moved := _moved(run, data)):
+    if data is not None and not data.exists():
+        raise DataError(
+            f"--data {data} does not exist", fix="name a data folder, or a file where the run's data are one"
+        )
+    if data is not None and not (stored and stored.exists() and data.samefile(stored)):
+        if stored and not stored.exists() and (moved := _moved(run, data)):
             report.notice(f"{data} has as many samples as the run's own data had, which are not in {stored} any more: "
                           "only its validation part is evaluated, as in training", "warning")  # fmt: skip
             return moved

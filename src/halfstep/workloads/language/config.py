@@ -27,6 +27,7 @@ class TextDataConfig(DataConfig):
         description="bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one beside the data, "
         "or bytes",
     )
+    cache: bool = Field(default=True, description="Tokenise once, into a file; false: at each start, in memory")
     cache_file: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="Where the tokenised text is kept; default: a hidden file beside the text"
     )
@@ -119,8 +120,8 @@ DEMO: Preset = {
     "model.context": 128,
     "train.batch_size": 16,
     "train.epochs": 1000,
-    "train.max_steps": 1100,
-    "optimizer.lr": 4e-3,
+    "train.max_steps": 1000,
+    "optimizer.lr": 8e-3,
     "optimizer.betas": (0.9, 0.99),
     "schedule.warmup_steps": 50,
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.data.files import BadFiles
 from halfstep.data.text_files import TextFiles, find_texts, read_text
-from halfstep.data.token_cache import default_cache, open_or_tokenise
+from halfstep.data.token_cache import default_cache, open_or_tokenise, tokenised
 from halfstep.data.token_files import TokenFiles, find_token_files, nanogpt_tokenizer, open_tokens
 from halfstep.data.tokenizers import (
     TIKTOKEN,
@@ -64,7 +64,8 @@ def _texts(config: TextDataConfig, root: Path, known: Tokenizer | None) -> Langu
     texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
     tokenizer = known or _named_tokenizer(config.tokenizer, root) or _of_texts(config.tokenizer, texts)
     path = Path(config.cache_file) if config.cache_file else default_cache(root, tokenizer)
-    train, val = open_or_tokenise(texts, tokenizer, path)
+    train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenised(texts, tokenizer)
+    place = f"cached in {path}" if config.cache else "in memory"
     return LanguageData(
         train=train,
         val=val,
@@ -72,7 +73,7 @@ def _texts(config: TextDataConfig, root: Path, known: Tokenizer | None) -> Langu
         tokenizer=tokenizer,
         about=(
             ("text", f"{counted(len(texts.all), 'file')}, {_in_words(train, val)}; validation: {texts.source}"),
-            ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; cached in {path}"),
+            ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {place}"),
         ),
         notes=tuple(f"left out: {error.what} ({error.why})" for error in bad_files.skipped),
     )

@@ -17,7 +17,7 @@ class LanguageEvaluation(PlainEvaluation):
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        return any_folder(config, folder, val_fraction=0.0, cache_file=None)
+        return any_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written beside others' texts
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:
