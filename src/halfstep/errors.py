@@ -10,6 +10,7 @@
     ├── CheckpointError          a run or checkpoint that cannot be read, written or resumed
     ├── MemoryLimitError         the device ran out of memory
     ├── TrainingStopped          exit code 1: the guard ended the run, with its reason
+    ├── RankLost                 exit code 1: another process of the run is gone or stuck
     └── Interrupted              exit code 128 + signal: Ctrl-C or SIGTERM, everything saved
 
 `assert` is for our own mistakes; these are for everybody else's.
@@ -27,6 +28,10 @@ class HalfstepError(Exception):
     """A mistake that can be explained: `what` (with the value), `why`, and the `fix`."""
 
     exit_code = 2
+    is_agreed = False
+    """Whether every process of the run has it, so that it is no single one's."""
+    is_told = False
+    """Whether another process shows it."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = printable(what), printable(why), printable(fix)
@@ -96,6 +101,12 @@ class MemoryLimitError(HalfstepError):
 
 class TrainingStopped(HalfstepError):
     """The guard ended the run: going on would have trained on garbage."""
+
+    exit_code = 1
+
+
+class RankLost(HalfstepError):
+    """Another process of the run is gone or does not answer: the others cannot go on without it."""
 
     exit_code = 1
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from halfstep.config.load import Loaded
 from halfstep.run.train import train as train_loaded
+from halfstep.run.world import launch_of
 from halfstep.workloads import load
 
 
@@ -23,7 +25,8 @@ def train(
     """
     loaded = load(target, overrides=overrides) if isinstance(target, str) else target
     places = [Path(place) if place is not None else None for place in (out, resume)]
-    return train_loaded(loaded, out=places[0], resume=places[1], allow_changes=allow_changes)
+    launch = launch_of(os.environ)
+    return train_loaded(loaded, out=places[0], resume=places[1], allow_changes=allow_changes, launch=launch)
 
 
 if __name__ == "__main__":

@@ -242,10 +242,10 @@ def test_a_run_does_not_begin_beside_the_model_of_the_one_before(
     models: list[weakref.ref[torch.nn.Module]] = []
     alive: list[int] = []
 
-    def counted(config: Any, workload: Any, plan: Any) -> Any:
+    def counted(config: Any, workload: Any, plan: Any, world: Any) -> Any:
         alive.append(sum(model() is not None for model in models))
         models.append(weakref.ref(workload.model))
-        return assemble(config, workload, plan)
+        return assemble(config, workload, plan, world)
 
     monkeypatch.setattr(training, "assemble", counted)
     gc.disable()  # it might come by chance

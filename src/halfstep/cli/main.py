@@ -104,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         show_error(refused(error))
         sys.exit(2)
     except HalfstepError as error:
-        show_error(error)
+        if not error.is_told:
+            show_error(error)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:

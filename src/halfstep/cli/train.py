@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.launchers import refuse_many_processes
+from halfstep.cli.gpus import start_on
 from halfstep.cli.run_place import new_folder, resumed_folder, stopped_after
 from halfstep.errors import ConfigError
 
@@ -20,7 +20,7 @@ PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look with
 PIPE_WIDTH = 160
 NOT_SETTINGS = {
     "words", "out", "resume", "allow_changes", "show_config", "schema", "as_json", "dry", "continue_from", "log_dir",
-    "config_overrides_file", "check_validation", "timeout",
+    "config_overrides_file", "check_validation", "timeout", "gpus",
 }  # fmt: skip
 """Parameters that say what to do with a config; every other one is a setting, by the name the config room knows."""
 
@@ -78,6 +78,10 @@ def command(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.", rich_help_panel=RUN)] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="How many GPUs (8), or which (0,1): one process each, by torchrun.", rich_help_panel=RUN),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder.", show_default="runs/WORKLOAD-TIME", rich_help_panel=RUN)
     ] = None,
@@ -158,14 +162,16 @@ def command(
     if show_config:
         show(loaded, as_json=as_json)
     if not (schema or show_config):
-        refuse_many_processes(os.environ)
+        if gpus is not None:
+            start_on(gpus, device or loaded.config.device, os.environ)
         from halfstep.run.train import train
+        from halfstep.run.world import launch_of
 
         with (
             new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload) as place,
             stopped_after(timeout),
         ):
-            train(loaded, out=place, resume=resume, allow_changes=allow_changes)
+            train(loaded, out=place, resume=resume, allow_changes=allow_changes, launch=launch_of(os.environ))
 
 
 def loaded_from(

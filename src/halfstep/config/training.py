@@ -130,7 +130,7 @@ class TrainConfig(Section):
     max_steps: OffCount = Field(
         default=0, description="Stop after this many attempted steps, whatever the epochs; 0: no limit"
     )
-    batch_size: PositiveCount = Field(default=8, description="Samples of one micro-batch")
+    batch_size: PositiveCount = Field(default=8, description="Samples of one micro-batch, over all processes")
     val_batch_size: OffCount = Field(default=0, description="Samples of a batch in validation; 0: as in training")
     accumulate: PositiveCount = Field(default=1, description="Micro-batches of one optimizer step")
     clip_norm: OffNumber = Field(default=1.0, description="Gradients are clipped to this; 0: off")
@@ -178,6 +178,21 @@ class TrainConfig(Section):
     )
     auto_batch: bool = Field(
         default=False, description="Out of memory: halve the micro-batch, double accumulate, and go on"
+    )
+    reduce: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Several processes: the number format in which gradients are summed over them"
+    )
+    sync_batch_norm: bool = Field(
+        default=False, description="Several processes: BatchNorm takes its statistics over all of them (GPUs only)"
+    )
+    find_unused: bool = Field(
+        default=False, description="Several processes: some trained parameters take no part in every step"
+    )
+    backend: Literal["auto", "nccl", "gloo"] = Field(
+        default="auto", description="Several processes: how they talk; auto: nccl on CUDA, gloo elsewhere"
+    )
+    rank_timeout_s: Positive = Field(
+        default=600.0, description="Several processes: seconds that they wait for one that does not answer"
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, shuffling and augmentation")
     deterministic: bool = Field(default=False, description="Bitwise repeatable on CUDA too, at the price of speed")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.data.masks import IGNORED
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import Drawn
 
 ELASTIC_KNOTS = 6
 """Control points a side; the displacement between them is bicubic, so neighbouring pixels move together."""
@@ -47,10 +47,10 @@ class Augmentation:
 def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Change float images (N, C, H, W) in 0..1 and class maps (N, H, W) alike; what came from outside is ignored."""
     num, _, height, width = image.shape
-    generator = generator_for(*key)
+    drawn = Drawn(key, num)
     # All numbers are drawn whatever is switched on, so that one setting does not reshuffle the others.
-    draws = torch.rand(num, 9, generator=generator)
-    knots = torch.rand(num, 2, ELASTIC_KNOTS, ELASTIC_KNOTS, generator=generator) * 2 - 1
+    draws = drawn.uniform(9)
+    knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
     numbers = draws.T.contiguous()
     if spec.moves_pixels:
         grid = _affine_grid(_to(_affine(numbers, spec), image.device), height, width)

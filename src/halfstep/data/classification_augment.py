@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.data.pixels import gray, sent
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import Drawn
 from halfstep.data.trivial_augment import trivially_augmented
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -66,7 +66,7 @@ def model_images(
     pixels = batch["image"]
     num, stored = pixels.shape[:2]
     # Drawn whatever is switched on, so that one setting does not reshuffle the others.
-    draws = torch.rand(num, NUM_DRAWS, generator=generator_for(*key)).T.contiguous()
+    draws = Drawn(key, num).uniform(NUM_DRAWS).T.contiguous()
     image = pixels.permute(0, 3, 1, 2).float()
     box = batch.get("box")
     if box is not None:

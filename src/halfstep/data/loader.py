@@ -72,13 +72,15 @@ class Loader:
         seed: int = 0,
         num_workers: int = 0,
         shuffle: bool = True,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        """`part` is which of how many processes this is: each has its rows of every batch."""
         if shuffle and batch_size > len(samples):
             raise DataError(
                 f"batch size {batch_size} is larger than the training set of {counted(len(samples), 'sample')}",
                 fix=f"train.batch_size={max(1, len(samples))} or less; train.accumulate enlarges the effective batch",
             )
-        self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle)
+        self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle, part=part)
         self._fetch = _Fetch(samples, seed)
         self.num_workers, self.seed = num_workers, seed
         self._workers: DataLoader[Batch | HalfstepError] | None = None
@@ -86,6 +88,11 @@ class Loader:
     def __len__(self) -> int:
         """Batches in a whole epoch."""
         return len(self._order)
+
+    def sizes(self, first: int, num: int) -> list[int]:
+        """Samples of some batches from this one on, over all processes."""
+        starts = (batch * self._order.batch_size for batch in range(first, first + num))
+        return [min(self._order.batch_size, self._order.num_samples - start) for start in starts]
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from `start_batch` on; one iterator at a time. Workers live on for the next one."""
@@ -142,9 +149,11 @@ class Loader:
 class _Order(Sampler[list[tuple[int, int]]]):
     """Batches of (epoch, index)."""
 
-    def __init__(self, num_samples: int, batch_size: int, seed: int, *, shuffle: bool) -> None:
+    def __init__(
+        self, num_samples: int, batch_size: int, seed: int, *, shuffle: bool, part: tuple[int, int] = (0, 1)
+    ) -> None:
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.shuffle = shuffle
+        self.shuffle, self.part = shuffle, part
         self.epoch, self.start_batch = 0, 0
 
     def __len__(self) -> int:
@@ -157,7 +166,15 @@ class _Order(Sampler[list[tuple[int, int]]]):
             order = torch.randperm(self.num_samples, generator=generator_for(self.seed, epoch))
         for batch in range(first, len(self)):
             indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            yield [(epoch, index) for index in indices.tolist()]
+            yield [(epoch, index) for index in own_rows(indices.tolist(), *self.part)]
+
+
+def own_rows(batch: list[int], rank: int, size: int) -> list[int]:
+    """The rows of one of several processes, in order. Where there are too few, the first stands in for none: a process
+    without a sample must still take part in the step, with a weight of 0."""
+    each, more = divmod(len(batch), size)
+    start = rank * each + min(rank, more)
+    return batch[start : start + each + (rank < more)] or batch[:1]
 
 
 class _Fetch(Dataset[Batch | HalfstepError]):

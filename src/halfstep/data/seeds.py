@@ -24,10 +24,23 @@ class Key(tuple[int, ...]):
     place: int
     """Of the batch's first sample, in the global batch or in the validation set; the others follow it."""
 
+    batch: tuple[int, ...]
+    """Of the micro-batch as a whole: the same for every process that has a part of it."""
+    row: int = 0
+    """Of the first sample in that micro-batch; not 0 for a process that has a later part of it."""
+    whole: int | None = None
+    """Samples of that micro-batch; None: those that are there are all."""
+
     @classmethod
-    def of_training(cls, seed: int, attempted: int, micro_batch: int = 0, place: int = 0) -> Key:
-        """Of the micro-batch that begins with this place in its window."""
-        return cls._made((seed, attempted, micro_batch), (0, seed, attempted), place)
+    def of_training(
+        cls, seed: int, attempted: int, micro_batch: int = 0, place: int = 0, row: int = 0, whole: int | None = None
+    ) -> Key:
+        """Of the micro-batch that begins with this place in its window, or of its part from this row on."""
+        batch = (seed, attempted, micro_batch)
+        # Who knows nothing of parts and draws by the tuple must not draw the same for each.
+        key = cls._made((*batch, row) if row else batch, (0, seed, attempted), place)
+        key.batch, key.row, key.whole = batch, row, whole
+        return key
 
     @classmethod
     def of_validation(cls, seed: int, index: int = 0) -> Key:
@@ -42,5 +55,27 @@ class Key(tuple[int, ...]):
     @classmethod
     def _made(cls, batch: tuple[int, ...], root: tuple[int, ...], place: int) -> Key:
         key = cls(batch)
-        key.root, key.place = root, place
+        key.root, key.place, key.batch = root, place, batch
         return key
+
+
+class Drawn:
+    """Draws for a micro-batch as a whole, of which each process keeps its own rows: the same for any number of them."""
+
+    def __init__(self, key: tuple[int, ...], num: int, *stream: int) -> None:
+        batch, row, whole = (key.batch, key.row, key.whole) if isinstance(key, Key) else (key, 0, None)
+        self.generator = generator_for(*batch, *stream)
+        self.whole, self.rows = whole or num, slice(row, row + num)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """Numbers (num, *shape) in 0 <= x < 1."""
+        return torch.rand(self.whole, *shape, generator=self.generator)[self.rows]
+
+    def integers(self, high: int) -> torch.Tensor:
+        """Numbers (num) in 0 <= x < high."""
+        return torch.randint(high, (self.whole,), generator=self.generator)[self.rows]
+
+
+def batch_key(key: tuple[int, ...]) -> tuple[int, ...]:
+    """For what is drawn once for a whole micro-batch."""
+    return key.batch if isinstance(key, Key) else key

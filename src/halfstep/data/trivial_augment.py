@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.data.pixels import gray, sent
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import Drawn
 
 STRENGTHS = 31
 STREAM = 0x7461
@@ -30,10 +30,10 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 def trivially_augmented(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
     """Every image with one random change; `image` itself is overwritten."""
-    generator = generator_for(*key, STREAM)
-    chosen = torch.randint(len(CHANGES), (len(image),), generator=generator)
-    strengths = torch.randint(STRENGTHS, (len(image),), generator=generator) / (STRENGTHS - 1)
-    signs = torch.randint(2, (len(image),), generator=generator) * 2 - 1
+    drawn = Drawn(key, len(image), STREAM)
+    chosen = drawn.integers(len(CHANGES))
+    strengths = drawn.integers(STRENGTHS) / (STRENGTHS - 1)
+    signs = drawn.integers(2) * 2 - 1
     for number, change in enumerate(CHANGES.values()):
         rows = (chosen == number).nonzero().flatten()
         if len(rows):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run.frozen import modules_of, place_frozen_
 from halfstep.run.optimizing import Length, make_step, steps_per_epoch, taken
 from halfstep.run.phases import AssembledPhase, assemble_phases, phased_step
+from halfstep.run.ranked import connected, synchronised, with_all_samples
 from halfstep.run.snapshots import Snapshots
 from halfstep.run.stopping import EarlyStopping
 from halfstep.step.ema import Ema
@@ -30,6 +31,7 @@ from halfstep.step.guard import LAG, Guard, GuardOptions
 from halfstep.step.phase_guard import PhasedGuard
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import seed_everything
+from halfstep.step.ranks import Ranks, World
 from halfstep.step.schedule import Plateau
 from halfstep.step.step import Step
 from halfstep.step.values import Values
@@ -73,6 +75,21 @@ class Assembly:
     """What throughput counts."""
     recent: RecentWindows | None = None
     """Set before the run begins by whoever wants to see the windows of steps that the guard looks at."""
+    world: World | None = None
+    """The processes that train this model together; None where there is one."""
+
+    @property
+    def full_batch(self) -> int:
+        """Samples of a whole batch that this process has."""
+        whole = min(self.config.train.batch_size, len(self.workload.train_samples))
+        return whole if self.world is None else self.world.rows(whole)
+
+    def ask_to_stop(self) -> None:
+        """Have the next step tell all processes."""
+        steps = self.step.steps.values() if isinstance(self.step, PhasedStep) else [self.step]
+        for step in steps:
+            if step.ranks is not None:
+                step.ranks.ask()
 
 
 def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
@@ -88,11 +105,11 @@ def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
     )
 
 
-def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
+def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | None = None) -> Assembly:
     """Put a run together from its decided parts."""
     setting = MemorySetting(**plan.memory)
     device = torch.device(plan.device)
-    model = placed(config, workload.model, plan)
+    model = placed(config, synchronised(config, workload.model, device, world), plan)
     place_frozen_(config, workload.frozen, plan)
     if setting.recompute != "none":
         set_recompute(model, setting.recompute)
@@ -103,10 +120,14 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
         activation_budget=setting.activation_budget,
     )
-    train_loader, val_loader = _loaders(config, workload)
+    train_loader, val_loader = _loaders(config, workload, world)
     length = Length(total_steps_of(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))
     values = Values(workload.values, device)
-    phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values)
+    region = to_compiled(eager)
+    ranks: Ranks | Literal["alone"] = "alone"
+    if not workload.phases:
+        eager, region, ranks = connected(world, config, model, (eager, region), device)
+    phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
     step = phased_step(phases) or make_step(
         config,
         model,
@@ -116,6 +137,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         ema=_average(config, workload, model),
         values=values,
         groups=workload.groups,
+        ranks=ranks,
     )
     return Assembly(
         config=config,
@@ -124,12 +146,12 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         model=model,
         device=device,
         way=asked_way(config, plan),
-        region=to_compiled(eager),
+        region=region,
         eager=eager,
         step=step,
         values=values,
         phases=phases,
-        guard=_guard(config, plan, workload),
+        guard=_guard(config, plan, workload, world),
         snapshots=_snapshots(config, workload),
         plateau=_plateau(config, workload),
         stopping=EarlyStopping(mode=workload.mode, patience=config.train.early_stopping_patience),
@@ -137,6 +159,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
         val_loader=val_loader,
         total_steps=length.total_steps,
         unit=KINDS.of(config.workload).unit_of(config, workload.store),
+        world=world,
     )
 
 
@@ -161,11 +184,12 @@ def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
     return to_channels_last_(model) if wants_channels_last(config, plan, model) else model
 
 
-def _loaders(config: RunConfig, workload: Workload) -> tuple[Loader, Loader]:
+def _loaders(config: RunConfig, workload: Workload, world: World | None) -> tuple[Loader, Loader]:
     size, seed, workers = config.train.batch_size, config.train.seed, config.data.num_workers
-    train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True)
+    part = (world.rank, world.size) if world is not None else (0, 1)
+    train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True, part=part)
     val_size = config.train.val_batch_size or size
-    val = Loader(workload.val_samples, batch_size=val_size, seed=seed, num_workers=workers, shuffle=False)
+    val = Loader(workload.val_samples, batch_size=val_size, seed=seed, num_workers=workers, shuffle=False, part=part)
     return train, val
 
 
@@ -175,12 +199,17 @@ def _average(config: RunConfig, workload: Workload, model: nn.Module) -> Ema | N
     return Ema(model, parts=workload.ema_parts, **config.ema.model_dump(exclude={"enabled"}))
 
 
-def _guard(config: RunConfig, plan: Plan, workload: Workload) -> Guard:
+def _guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:
     options = GuardOptions(**taken(config.guard, GuardOptions))
     scaling, min_scale = plan.needs_loss_scaling, config.scaler.min_scale
-    if not workload.phases:
-        return Guard(options, scaling=scaling, min_scale=min_scale)
-    return PhasedGuard(options, (phase.name for phase in workload.phases), scaling=scaling, min_scale=min_scale)
+    if workload.phases:
+        names = (phase.name for phase in workload.phases)
+        guard: Guard = PhasedGuard(options, names, scaling=scaling, min_scale=min_scale)
+    else:
+        guard = Guard(options, scaling=scaling, min_scale=min_scale)
+    if world is not None:
+        guard.complete = partial(with_all_samples, world)
+    return guard
 
 
 def _snapshots(config: RunConfig, workload: Workload) -> Snapshots | None:

@@ -51,12 +51,15 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, *, keep: int = 0) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, *, keep: int = 0, writes: bool = True) -> None:
+        self.folder, self.keep, self.writes = folder, keep, writes
+        """One of several processes writes; the others know where."""
 
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
         """Write atomically, then drop the oldest beyond the limit (never the best one)."""
         final = self._unused_name(step)
+        if not self.writes:
+            return final
         try:
             with whole_folder(final) as hidden:
                 _write(hidden, checkpoint)
@@ -66,6 +69,8 @@ class Checkpoints:
         return final
 
     def mark_best(self, path: Path, metric: str, value: float) -> None:
+        if not self.writes:
+            return
         write_whole(self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value}))
 
     def best(self) -> Path | None:

@@ -97,7 +97,8 @@ def _removed(error: HalfstepError, folder: RunFolder) -> HalfstepError:
 
 def _kept(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
     """A bad file in mid-run costs nothing: what was trained is saved as for Ctrl-C."""
-    if loop.position.batch > 0 or not loop.checkpoints.all():
+    is_alone = loop.parts.world is None  # with others in the middle of a step there is nothing whole to save
+    if is_alone and (loop.position.batch > 0 or not loop.checkpoints.all()):
         try:
             loop.save()
         except CheckpointError as unsaved:

@@ -11,7 +11,7 @@ those of a third shape (compiled_shapes.py), and no graph is captured of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from halfstep.data.seeds import Key
-from halfstep.errors import HalfstepError
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
+from halfstep.step import ranks
 from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
@@ -93,9 +94,9 @@ class Engine:
         if way == "graph" and (reason := parts.step.why_never_captured()):
             self._stay_uncaptured(reason)
 
-    def __call__(self, window: list[Batch]) -> Facts:
-        """Prepare, compute and commit one window as it was loaded."""
-        return self.step(prepared_window(self.parts, window))
+    def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> Facts:
+        """Prepare, compute and commit one window as it was loaded; `sizes` are its batches' over all processes."""
+        return self.step(prepared_window(self.parts, window, sizes))
 
     @property
     def guarded(self) -> Step:
@@ -108,7 +109,8 @@ class Engine:
         facts, outputs, pieces = self._made(prepared)
         with torch.no_grad():
             for found, batch in zip(outputs, pieces, strict=True):
-                self.count(found, batch)
+                if not isinstance(batch, Idle):
+                    self.count(found, batch)
         return facts
 
     def _made(self, prepared: list[Batch]) -> tuple[Facts, list[Any], list[Batch]]:
@@ -169,7 +171,7 @@ class Engine:
             with chains(on=self.way == "graph"):
                 value, weight, found = region(batch)
             outputs.append(_detached(found))
-            return value, weight
+            return value, 0 if isinstance(batch, Idle) else weight
 
         return loss
 
@@ -182,8 +184,7 @@ class Engine:
         return has_code
 
     def _is_full(self, batch: Batch) -> bool:
-        whole = min(self.parts.config.train.batch_size, len(self.parts.workload.train_samples))
-        return batch_length(batch) == -(-whole // self.pieces)
+        return batch_length(batch) == -(-self.parts.full_batch // self.pieces)
 
     def _tries_algorithms(self, pieces: list[Batch]) -> bool:
         """For full batches only: for an epoch's last one the trials would cost more than they gain."""
@@ -193,7 +194,7 @@ class Engine:
     # --- capturing ---
 
     def _captured(self, window: list[Batch]) -> Captured | None:
-        if self.way != "graph":
+        if self.way != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
         shape = (id(self), *shape_of(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
@@ -205,7 +206,8 @@ class Engine:
         if known is not None:
             del self.graphs[shape]
             self._in_a_row = 1  # loaded state may be that of a beginning, which no capture can begin with
-        return self._capture(shape, window) if self._in_a_row > UNCAPTURED and self._has_code(window) else None
+        uncaptured = UNCAPTURED if self.guarded.ranks is None else ranks.UNCAPTURED
+        return self._capture(shape, window) if self._in_a_row > uncaptured and self._has_code(window) else None
 
     def _has_code(self, window: list[Batch]) -> bool:
         return all(self._runs_compiled(batch) for batch in window if self._is_full(batch))
@@ -234,6 +236,12 @@ class Engine:
     def _go_eager(self, error: Exception) -> None:
         """What cannot be compiled runs uncompiled, and says why."""
         self.guarded.abandon()
+        if self.parts.world is not None and self.parts.world.size > 1:
+            raise ConfigError(
+                f"the step cannot be compiled: {compile_reason(error)}",
+                why="other processes may be in the middle of it",
+                fix="train.fast=off",
+            ) from error
         self.way = "eager"
         self.notice(f"not compiled, running eager: {compile_reason(error)}", "warning")
 
@@ -242,6 +250,8 @@ class Engine:
         parts, config = self.parts, self.parts.config
         error.__traceback__ = None  # its frames hold the activations that did not fit
         self.guarded.abandon()
+        if parts.world is not None and parts.world.size > 1:
+            raise error  # the others are in the middle of this step
         if self.graphs:
             return self._drop_graphs()
         if not config.train.auto_batch or self.pieces >= config.train.batch_size:
@@ -261,17 +271,24 @@ class Engine:
         return self.notice(f"{text} ({self._num_drops} of {MOST_DROPS} times)", "info")
 
 
-def prepared_window(parts: Assembly, window: list[Batch]) -> list[Batch]:
+class Idle(dict[str, Tensor]):
+    """A batch of a process that has none: it takes part in the step, and counts nowhere."""
+
+
+def prepared_window(parts: Assembly, window: list[Batch], sizes: Sequence[int] = ()) -> list[Batch]:
     """A window as it was loaded, ready for the model."""
-    return [in_layout_of(parts.model, batch) for batch in _prepared(parts, window)]
+    return list(_prepared(parts, window, sizes or [batch_length(batch) for batch in window]))
 
 
-def _prepared(parts: Assembly, window: list[Batch]) -> Iterator[Batch]:
+def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int]) -> Iterator[Batch]:
     place = 0
-    for k, batch in enumerate(window):
-        key = Key.of_training(parts.config.train.seed, parts.step.attempted, k, place)
-        yield parts.workload.prepared(batch, key=key, training=True)
-        place += batch_length(batch)
+    for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
+        is_idle = parts.world is not None and parts.world.rows(size) == 0
+        row = 0 if parts.world is None or is_idle else parts.world.place(size)
+        key = Key.of_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
+        prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=key, training=True))
+        yield Idle(prepared) if is_idle else prepared
+        place += size
 
 
 def _detached(outputs: Any) -> Any:

@@ -40,8 +40,8 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report"
 
-    def checkpoints(self, *, keep: int = 0) -> Checkpoints:
-        return Checkpoints(self.path / "checkpoints", keep=keep)
+    def checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
+        return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
     def locked(self) -> AbstractContextManager[None]:
         """This process alone trains here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -18,15 +18,16 @@ from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.ledger import RunLedger
 from halfstep.run.phased_engine import engine_for
+from halfstep.run.ranked import seed_of
 from halfstep.run.resume import Changes
 from halfstep.run.sampling import sample
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import averaged, validate
 from halfstep.run.waiting import Waiting
-from halfstep.step.batches import batch_length
-from halfstep.step.facts import Facts
+from halfstep.step.facts import Facts, Reading
 from halfstep.step.guard import Action, Verdict
 from halfstep.step.phase_facts import PhasedFacts
+from halfstep.step.randomness import generator_states, restore_generators, seed_everything
 from halfstep.tune.memory_limit import OutOfMemory, explained
 
 Looked = TypeVar("Looked")
@@ -59,6 +60,11 @@ class Loop:
         self.throughput = Throughput()
         self.waiting = Waiting()
         self.num_samples = 0
+        self._is_asked = False
+        """Whether a process of several was asked to stop, as all of them have read in the facts of the same step."""
+        self._num_posts = 0
+        if parts.world is not None:
+            parts.guard.observers.append(self._hear)
         self.validated_at = self.sampled_at = -1
         """The steps at which the model was last looked at: a resumed run does what was due, and nothing twice."""
         if parts.config.train.sample_every and parts.workload.sample is None:
@@ -89,6 +95,29 @@ class Loop:
         """Metrics of the epoch's training so far, where steps give outputs that they know."""
         return self.train_metrics.compute() if self.engine.counts else {}
 
+    # --- several processes ---
+
+    def _hear(self, facts: object, reading: Reading) -> None:
+        self._is_asked |= reading.is_asked
+
+    @property
+    def _must_leave(self) -> bool:
+        """Whether the run was asked to end; of several processes all find it so at the same step."""
+        return bool(self.interrupts) if self.parts.world is None else self._is_asked
+
+    def _pass_on(self, attempted: int) -> None:
+        """Show what the other processes had to say."""
+        world = self.parts.world
+        if world is not None and world.is_first and attempted % self.journal.report_every == 0:
+            for line in world.posted(self._num_posts):
+                self._num_posts += 1
+                self.journal.notice(line, "warning")
+
+    def _counted_by_all(self) -> dict[str, Tensor]:
+        """What training metrics counted, over all processes; the first one's stored state stands for all."""
+        own = self.train_metrics.state_dict()
+        return own if self.parts.world is None else self.parts.world.summed(own, self.parts.device)
+
     def _count(self, outputs: Any, batch: dict[str, Tensor]) -> None:
         self.train_metrics.update(outputs, batch)
 
@@ -114,10 +143,11 @@ class Loop:
         with self.journal.training(self.position.epoch, left):
             for window in windows:
                 facts = self._one_step(window)
+                samples = sum(parts.train_loader.sizes(self.position.batch, len(window)))
                 # Before the guard's word, which may be to save and stop: this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
-                self._after_step(window, Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s))
+                self._after_step(samples, Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s))
                 if self.is_over or self._is_pause_due():
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
@@ -126,25 +156,27 @@ class Loop:
         parts, position = self.parts, self.position
         if parts.recent is not None:
             parts.recent.keep(parts.step.attempted, window)
-        facts = self.engine(window)
+        if parts.world is not None and self.interrupts:
+            parts.ask_to_stop()
+        facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
         self.journal.attempted = parts.step.attempted
         if self.ledger is not None:
             self.ledger.look(self.engine, window)
         return facts
 
-    def _after_step(self, window: list[dict[str, Tensor]], waiting: Waiting) -> None:
+    def _after_step(self, samples: int, waiting: Waiting) -> None:
         parts, train = self.parts, self.parts.config.train
         attempted = parts.step.attempted
-        samples = sum(map(batch_length, window))
         self.num_samples += samples
         self.throughput.add(samples)
         self.journal.stepped(attempted, self.throughput.per_s(), waiting)
+        self._pass_on(attempted)
         if parts.snapshots is not None and parts.snapshots.due(attempted):
             parts.snapshots.take(parts.model, parts.step)
         if train.checkpoint_every and attempted % train.checkpoint_every == 0:
             self.save()
-        if self.interrupts:
+        if self._must_leave:
             self._leave()
 
     # --- the guard's word ---
@@ -213,17 +245,19 @@ class Loop:
             is_best = self._validate(self.position.epoch, in_turn=True)
             self.train_metrics = self.parts.workload.metrics()
             self.save(is_best=is_best)
-            if self.interrupts:
+            if self._must_leave:
                 self._leave()
 
     def _sample(self) -> None:
         folder = self.checkpoints.folder.parent / "report" / "samples" / f"{self.parts.step.attempted:08d}"
+        self.sampled_at = self.parts.step.attempted
+        if not self.checkpoints.writes:
+            return
         try:
             written = self._with_room(lambda: sample(self.parts, folder))
             self.journal.notice(f"samples in {folder}: {', '.join(path.name for path in written)}")
         except CheckpointError as error:  # by-products: a full disk will stop the run at its next checkpoint
             self.journal.notice(str(error), "warning")
-        self.sampled_at = self.parts.step.attempted
 
     # --- the end of an epoch ---
 
@@ -242,7 +276,7 @@ class Loop:
         # With checkpoints by steps an epoch's end is nothing special, but for what validation found.
         if is_due or not train.checkpoint_every:
             self.save(is_best=is_best)
-        if self.interrupts:
+        if self._must_leave:
             self._leave()
 
     def _validate(self, epoch: int, *, in_turn: bool) -> bool:
@@ -263,13 +297,14 @@ class Loop:
         if parts.plateau is not None and in_turn:
             parts.plateau.observe(value)
             self._set_rate_factor()
+        self.train_metrics.load_state_dict(self._counted_by_all())  # its last use
         self.journal.epoch(epoch, parts.step.attempted, self._trained(), found, is_best=is_best)
         return is_best
 
     def _unless_asked(self, advance: Callable[[], None]) -> Callable[[], None]:
         def go_on() -> None:
             advance()
-            if self.interrupts:
+            if self.parts.world is None and self.interrupts:  # the others would wait for this one's sums
                 raise AskedToLeave
 
         return go_on
@@ -288,9 +323,12 @@ class Loop:
     def _found(self, advance: Any) -> dict[str, float]:
         parts = self.parts
         parts.values.refresh()
+        if parts.world is not None:
+            parts.world.share_(list(parts.model.buffers()))  # BatchNorm statistics are each process's own
         return validate(
-            parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, advance=advance
-        )
+            parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, world=parts.world,
+            advance=advance,
+        )  # fmt: skip
 
     # --- what is stored ---
 
@@ -310,10 +348,12 @@ class Loop:
             **self.engine.stored(),
             "validated_at": self.validated_at,
             "sampled_at": self.sampled_at,
-            "train_metrics": self.train_metrics.state_dict(),
+            "train_metrics": self._counted_by_all(),
             "journal": self.journal.state_dict(),
             "is_best": is_best,
         }
+        if self.parts.world is not None:
+            own["rank_generators"] = self.parts.world.gathered(generator_states())
         path = self.checkpoints.save(self.parts.step.attempted, stored(self.parts, own))
         if is_best:
             self._mark_best(path)
@@ -328,11 +368,24 @@ class Loop:
         self.position = Position(**state["position"])
         self.engine.go_on(state, is_same=not changes.are_binding)
         self.validated_at, self.sampled_at = (int(state.get(name, -1)) for name in ("validated_at", "sampled_at"))
-        self.train_metrics.load_state_dict(state["train_metrics"])
+        if self.parts.world is None or self.parts.world.is_first:
+            self.train_metrics.load_state_dict(state["train_metrics"])
+        self._restore_own_generators(state)
         self.journal.load_state_dict(state["journal"])
         self.journal.attempted = self.parts.step.attempted
         if state["is_best"]:
             self._mark_best(path)  # a kill may have come between the checkpoint and its mark
+
+    def _restore_own_generators(self, state: Mapping[str, Any]) -> None:
+        """Of several processes each has its own; another number of them begins with new ones."""
+        world = self.parts.world
+        if world is None:
+            return
+        kept = state.get("rank_generators", ())
+        if len(kept) == world.size:
+            restore_generators(kept[world.rank])
+        else:
+            seed_everything(seed_of(self.parts.config.train.seed, self.parts.step.attempted, world.rank))
 
     def _mark_best(self, path: Path) -> None:
         self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)

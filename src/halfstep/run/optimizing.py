@@ -19,6 +19,7 @@ from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
 from halfstep.step.optimizers import is_within, parameter_groups
+from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
 from halfstep.step.spike import SpikeMeter
@@ -50,6 +51,7 @@ def make_step(
     ema: Ema | None = None,
     values: Values | None = None,
     groups: tuple[Group, ...] = (),
+    ranks: Ranks | Literal["alone"] = "alone",
     kind: type[AnyStep] = Step,  # type: ignore[assignment]
 ) -> AnyStep:
     """The guarded step of these parts of the model, or of all of it."""
@@ -65,6 +67,7 @@ def make_step(
         scaler=scaler or ScalerOptions(**taken(config.scaler, ScalerOptions)),
         ema=ema,
         values=values,
+        ranks=ranks,
         spikes=SpikeMeter(
             torch.device(plan.device),
             threshold=guard.spike_threshold,

@@ -7,7 +7,7 @@ phases are due is decided on the host, by the number of iterations.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from halfstep.run.assemble import Assembly
@@ -67,9 +67,9 @@ class PhasedEngine:
     def pieces(self) -> int:
         return max(engine.pieces for engine in self.engines.values())
 
-    def __call__(self, window: list[Batch]) -> PhasedFacts:
+    def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
         """Prepare one window as it was loaded, then compute and commit the phases that are due."""
-        return self.step(prepared_window(self.parts, window))
+        return self.step(prepared_window(self.parts, window, sizes))
 
     def step(self, prepared: list[Batch]) -> PhasedFacts:
         self._say_once()

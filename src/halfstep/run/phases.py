@@ -13,9 +13,11 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, nearest
 from halfstep.precision.plan import Plan
 from halfstep.run.optimizing import Length, changed, make_step, taken
+from halfstep.run.ranked import connected
 from halfstep.step.ema import Ema
 from halfstep.step.optimizers import is_within
 from halfstep.step.phases import PhasedStep, PhaseStep
+from halfstep.step.ranks import World
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.shared_scaler import SharedScaler
 from halfstep.step.values import Values
@@ -47,6 +49,7 @@ def assemble_phases(
     length: Length,
     compiled: Callable[[Region], Region],
     values: Values,
+    world: World | None = None,
 ) -> tuple[AssembledPhase, ...]:
     """The phases in their order, over the placed model; one that could never train is refused."""
     if not workload.phases:
@@ -64,6 +67,10 @@ def assemble_phases(
     for phase in workload.phases:
         own = phase_config(config, phase)
         names = averaged[phase.name]
+        plain = eager_region(_as_workload(workload, phase), model, name=phase.name)
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and trains(phase, name)]
+        device = torch.device(plan.device)
+        eager, region, ranks = connected(world, config, model, (plain, compiled(plain)), device, trained)
         step = make_step(
             own,
             model,
@@ -75,13 +82,11 @@ def assemble_phases(
             ema=Ema(model, parts=names, **config.ema.model_dump(exclude={"enabled"})) if names else None,
             values=values,
             groups=phase.groups,
+            ranks=ranks,
             kind=PhaseStep,
         )
-        eager = eager_region(_as_workload(workload, phase), model, name=phase.name)
         assembled.append(
-            AssembledPhase(
-                phase=phase, step=step, region=compiled(eager), eager=eager, is_counted=phase.name == counted
-            )
+            AssembledPhase(phase=phase, step=step, region=region, eager=eager, is_counted=phase.name == counted)
         )
     return tuple(assembled)
 

@@ -51,6 +51,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.sources.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
+        *_processes(parts),
         ("steps", _length(parts)),
         *([("phases", ", ".join(own.phase.when for own in parts.phases))] if parts.phases else []),
         ("optimizer", ", ".join(commits)),
@@ -89,6 +90,14 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
         rows.append(("curves", str(folder.report / "curves.png")))
     rows.append(("look closer", suggested("evaluate", folder.path)))
     report.finish("done", rows)
+
+
+def _processes(parts: Assembly) -> list[tuple[str, str]]:
+    if (world := parts.world) is None:
+        return []
+    train = parts.config.train
+    each = f"{world.rows(train.batch_size)} samples of a batch each" if world.size > 1 else "the whole batch"
+    return [("processes", f"{world.size}, {each}, gradients summed in {train.reduce}")]
 
 
 def _length(parts: Assembly) -> str:

@@ -16,7 +16,7 @@ from halfstep.precision.plan import Plan
 FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
     "train.checkpoints_total_limit", "train.report_every", "train.validate_every", "train.sample_every",
-    "train.auto_batch",
+    "train.auto_batch", "train.backend", "train.rank_timeout_s", "train.find_unused",
     "data.num_workers", "data.dir", "log.",
 )  # fmt: skip
 """Keys that change how long a run goes on or what it tells. A schedule that follows the length of the run changes

@@ -7,12 +7,12 @@ import gc
 import json
 import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.disk import write_whole
 from halfstep.errors import CheckpointError, HalfstepError
+from halfstep.hardware.facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.energy import EnergyMeter
@@ -33,10 +34,12 @@ from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
 from halfstep.run.checkpoint import Checkpoint
+from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.disk_space import check_disk
 from halfstep.run.ending import Progress, ended_early, left_nothing, refuse_only_skips
 from halfstep.run.export import export, is_exported
+from halfstep.run.far_report import FarReport
 from halfstep.run.folder import RunFolder
 from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_files, store
 from halfstep.run.hints import hint_about
@@ -45,30 +48,95 @@ from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
+from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
 from halfstep.run.rehearse import rehearsal
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
 from halfstep.run.summary import write_summary
-from halfstep.step.randomness import algorithms
+from halfstep.run.world import Launch, device_of, joined
+from halfstep.step.randomness import algorithms, seed_everything
+from halfstep.step.ranks import World, agreed
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.compiler_threads import forget_compiled
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.workload import Workload
 
+Made = TypeVar("Made")
+
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
 
 
-def train(loaded: Loaded, *, out: Path | None = None, resume: Path | None = None, allow_changes: bool = False) -> Path:
-    """Train, and return the run's folder."""
-    if resume is not None:
-        return _resume(loaded, RunFolder.open(str(resume)), allow_changes=allow_changes)
-    return _start(loaded, str(out) if out else None)
+def train(
+    loaded: Loaded,
+    *,
+    out: Path | None = None,
+    resume: Path | None = None,
+    allow_changes: bool = False,
+    launch: Launch | None = None,
+) -> Path:
+    """Train, and return the run's folder. `launch` says which of several processes this is."""
+    with joined(loaded.config, launch) as world:
+        place = Place(launch, world)
+        if world is not None:
+            refuse_unfit(loaded.config, world)
+            resume = resume or place.to_go_on_with(out)
+        if resume is not None:
+            return _resume(loaded, RunFolder.open(str(resume)), place, allow_changes=allow_changes)
+        return _start(loaded, str(out) if out else None, place)
 
 
-def _start(loaded: Loaded, out: str | None) -> Path:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among those of the run."""
+
+    launch: Launch | None
+    world: World | None
+
+    @property
+    def writes(self) -> bool:
+        """Whether files and screen are its own."""
+        return self.world is None or self.world.is_first
+
+    def of_first(self, make: Callable[[], Made]) -> Made:
+        """Made by the process that writes, known to all."""
+        return make() if self.world is None else self.world.from_first(make)
+
+    def device_of(self, config: RunConfig) -> str:
+        return device_of(config, self.launch)
+
+    def to_go_on_with(self, out: Path | None) -> Path | None:
+        """The run that was under way when torchrun started its processes anew."""
+        if self.launch is None or not self.launch.restarts:
+            return None
+        if out is None:
+            raise agreed(
+                CheckpointError(
+                    "torchrun has started the processes anew, and the run has no folder of a known name",
+                    why="a folder named by the clock cannot be found again",
+                    fix="name it with --out DIR",
+                )
+            )
+        return self.of_first(lambda: out if RunFolder(out).checkpoints().all() else None)
+
+    def plan_from(self, make: Callable[[], Plan], config: RunConfig) -> Plan:
+        """One plan for all, each on its own device: trials run in the first process, on its part of a batch."""
+        if self.world is None:
+            return make()
+        plan = Plan.from_json(self.of_first(lambda: make().to_json()))
+        return dataclasses.replace(plan, device=probe(self.device_of(config)).device)
+
+    def on_trial(self, config: RunConfig) -> RunConfig:
+        """The config as trials take it: a process computes its part of a batch."""
+        if self.world is None:
+            return config
+        own = self.world.rows(config.train.batch_size)
+        return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": own})})
+
+
+def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
     """Everything that can be wrong is found before the run's folder is made; only the demo needs it earlier."""
     loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
-    hardware = probe(loaded.config.device)
+    hardware = probe(place.device_of(loaded.config))
     decide(loaded.config.precision, hardware)
     is_demo = loaded.config.data.dir is None and KINDS.of(loaded.config.workload).demo is not None
     folder: RunFolder | None = None
@@ -77,22 +145,27 @@ def _start(loaded: Loaded, out: str | None) -> Path:
         try:
             with raised_at_once():
                 if is_demo:
-                    folder = RunFolder.create(out, f"{_run_name(loaded.config)}-demo")
-                    loaded = _with_demo_data(loaded, folder)
+                    folder = _created(out, f"{_run_name(loaded.config)}-demo", place)
+                    loaded = _with_demo_data(loaded, folder, place)
                 workload = identified(build_workload(loaded.config))
                 made = made_here(workload.frozen)
                 loaded = dataclasses.replace(loaded, config=with_settled(loaded.config, workload))
-                plan = plan_for(loaded.config, workload, hardware)
-                plan = tuned(loaded.config, workload, plan, _say_unless(loaded.config.log.quiet), rehearsal)
-                parts = _assembled(loaded.config, workload, plan)
-                warnings += check_disk(parts, folder or RunFolder.planned(out, _run_name(loaded.config)))
-                folder = folder or RunFolder.create(out, _run_name(loaded.config))
-                lock.enter_context(folder.locked())
-                record_data(workload, folder)
-                store(made, folder.path)
-                _write_settings(folder, loaded.config, plan)
+                if place.world is not None:
+                    refuse_differences(loaded.config, workload, place.world)
+                plan = place.plan_from(partial(_decided, loaded.config, workload, hardware, place), loaded.config)
+                parts = _assembled(loaded.config, workload, plan, place)
+                if place.writes:
+                    warnings += check_disk(parts, folder or RunFolder.planned(out, _run_name(loaded.config)))
+                folder = folder or _created(out, _run_name(loaded.config), place)
+                if place.writes:
+                    lock.enter_context(folder.locked())
+                    record_data(workload, folder)
+                    store(made, folder.path)
+                    _write_settings(folder, loaded.config, plan)
+                if place.world is not None and not place.world.is_first:
+                    seed_everything(seed_of(loaded.config.train.seed, 0, place.world.rank))
         except BaseException:  # Ctrl-C as well: nothing was trained, so nobody will miss the folder
-            if folder is not None:
+            if folder is not None and place.writes:
                 shutil.rmtree(folder.path)
             raise
         warnings += [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
@@ -100,14 +173,23 @@ def _start(loaded: Loaded, out: str | None) -> Path:
     return folder.path
 
 
-def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
+def _created(out: str | None, name: str, place: Place) -> RunFolder:
+    return place.of_first(lambda: RunFolder.create(out, name))
+
+
+def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: Place) -> Plan:
+    plan = plan_for(config, workload, hardware)
+    return tuned(place.on_trial(config), workload, plan, _say_unless(config.log.quiet), rehearsal)
+
+
+def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) -> Assembly:
     device = torch.device(plan.device)
     # A run before in this process: its code counts among the eight times that dynamo compiles a function, ours as well
     # as the user's, and its parts know each other and so outlive it.
     forget_compiled()
     gc.collect()
     try:
-        return assemble(config, workload, plan)
+        return assemble(config, workload, plan, place.world)
     except OutOfMemory as error:
         raise model_memory_error(error, config, workload.model, device) from error
 
@@ -118,18 +200,22 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
     write_whole(folder.config, to_yaml(kept))  # last: a folder with it is a run
 
 
-def _with_demo_data(loaded: Loaded, folder: RunFolder) -> Loaded:
+def _with_demo_data(loaded: Loaded, folder: RunFolder, place: Place) -> Loaded:
     config = loaded.config
-    place = folder.path.absolute() / "data"
+    data_dir = folder.path.absolute() / "data"
+    place.of_first(partial(_write_demo, config, data_dir))
+    data = config.data.model_copy(update={"dir": str(data_dir)})
+    return dataclasses.replace(loaded, config=config.model_copy(update={"data": data}))
+
+
+def _write_demo(config: RunConfig, data_dir: Path) -> None:
     try:
-        KINDS.of(config.workload).write_demo(config.workload, place, seed=config.train.seed)
+        KINDS.of(config.workload).write_demo(config.workload, data_dir, seed=config.train.seed)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the demo's data into {place}: {error.strerror}",
+            f"cannot write the demo's data into {data_dir}: {error.strerror}",
             fix="make room there, or choose another place for the run with --out",
         ) from error
-    data = config.data.model_copy(update={"dir": str(place)})
-    return dataclasses.replace(loaded, config=config.model_copy(update={"data": data}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,29 +227,39 @@ class Resumed:
     changes: Changes
 
 
-def _resume(loaded: Loaded, folder: RunFolder, *, allow_changes: bool) -> Path:
+def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: bool) -> Path:
     stored, asked = (with_absolute_paths(config) for config in (load(str(folder.config)).config, loaded.config))
     changes = refuse_changes(stored, asked, allow=allow_changes)
     config, moved = with_data_found(loaded.config, folder)
     loaded = dataclasses.replace(loaded, config=config)
-    with folder.locked():
+    with folder.locked() if place.writes else nullcontext():
         damaged: list[str] = []
-        checkpoints = folder.checkpoints()
-        checkpoints.clean_up()
-        path, checkpoint = checkpoints.load_newest(on_damaged=damaged.append)
+        path = place.of_first(lambda: _newest(folder, damaged))
+        checkpoint = load_checkpoint(path)
         if (finished := why_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
-            RunReport(folder.path).notice(f"{folder.path} is {finished}")
+            if place.writes:
+                RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
         workload = _built_as_stored(loaded.config, checkpoint.state, folder)
         found = [len(workload.train_samples), len(workload.val_samples)]
         other = refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
-        plan = _plan_to_go_on(loaded.config, workload, folder, changes)
-        cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
-        parts = _assembled(loaded.config, workload, plan)
+        if place.world is not None:
+            refuse_differences(loaded.config, workload, place.world)
+        go_on = partial(_plan_to_go_on, loaded.config, workload, folder, changes, place)
+        plan = place.plan_from(go_on, loaded.config)
+        if place.writes:
+            cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
+        parts = _assembled(loaded.config, workload, plan, place)
         warnings = [*damaged, *moved, *other, *changed_data(workload, folder), *check_disk(parts, folder)]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
         _run(loaded, folder, parts, resumed=resumed, warnings=warnings)
     return folder.path
+
+
+def _newest(folder: RunFolder, damaged: list[str]) -> Path:
+    checkpoints = folder.checkpoints()
+    checkpoints.clean_up()
+    return checkpoints.load_newest(on_damaged=damaged.append)[0]
 
 
 def _built_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFolder) -> Workload:
@@ -180,17 +276,16 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
     return is_marked and is_drawn and is_exported(config.workload, folder)
 
 
-def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes) -> Plan:
+def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, place: Place) -> Plan:
     """The stored one; what was decided or measured for settings that are others now is decided or measured anew."""
     if changes.touch("precision.", "device"):
-        plan = plan_for(config, workload, probe(config.device))
-        return tuned(config, workload, plan, _say_unless(config.log.quiet), rehearsal)
+        return _decided(config, workload, probe(place.device_of(config)), place)
     plan = Plan.from_json(_text(folder.plan))
     refuse_missing_device(plan)
     if not changes.touch(*MEASURED_FOR):
         return plan
     plan = untuned(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
-    return tuned(config, workload, plan, _say_unless(config.log.quiet), rehearsal)
+    return tuned(place.on_trial(config), workload, plan, _say_unless(config.log.quiet), rehearsal)
 
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
@@ -198,13 +293,14 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
     for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
-    if resumed.changes.keys:
+    if resumed.changes.keys and loop.checkpoints.writes:
         _write_settings(folder, loop.parts.config, loop.parts.plan)
 
 
 def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:
-    config = loaded.config
-    report = RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
+    config, world = loaded.config, parts.world
+    writes = world is None or world.is_first
+    report = _report(folder, config, world)
     journal = Journal(
         report,
         parts.plan,
@@ -218,14 +314,15 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     )
     parts.guard.observers.append(journal.observe)
     with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
-        loop = Loop(parts, folder.checkpoints(keep=config.train.checkpoints_total_limit), journal, asked_to_stop)
+        checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
+        loop = Loop(parts, checkpoints, journal, asked_to_stop)
         is_new = resumed is None
         asked_to_stop.last_words = lambda: str(ended_early(KeyboardInterrupt(), loop, folder, is_new=is_new))
         try:
             show_header(report, loaded, folder, parts)
-            if is_new:  # a resumed run would name its own config.yaml as the source of everything
+            if is_new and writes:  # a resumed run would name its own config.yaml as the source of everything
                 write_whole(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
-            for warning in warnings:
+            for warning in (*warnings, *notes_on(config, parts.model, world)):
                 report.notice(warning, "warning")
             if resumed is not None:
                 _continue(loop, folder, resumed)
@@ -234,26 +331,33 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             start = Progress.of(parts.step)
             loop.run()
             refuse_only_skips(loop, start)
-            _draw(config, folder, report)
-            export(parts, folder)
-            elapsed_s, joules = clock.elapsed_s, energy.joules()
-            write_summary(folder, loop, elapsed_s, joules)
-            show_summary(report, folder, loop, elapsed_s, joules)
+            if writes:
+                _draw(config, folder, report)
+                export(parts, folder)
+                elapsed_s, joules = clock.elapsed_s, energy.joules()
+                write_summary(folder, loop, elapsed_s, joules)
+                show_summary(report, folder, loop, elapsed_s, joules)
         except (HalfstepError, KeyboardInterrupt) as error:
-            shown = ended_early(error, loop, folder, is_new=is_new)
-            if folder.path.is_dir():
+            shown = ended_early(error, loop, folder, is_new=is_new and writes)
+            if folder.path.is_dir() and writes:
                 _draw(config, folder, report)
             if shown is error:
                 raise
             raise shown from error
         except Exception:  # somebody's own code: its traceback is what they need, an empty run is not
-            if is_new and left_nothing(loop):
+            if is_new and writes and left_nothing(loop):
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         finally:
             report.close()
             parts.train_loader.close()
             parts.val_loader.close()
+
+
+def _report(folder: RunFolder, config: RunConfig, world: World | None) -> RunReport:
+    if world is not None and not world.is_first:
+        return FarReport(world)
+    return RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
 
 
 def _report_every(parts: Assembly) -> int:

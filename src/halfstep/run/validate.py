@@ -12,8 +12,8 @@ from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
 from halfstep.precision.plan import Plan
-from halfstep.step.batches import batch_length
 from halfstep.step.phases import PhasedStep
+from halfstep.step.ranks import World
 from halfstep.step.step import Step
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import split_window
@@ -47,6 +47,7 @@ def validate(
     loader: Loader,
     *,
     pieces: int = 1,
+    world: World | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Loss and metrics, exact over the whole set: sums are divided once, at the end."""
@@ -56,9 +57,13 @@ def validate(
     weight_sum = torch.zeros((), dtype=torch.float64, device=device)
     index = 0
     with evaluating(model):
-        for batch in prefetch(loader.epoch(0), device):
-            key = Key.of_validation(loader.seed, index)
-            index += batch_length(batch)
+        for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
+            place = 0 if world is None else world.place(size)
+            key = Key.of_validation(loader.seed, index + place)
+            index += size
+            advance()
+            if world is not None and world.rows(size) == 0:
+                continue
             prepared = in_layout_of(model, workload.prepared(batch, key=key, training=False))
             with plan.forward():
                 for part in split_window([prepared], pieces):
@@ -67,5 +72,8 @@ def validate(
                     loss_sum += loss.double() * weight
                     weight_sum += weight
                     metrics.update(outputs, part)
-            advance()
+    if world is not None:
+        sums = world.summed({"loss": loss_sum, "weight": weight_sum}, device)
+        loss_sum, weight_sum = sums["loss"], sums["weight"]
+        metrics.load_state_dict(world.summed(metrics.state_dict(), device))
     return {"loss": float(loss_sum / weight_sum), **metrics.compute()}

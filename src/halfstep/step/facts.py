@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,21 +33,28 @@ class Reading:
     epoch: int | None = None
     """The epoch it belongs to, and its window in that epoch; None in a loop that has none, and in older runs."""
     window: int | None = None
+    is_asked: bool = False
+    """Whether somebody asked one of the run's processes to stop."""
+    faulty_ranks: tuple[int, ...] = ()
+    """The processes whose own loss or buffers were not finite."""
 
     @property
     def reason(self) -> str:
         """Why the step was dropped; empty for a committed one."""
         if not self.is_bad:
             return ""
+        where = f" (rank {', '.join(map(str, self.faulty_ranks))})" if self.faulty_ranks else ""
         if self.is_empty:
             return "empty window"
         if self.loss != self.loss or abs(self.loss) == float("inf"):
-            return f"loss is {self.loss}"
+            return f"loss is {self.loss}{where}"
         if self.grad_norm != self.grad_norm or abs(self.grad_norm) == float("inf"):
-            return f"gradient norm is {self.grad_norm}"
-        return "a buffer (BatchNorm statistics) is not finite" if self.is_ruined else "loss spike"
+            return f"gradient norm is {self.grad_norm}{where}"
+        return f"a buffer (BatchNorm statistics) is not finite{where}" if self.is_ruined else "loss spike"
 
 
+FAULTY = 3
+"""The flags of a process that mean a fault: loss or buffers not finite."""
 FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "committed")
 
 
@@ -56,7 +64,7 @@ class Facts:
 
     __slots__ = (
         "_event", "_host", "attempted", "bad", "empty", "epoch", "factor", "grad_norm", "ids", "loss", "packed", "rng",
-        "ruined", "scale", "spike", "window",
+        "ruined", "said", "scale", "spike", "wait", "window",
     )  # fmt: skip
 
     def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
@@ -69,6 +77,9 @@ class Facts:
         self.rng: dict[str, Tensor] = {}
         self.epoch: int | None = None
         self.window: int | None = None
+        self.said: Tensor | None = None
+        """Of several processes: how many were asked to stop, then the flags of each (step/ranks.py)."""
+        self.wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
         self.packed = torch.empty(0)
         """All fields in one device tensor, once the step is committed."""
         self._host: Tensor | None = None
@@ -78,13 +89,14 @@ class Facts:
         """Gather the fields on the device; float64 holds every one exactly."""
         numbers = torch.stack([self.loss, self.grad_norm, self.scale, lr]).detach().double()
         flags = torch.stack([self.bad, self.spike, self.empty, self.ruined]).double()
-        self.packed = torch.cat([numbers, flags, committed.double().view(1)])
+        said = [] if self.said is None else [self.said]
+        self.packed = torch.cat([numbers, flags, committed.double().view(1), *said])
 
     def replayed(self, attempted: int) -> Facts:
         """The facts of a later step that a graph wrote into the same device tensors; to be sent before the next."""
         facts = Facts(attempted=attempted, loss=self.loss, grad_norm=self.grad_norm, scale=self.scale)
         facts.bad, facts.spike, facts.empty, facts.ruined = self.bad, self.spike, self.empty, self.ruined
-        facts.packed = self.packed
+        facts.packed, facts.said, facts.wait = self.packed, self.said, self.wait
         return facts
 
     def send(self) -> None:
@@ -104,8 +116,10 @@ class Facts:
                 fix="call step.commit(facts) first",
             )
         if self._event is not None:
-            self._event.synchronize()
-        v: dict[str, Any] = dict(zip(FIELDS, self._host.tolist(), strict=True))
+            self.wait(self._event)
+        values = self._host.tolist()
+        v: dict[str, Any] = dict(zip(FIELDS, values, strict=False))
+        asked, *said = values[len(FIELDS) :] or [0]
         return Reading(
             attempted=self.attempted,
             loss=v["loss"],
@@ -120,6 +134,8 @@ class Facts:
             sample_ids=tuple(int(i) for ids in self.ids for i in ids.tolist()),
             epoch=self.epoch,
             window=self.window,
+            is_asked=asked > 0,
+            faulty_ranks=tuple(rank for rank, flags in enumerate(said) if int(flags) & FAULTY),
         )
 
 

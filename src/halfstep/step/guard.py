@@ -106,6 +106,8 @@ class Guard:
         self.observers: list[Observer] = []
         """Called with each step that is looked at, in order, before it is judged. Whoever wants to see steps adds
         itself here: the values are on the host by then, so watching costs no wait."""
+        self.complete: Callable[[Reading], Reading] = lambda reading: reading
+        """Adds what other processes know of a step."""
         self.pending: deque[Facts | PhasedFacts | Reading] = deque()
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
         self.first_fault_committed = 0
@@ -139,7 +141,7 @@ class Guard:
 
     def _judge_oldest(self) -> Verdict:
         oldest = self.pending.popleft()
-        reading = oldest if isinstance(oldest, Reading) else oldest.read()
+        reading = self.complete(oldest if isinstance(oldest, Reading) else oldest.read())
         for observe in self.observers:
             observe(None if isinstance(oldest, Reading) else oldest, reading)
         return self.judge(reading)

@@ -41,7 +41,7 @@ class PhasedFacts:
     def read(self) -> PhasedReading:
         """Wait for this iteration, and for this one only."""
         if self._event is not None:
-            self._event.synchronize()
+            next(iter(self.phases.values())).wait(self._event)
         own = {name: dataclasses.replace(f.read(), attempted=self.attempted) for name, f in self.phases.items()}
         first = next(iter(own.values()))
         return PhasedReading(
@@ -51,6 +51,7 @@ class PhasedFacts:
                 "is_spike": any(reading.is_spike for reading in own.values()),
                 "is_empty": all(reading.is_empty for reading in own.values()),
                 "is_ruined": any(reading.is_ruined for reading in own.values()),
+                "is_asked": any(reading.is_asked for reading in own.values()),
                 "committed": int(self._committed),
                 "epoch": self.epoch,
                 "window": self.window,
@@ -66,7 +67,7 @@ def parts_of(reading: Reading) -> Mapping[str, Reading]:
 
 def reading_from(state: Mapping[str, Any]) -> Reading:
     """What `asdict` made of a reading, after it was stored."""
-    own = {**state, "sample_ids": tuple(state["sample_ids"])}
+    own = {**state, **{name: tuple(state.get(name, ())) for name in ("sample_ids", "faulty_ranks")}}
     if "phases" not in own:
         return Reading(**own)
     return PhasedReading(**own | {"phases": {name: reading_from(part) for name, part in own["phases"].items()}})

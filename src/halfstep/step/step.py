@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,23 +33,18 @@ from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
-from halfstep.step.one_process import refuse_many_processes
+from halfstep.step.ranks import BAD, RUINED, Ranks, is_loss, ranks_of
 from halfstep.step.rates import Rates
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
+from halfstep.step.spread import refuse_spread
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
 from halfstep.step.values import Values
 
 Weight = Tensor | float | int
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
-Agree = Callable[[Tensor], Tensor]
 OnGradients = Callable[[nn.Module], None]
-
-
-def alone(flag: Tensor) -> Tensor:
-    """One process: its own verdict is everybody's. Several ranks put their agreement here."""
-    return flag
 
 
 class Step:
@@ -67,7 +62,7 @@ class Step:
         scaler: Scaler | ScalerOptions | None = None,
         ema: Ema | None = None,
         spikes: SpikeMeter | None = None,
-        agree: Agree = alone,
+        ranks: Ranks | Literal["of the model", "alone"] = "of the model",
         also: Also = (),
         on_gradients: OnGradients | None = None,
         values: Values | None = None,
@@ -78,8 +73,10 @@ class Step:
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
         trained = self._trained_parameters()
-        refuse_many_processes(model, trained)
+        refuse_spread(model, trained)
         self.device = trained[0].device
+        self.ranks = ranks_of(model, self.device) if ranks == "of the model" else None if ranks == "alone" else ranks
+        """The processes that train the same model; None where there is one."""
         if isinstance(schedules, Rates):
             self.rates = schedules
         elif schedules:
@@ -89,7 +86,7 @@ class Step:
             scaler = Scaler(self.device, enabled=plan.needs_loss_scaling, options=scaler, accumulate=accumulate)
         self.scaler = scaler
         self.spikes = spikes or SpikeMeter(self.device)
-        self.agree = agree
+        self._refuse_half_sums()
         self.attempted = 0
         self.generation = 0
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
@@ -136,8 +133,10 @@ class Step:
         try:
             facts = self.judge(loss_fn, window)
             self.writes.refuse_unsaved(facts.bad)
-        except BaseException:
+        except BaseException as error:
             self.abandon()
+            if self.ranks is not None and isinstance(error, RuntimeError) and is_loss(error):
+                raise self.ranks.world.lost(error) from error
             raise
         facts.ids, facts.rng = sample_ids(window), self._rng
         gradients = ((p, p.grad) for p in self._trained_parameters())
@@ -152,7 +151,7 @@ class Step:
         self.writes.save(parameters)
         self.clear_gradients()
         self._choose_gradient_types(len(window))
-        loss, weight = self._accumulate(loss_fn, window)
+        loss, weight = self._accumulate(loss_fn, window, parameters)
         self.writes.look()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
@@ -233,40 +232,60 @@ class Step:
         for committer in self.committers:
             committer.close_capture()
 
-    def _accumulate(self, loss_fn: LossFn, window: Window) -> tuple[Tensor, Weight]:
-        """Backward over the window. Micro-batches count by weight, relative to the first one's, so that a window of
-        one is plain training to the last bit and fp16 sees no larger gradients than without accumulation."""
+    def _accumulate(self, loss_fn: LossFn, window: Window, parameters: list[Tensor]) -> tuple[Tensor, Weight]:
+        """Backward over the window: the sum of losses by weight, and of weights. Micro-batches count by weight,
+        relative to the first one's (of several ranks: to the mean of their first ones), so that a window of one is
+        plain training to the last bit and fp16 sees no larger gradients than without accumulation."""
         total_loss: Tensor | None = None
         total_weight: Weight = 0.0
         unit: Weight | None = None
-        is_one = len(window) == 1
-        for batch in window:
-            with self.plan.forward(), self.observed():
-                result = loss_fn(batch)
-            loss, weight = result if isinstance(result, tuple) else (result, batch_length(batch))
-            if not isinstance(weight, Tensor) and weight == 0:
-                continue
-            unit = _positive(weight) if unit is None else unit
-            share = weight / unit
-            loss = _single(loss).to(self.device, torch.float32)
-            loss = loss if _is_one(share) else loss * share
-            with self.plan.backend(), self.observed():
-                self.scaler.scale(loss).backward()
+        for number, batch in enumerate(window, 1):
+            with self._reducing(is_last=number == len(window)):
+                with self.plan.forward(), self.observed():
+                    result = loss_fn(batch)
+                loss, weight = result if isinstance(result, tuple) else (result, batch_length(batch))
+                if unit is None and self.ranks is not None:
+                    unit = self.ranks.unit(weight)
+                if not isinstance(weight, Tensor) and weight == 0:
+                    if self.ranks is not None and number == len(window):
+                        self._backward(self.ranks.nothing(loss, parameters))
+                    continue
+                unit = _positive(weight) if unit is None else unit
+                share = weight / unit
+                loss = _single(loss).to(self.device, torch.float32)
+                loss = loss if _is_one(share) else loss * share
+                self._backward(loss)
             if total_loss is None:
                 # A copy where more follow: the user's own loss may be written into by then.
-                total_loss, total_weight = loss.detach() if is_one else loss.detach().clone(), share
+                total_loss, total_weight = loss.detach() if len(window) == 1 else loss.detach().clone(), share
             else:
                 total_loss, total_weight = total_loss + loss.detach(), total_weight + share
         if total_loss is None:
             return torch.full((), float("nan"), device=self.device), 0.0
-        return total_loss if _is_one(total_weight) else total_loss / total_weight, total_weight
+        return total_loss, total_weight
+
+    def _reducing(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.ranks is None else self.ranks.reducing(is_last=is_last)
+
+    def _backward(self, loss: Tensor) -> None:
+        with self.plan.backend(), self.observed():
+            self.scaler.scale(loss).backward()
 
     @torch.no_grad()
-    def _judge(self, parameters: list[Tensor], loss: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
+    def _judge(self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
         gradients = [p.grad for p in parameters if p.grad is not None]
         _refuse_sparse(gradients)
         scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
-        unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
+        ruined = self.writes.became_non_finite(self.device)
+        agreed = None
+        if self.ranks is None:
+            loss = loss_sum if _is_one(weight) else loss_sum / weight
+            unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
+        else:
+            self.ranks.refuse_unreduced(parameters, self._names)
+            agreed = self.ranks.agree(loss_sum, weight, ruined)
+            loss, weight, ruined = agreed.loss, agreed.weight, agreed.any_said(RUINED)
+            unscale = self.ranks.size / (scale * weight)  # DDP has divided by the number of ranks
         overflow: Tensor | None = None
         if self.on_gradients is not None:
             overflow = self._unscale_and_edit(gradients, unscale)
@@ -278,17 +297,35 @@ class Step:
         elif weight == 0:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
-        facts.ruined = self.writes.became_non_finite(self.device)
+        facts.ruined = ruined
         # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
         bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
         bad = bad if overflow is None else bad | overflow
-        facts.bad = self.agree(bad | facts.spike if self.spikes.skips else bad)
+        if self.ranks is not None and agreed is not None:
+            # What a hook made of the gradients is each rank's own; all the rest is the same everywhere.
+            bad = bad | agreed.any_said(BAD)
+            bad = bad if self.on_gradients is None else self.ranks.any_of(bad)
+            facts.said, facts.wait = agreed.said, self.ranks.world.wait
+        facts.bad = bad | facts.spike if self.spikes.skips else bad
         facts.spike = facts.spike & ~bad
         if self._optimizers_multiply(parameters):
             facts.factor = factor
         elif factor is not None:
             torch._foreach_mul_(gradients, factor)
         return facts
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def _refuse_half_sums(self) -> None:
+        """DDP knows gradients of a parameter's own type only, and a window's sum in bf16 loses what is small in it."""
+        half = any(p.dtype == torch.bfloat16 for p in self._trained_parameters())
+        if self.ranks is not None and self.accumulate > 1 and half:
+            raise ConfigError(
+                f"accumulate={self.accumulate} with bf16 weights on several ranks",
+                why="DDP would sum the window's gradients in bf16",
+                fix="a larger batch without accumulation, or fp32 weights (precision bf16)",
+            )
 
     def _unscale_and_edit(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor | None:
         """Let the hook edit unscaled gradients. With loss scaling an overflow counts as one whatever the hook makes of

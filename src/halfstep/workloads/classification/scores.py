@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.data.pixels import sent
+from halfstep.data.seeds import batch_key
 from halfstep.islands import fp32_island, to_fp32
 
 TOP = 5
@@ -44,7 +45,7 @@ class Mixing:
 def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> dict[str, Tensor]:
     """The batch with each image mixed with its neighbour's, `label_b` the neighbour's label, `lam` the own share."""
     image, label = batch["image"], batch["label"]
-    random = np.random.default_rng((*key, MIX_STREAM))
+    random = np.random.default_rng((*batch_key(key), MIX_STREAM))
     # All numbers are drawn whatever happens, so that one setting does not reshuffle the others.
     happens, kind, *centre = random.random(4)
     cuts = spec.cutmix > 0 and (kind < spec.cutmix_share or spec.mixup == 0)

@@ -1,4 +1,4 @@
-"""More than one process or device is refused in words; a world of one trains as without it."""
+"""What is spread otherwise than by DDP is refused in words; a world of one trains as without it."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def step_of(model: nn.Module) -> hs.Step:
     return hs.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), "fp32", clip_norm=1.0)
 
 
-def test_a_world_of_two_processes_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_plain_model_among_two_processes_is_refused_with_the_lines_to_add(tmp_path: Path) -> None:
     with world_of(2, tmp_path), pytest.raises(ConfigError, match="2 processes") as refused:
         step_of(make_model())
-    assert "--nproc_per_node=1" in refused.value.fix
+    assert "DistributedDataParallel(model)" in refused.value.fix
 
 
 def test_in_a_world_of_one_a_wrapped_model_trains_to_the_same_bits(tmp_path: Path) -> None:

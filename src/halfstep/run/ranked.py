@@ -1,0 +1,154 @@
+"""A run that several processes train: what connects an assembly with those of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from halfstep import __version__
+from halfstep.config.schema import RunConfig
+from halfstep.errors import ConfigError, counted
+from halfstep.run.resume import flattened
+from halfstep.step.facts import Reading
+from halfstep.step.phase_facts import PhasedReading
+from halfstep.step.phases import without_gradients_of_others
+from halfstep.step.ranks import Ranks, World, agreed, wrapped_regions
+from halfstep.tune.modes import Region
+from halfstep.workloads.workload import Workload
+
+OWN = ("device", "log.", "data.num_workers")
+"""Settings that each process may have for itself."""
+
+
+def connected(
+    world: World | None,
+    config: RunConfig,
+    model: nn.Module,
+    regions: tuple[Region, Region],
+    device: torch.device,
+    trained: list[nn.Parameter] | None = None,
+) -> tuple[Region, Region, Ranks | Literal["alone"]]:
+    """The eager and the compiled region as DDP runs them, and the step's part in the world; as they are without one.
+    `trained` are the parameters of a phase: others get no gradients in it, and nobody waits for those."""
+    eager, compiled = regions
+    if world is None:
+        return eager, compiled, "alone"
+    own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
+    with without_gradients_of_others(model, own):
+        wrapped = wrapped_regions(
+            model,
+            {"eager": eager, "compiled": compiled},
+            device,
+            reduce=config.train.reduce,
+            find_unused=config.train.find_unused,
+        )
+    return partial(wrapped, "eager"), partial(wrapped, "compiled"), Ranks(world, [wrapped], device)
+
+
+def synchronised(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
+    """With BatchNorm over all processes where that is asked for."""
+    if world is None or not config.train.sync_batch_norm:
+        return model
+    if device.type != "cuda":
+        raise agreed(
+            ConfigError(
+                f"train.sync_batch_norm=true on {device.type}",
+                why="torch has SyncBatchNorm for GPUs only",
+                fix="leave it out, or train on GPUs",
+            )
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+def notes_on(config: RunConfig, model: nn.Module, world: World | None) -> list[str]:
+    """What the number of processes changes, before the first step."""
+    if world is None or not world.is_first:
+        return []
+    each = world.rows(config.train.batch_size, world.size - 1)
+    has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
+    if has_norm and each < 16 and not config.train.sync_batch_norm and world.size > 1:
+        return [
+            f"BatchNorm takes its statistics of {counted(each, 'sample')}, those of one process; "
+            "train.sync_batch_norm=true takes them over all (GPUs only)"
+        ]
+    return []
+
+
+def refuse_unfit(config: RunConfig, world: World) -> None:
+    """What several processes cannot train, found before anything is made."""
+    size, train = world.size, config.train
+    if size > train.batch_size:
+        raise agreed(
+            ConfigError(
+                f"train.batch_size={train.batch_size} for {size} processes",
+                why="batch_size counts samples over all processes, and each needs one at least",
+                fix=f"train.batch_size={size} or more, or fewer processes",
+            )
+        )
+    if train.auto_batch:
+        raise agreed(
+            ConfigError(
+                f"train.auto_batch=true with {size} processes",
+                why="an out-of-memory in the middle of a step cannot be undone while the others wait",
+                fix="a smaller train.batch_size with train.accumulate",
+            )
+        )
+
+
+def refuse_differences(config: RunConfig, workload: Workload, world: World) -> None:
+    """Processes that would train different things are told so, all of them, before the first step."""
+    settings = {key: repr(value) for key, value in flattened(config).items() if not key.startswith(OWN)}
+    own = {
+        "halfstep": __version__,
+        "torch": torch.__version__,
+        **settings,
+        "the number of training samples": str(len(workload.train_samples)),
+        "the number of validation samples": str(len(workload.val_samples)),
+        "the first weights": checksum(workload.model),
+    }
+    first, *others = world.gathered(own)
+    for rank, other in enumerate(others, 1):
+        keys = [key for key in first | other if first.get(key) != other.get(key)]
+        if keys:
+            shown = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in keys[:4])
+            raise agreed(
+                ConfigError(
+                    f"rank 0 and rank {rank} differ in {shown}",
+                    why="all processes of a run train the same model on the same data",
+                    fix="give every process the same command, data and versions",
+                )
+            )
+
+
+def checksum(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else b"")
+    return digest.hexdigest()[:12]
+
+
+def with_all_samples(world: World, reading: Reading) -> Reading:
+    """A bad step's reading with the samples of the processes that made it so; asked of all at the same step."""
+    if not reading.is_bad:
+        return reading
+    ids = world.gathered(reading.sample_ids)
+    faulty = reading.faulty_ranks or range(world.size)
+    found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))
+    if not isinstance(reading, PhasedReading):
+        return dataclasses.replace(reading, sample_ids=found)
+    parts: Mapping[str, Any] = {name: dataclasses.replace(p, sample_ids=found) for name, p in reading.phases.items()}
+    return dataclasses.replace(reading, sample_ids=found, phases=parts)
+
+
+def seed_of(seed: int, attempted: int, rank: int) -> int:
+    """Of the generators of a process that has none stored: its own, and another one after each resume."""
+    mixed = hashlib.sha256(f"{seed},{attempted},{rank}".encode()).digest()
+    return int.from_bytes(mixed[:7], "little")

@@ -1,0 +1,174 @@
+"""How this process came to be one of several, and how it meets the others: torchrun, srun and accelerate say it in
+variables, which whoever starts a run hands in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from halfstep.config.schema import RunConfig
+from halfstep.errors import ConfigError, HalfstepError, Interrupted, TrainingStopped
+
+if TYPE_CHECKING:
+    from halfstep.step.ranks import World
+
+UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Launchers that do not say where the processes meet."""
+FIRST_PORT = 20000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One of several processes, as its launcher numbered it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+    restarts: int = 0
+    """How often torchrun has started the processes anew."""
+    by_torchrun: bool = True
+
+    @property
+    def meeting(self) -> str:
+        """Torchrun keeps a place to meet that survives a restart; elsewhere the first process makes one."""
+        return "env://" if self.by_torchrun else f"tcp://{self.address}:{self.port}"
+
+
+def launch_of(variables: Mapping[str, str]) -> Launch | None:
+    """What the launcher says; None for a process that is alone."""
+    if _number(variables, "WORLD_SIZE") >= 1 and "RANK" in variables:
+        return _of_torchrun(variables)
+    if _number(variables, "WORLD_SIZE") > 1:
+        missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
+        raise ConfigError(
+            f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}",
+            why="this process cannot tell which of them it is, and where the others are",
+            fix="start it with torchrun --nproc_per_node=N -m halfstep train ..., or unset WORLD_SIZE",
+        )
+    if _number(variables, "SLURM_STEP_NUM_TASKS") > 1:
+        return _of_srun(variables)
+    for name, launcher in UNKNOWN.items():
+        if _number(variables, name) > 1:
+            raise ConfigError(
+                f"{name}={variables[name]}: this command was started {variables[name]} times, as by {launcher}",
+                why=f"{launcher} does not say where the processes meet",
+                fix="start it with torchrun or srun; if nothing else was started, unset " + name,
+            )
+    return None
+
+
+def _of_torchrun(variables: Mapping[str, str]) -> Launch:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]
+    if missing:
+        raise ConfigError(f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not", fix="start it with torchrun")
+    return Launch(
+        rank=_number(variables, "RANK"),
+        size=_number(variables, "WORLD_SIZE"),
+        local_rank=_number(variables, "LOCAL_RANK", _number(variables, "RANK")),
+        address=variables["MASTER_ADDR"],
+        port=_number(variables, "MASTER_PORT"),
+        restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT"),
+    )
+
+
+def _of_srun(variables: Mapping[str, str]) -> Launch:
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    return Launch(
+        rank=_number(variables, "SLURM_PROCID"),
+        size=_number(variables, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(variables, "SLURM_LOCALID"),
+        address=variables.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1",
+        # Jobs on one node meet at places of their own.
+        port=_number(variables, "MASTER_PORT") or FIRST_PORT + _number(variables, "SLURM_JOB_ID") % 10_000,
+        restarts=_number(variables, "SLURM_RESTART_COUNT"),
+        by_torchrun=False,
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Of SLURM's lists: `gpu[07-09,12],login1` begins with gpu07."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    return f"{match[1]}{match[2] or ''}{match[3] or ''}" if match else ""
+
+
+def _number(variables: Mapping[str, str], name: str, otherwise: int = 0) -> int:
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else otherwise
+
+
+def device_of(config: RunConfig, launch: Launch | None) -> str:
+    """The device that this process trains on: of several processes each has the one of its number."""
+    if launch is None or launch.size == 1:
+        return config.device
+    import torch
+
+    if re.fullmatch(r"cuda:\d+", config.device):
+        raise ConfigError(
+            f"device={config.device} for {launch.size} processes",
+            why="each has a GPU of its own",
+            fix="--gpus 0,1 names the GPUs; or leave device out, and set CUDA_VISIBLE_DEVICES",
+        )
+    num_gpus = torch.cuda.device_count()
+    if config.device not in ("auto", "cuda") or num_gpus == 0:
+        return "cpu" if config.device == "auto" else config.device
+    if launch.local_rank >= num_gpus and config.train.backend != "gloo":
+        raise ConfigError(
+            f"process {launch.local_rank} of this machine has no GPU: there are {num_gpus}",
+            fix=f"start {num_gpus} processes on it; --device cpu trains without GPUs",
+        )
+    return f"cuda:{launch.local_rank % num_gpus}"
+
+
+@contextmanager
+def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
+    """The other processes of the run, for as long as it lasts; None where there are none. An error of one ends all, and
+    is shown once."""
+    if launch is None or launch.size == 1 and config.train.backend == "auto":
+        yield None
+        return
+    import torch
+    import torch.distributed as dist
+
+    from halfstep.step.ranks import World
+
+    device = torch.device(device_of(config, launch))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"{launch.size} processes on {device.type}", fix="one process, or --device cpu or cuda")
+    limit_s = config.train.rank_timeout_s
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" or config.train.backend == "gloo" else "cpu:gloo,cuda:nccl",
+            init_method=launch.meeting,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=limit_s),
+        )
+    try:
+        world = World(limit_s=limit_s)
+        with _told_once(world):
+            yield world
+    finally:
+        with suppress(RuntimeError):  # of a peer that is gone
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _told_once(world: World) -> Iterator[None]:
+    try:
+        yield
+    except HalfstepError as error:
+        if not (error.is_agreed or isinstance(error, (TrainingStopped, Interrupted))):
+            error.what = f"rank {world.rank}: {error.what}"
+        error.is_told = not world.speaks(error)
+        raise
+    except Exception as error:  # a traceback is on its way: those who lose this rank need not say so
+        world.speaks(error)
+        raise

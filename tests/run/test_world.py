@@ -1,0 +1,77 @@
+"""What launchers say of the processes they started."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep.cli.gpus import devices_of, start_on, without_gpus
+from halfstep.errors import ConfigError
+from halfstep.run.world import first_host, launch_of
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29400"}
+
+
+def test_torchrun_and_accelerate_say_all_there_is_to_know() -> None:
+    launch = launch_of(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert launch is not None
+    assert (launch.rank, launch.size, launch.local_rank, launch.restarts) == (3, 4, 1, 2)
+    assert launch.meeting == "env://"
+
+
+def test_srun_says_it_in_its_own_words() -> None:
+    launch = launch_of(
+        {
+            "SLURM_STEP_NUM_TASKS": "8",
+            "SLURM_PROCID": "5",
+            "SLURM_LOCALID": "1",
+            "SLURM_JOB_ID": "1234567",
+            "SLURM_STEP_NODELIST": "gpu[07-09,12]",
+        }
+    )
+    assert launch is not None
+    assert (launch.rank, launch.size, launch.local_rank) == (5, 8, 1)
+    assert launch.meeting == "tcp://gpu07:24567"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("a1,a2", "a1"), ("gpu[07-09,12],login1", "gpu07"), ("n[3]-ib", "n3-ib"), ("", "")]
+)
+def test_the_first_of_slurms_nodes_is_where_processes_meet(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_a_job_with_several_tasks_may_start_one_process_without_srun() -> None:
+    assert launch_of({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None
+
+
+@pytest.mark.parametrize("count", ["1", "", "many", "0"])
+def test_one_process_is_no_matter_who_started_it(count: str) -> None:
+    names = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    assert launch_of(dict.fromkeys(names, count)) is None
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_cannot_find_each_other_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=2") as refused:
+        launch_of({name: "2"})
+    assert "torchrun" in refused.value.fix
+
+
+def test_gpus_are_a_count_or_a_list() -> None:
+    assert devices_of("8") == (8, "")
+    assert devices_of("1,2") == (2, "1,2")
+    assert devices_of("3,") == (1, "3")
+    for wrong in ("0", "a", "1,1", "", "-1"):
+        with pytest.raises(ConfigError, match="--gpus"):
+            devices_of(wrong)
+
+
+def test_each_process_gets_the_command_without_gpus() -> None:
+    assert without_gpus(["train", "--gpus", "2", "unet", "--gpus=2", "--bf16"]) == ["train", "unet", "--bf16"]
+
+
+def test_gpus_that_are_not_there_or_beside_a_launcher_are_refused() -> None:
+    with pytest.raises(ConfigError, match="launcher"):
+        start_on("2", "auto", {"RANK": "0"})
+    with pytest.raises(ConfigError, match="device cuda:1"):
+        start_on("2", "cuda:1", {})
