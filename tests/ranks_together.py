@@ -1,0 +1,61 @@
+"""Several processes on one machine that talk by gloo. They are forked once, and do one thing after another."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from warm_processes import FORKED
+
+LIMIT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def together(size: int, scenario: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """What `scenario(rank, size, port, *arguments)` returns in each process; None of one that was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    made = [FORKED.Process(target=_act, args=(scenario, rank, size, port, folder, arguments)) for rank in range(size)]
+    for process in made:
+        process.start()
+    for process in made:
+        process.join(LIMIT_S)
+    stuck = [rank for rank, process in enumerate(made) if process.is_alive()]
+    for process in made:
+        process.kill()
+        process.join()
+    assert not stuck, f"ranks {stuck} did not end"
+    return [_read(folder / str(rank)) for rank in range(size)]
+
+
+def _read(path: Path) -> Any:
+    if not path.exists():
+        return None
+    found = pickle.loads(path.read_bytes())
+    if isinstance(found, str) and found.startswith("Traceback"):
+        raise AssertionError(found)
+    return found
+
+
+def _act(scenario: Callable[..., Any], rank: int, size: int, port: int, folder: Path, arguments: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        found = scenario(rank, size, port, *arguments)
+    except BaseException:
+        found = traceback.format_exc()
+    (folder / f".{rank}").write_bytes(pickle.dumps(found))
+    (folder / f".{rank}").rename(folder / str(rank))
+    os._exit(0)

@@ -1,0 +1,134 @@
+"""Two processes with a loop of their own: one verdict, gradients of the global batch."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep as hs
+from halfstep.errors import ModelError
+from ranks_together import together
+
+ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+SPLITS: dict[str, list[list[slice]]] = {
+    "one and seven": [[slice(0, 1)], [slice(1, 8)]],
+    "windows of two": [[slice(0, 5), slice(5, 6)], [slice(6, 9), slice(9, 16)]],
+    "windows of two and one": [[slice(0, 5), slice(5, 9)], [slice(9, 16)]],
+}
+"""By case, the micro-batches of each rank."""
+
+
+def made(wrap: bool = True, **more: Any) -> tuple[nn.Module, hs.Step]:
+    torch.manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = DistributedDataParallel(net) if wrap else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    precision = more.pop("precision", "fp32")
+    return model, hs.Step(model, optimizer, precision, clip_norm=0.5, **more)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trained(window: list[Tensor], *, wrap: bool, **more: Any) -> tuple[Tensor, float, float]:
+    model, step = made(wrap, accumulate=2, **more)
+    for _ in range(3):
+        outcome = step(lambda x: (model(x) - x).pow(2).mean(), window)
+    return weights(model), outcome.loss, outcome.grad_norm
+
+
+def after(losses: Any, **more: Any) -> tuple[Tensor, list[str]]:
+    """Weights after one step for each loss function, and why steps were dropped."""
+    model, step = made(**more)
+    reasons = [step(lambda x, f=f: f(model, x), [ROWS[:4]]).reason for f in losses]
+    return weights(model), reasons
+
+
+def good(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x).pow(2).mean()
+
+
+def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
+    dist.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    found: dict[str, Any] = {case: trained([ROWS[s] for s in split[rank]], wrap=True) for case, split in SPLITS.items()}
+    fp16 = {"precision": "fp16", "simulate": True}
+    found["fp16"] = trained([ROWS[s] for s in SPLITS["one and seven"][rank]], wrap=True, **fp16)
+    found["nan"] = after([good, lambda m, x: good(m, x * float("nan") if rank else x), good])
+    found["nothing"] = after([lambda m, x: (good(m, x), 0 if rank else 4)])
+    found["nothing anywhere"] = after([lambda m, x: (good(m, x), 0)])
+    found["nothing, on the device"] = after([lambda m, x: (good(m, x), torch.tensor(0.0 if rank else 4.0))])
+    found["overflow"] = after([lambda m, x: good(m, x) * (1e38 if rank else 1)], **fp16)
+    unused = nn.ModuleDict({"used": nn.Linear(4, 4), "left": nn.Linear(4, 4)})
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = unused
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["used"](x)
+
+    model = DistributedDataParallel(Part())
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), "fp32")
+    with pytest.raises(ModelError, match="left.weight"):
+        step(lambda x: good(model, x), [ROWS[:4]])
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return together(2, scenario, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", [*SPLITS, "fp16"])
+def test_gradients_are_those_of_the_global_batch(case: str, found: list[dict[str, Any]]) -> None:
+    split = SPLITS.get(case, SPLITS["one and seven"])
+    whole = torch.cat([ROWS[s] for window in split for s in window])
+    more = {"precision": "fp16", "simulate": True} if case == "fp16" else {}
+    expected, loss, norm = trained([whole], wrap=False, **more)
+    tolerance = 1e-2 if case == "fp16" else 1e-5  # fp16 rounds the products of other batches otherwise
+    for own, own_loss, own_norm in (ranks[case] for ranks in found):
+        torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance / 10)
+        assert own_loss == pytest.approx(loss, rel=tolerance)
+        assert own_norm == pytest.approx(norm, rel=tolerance)
+
+
+@pytest.mark.parametrize("case", [*SPLITS, "fp16", "nan", "nothing", "overflow"])
+def test_ranks_keep_the_same_bits(case: str, found: list[dict[str, Any]]) -> None:
+    assert torch.equal(found[0][case][0], found[1][case][0])
+    assert found[0][case][1:] == found[1][case][1:]
+
+
+def test_a_nan_of_one_rank_drops_the_step_everywhere_and_names_the_rank(found: list[dict[str, Any]]) -> None:
+    for ranks in found:
+        values, reasons = ranks["nan"]
+        assert values.isfinite().all()
+        assert reasons == ["", "loss is nan (rank 1)", ""]
+
+
+def test_an_fp16_overflow_of_one_rank_is_everybodys(found: list[dict[str, Any]]) -> None:
+    for ranks in found:
+        assert ranks["overflow"][1][0].startswith("gradient norm is")
+
+
+@pytest.mark.parametrize("case", ["nothing", "nothing, on the device"])
+def test_a_rank_without_weight_takes_part_and_counts_nothing(case: str, found: list[dict[str, Any]]) -> None:
+    model, step = made(wrap=False)
+    step(lambda x: good(model, x), [ROWS[:4]])
+    for ranks in found:
+        torch.testing.assert_close(ranks[case][0], weights(model), rtol=1e-6, atol=1e-7)
+        assert ranks[case][1] == [""]
+
+
+def test_a_window_that_is_empty_everywhere_is_dropped(found: list[dict[str, Any]]) -> None:
+    assert [ranks["nothing anywhere"][1] for ranks in found] == [["empty window"]] * 2
