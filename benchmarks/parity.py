@@ -79,9 +79,18 @@ class Comparison:
 
 
 def compare(
-    arguments: argparse.Namespace, workload: str, settings: Settings, folder: Path, *, metrics: tuple[str, ...]
+    arguments: argparse.Namespace,
+    workload: str,
+    settings: Settings,
+    folder: Path,
+    *,
+    metrics: tuple[str, ...],
+    of_loss: bool = False,
 ) -> None:
-    """Train every precision with every seed, judge the first metric, store all; a killed run keeps its whole seeds."""
+    """Train every precision with every seed, judge the first metric, store all; a killed run keeps its whole seeds.
+
+    The margin of a percentage is in points; `of_loss` takes max(1 % of the baseline's mean, twice its deviation).
+    """
     comparison = Comparison(
         workload=workload,
         settings=settings,
@@ -95,7 +104,7 @@ def compare(
     for found in seed_by_seed(comparison, arguments.seeds, arguments.at_once):
         for name, run in found.items():
             runs[name].append(run)
-        judge(arguments, runs, headline=metrics[0])
+        judge(arguments, runs, headline=metrics[0], of_loss=of_loss)
 
 
 def seed_by_seed(comparison: Comparison, num_seeds: int, at_once: int) -> Iterator[dict[str, dict[str, Any]]]:
@@ -109,11 +118,14 @@ def seed_by_seed(comparison: Comparison, num_seeds: int, at_once: int) -> Iterat
         yield from processes.map(comparison.runs_of, range(1, num_seeds))
 
 
-def judge(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], *, headline: str) -> None:
+def judge(
+    arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], *, headline: str, of_loss: bool = False
+) -> None:
     """Print and store what the runs so far say."""
     found = {name: [run[headline] for run in done] for name, done in runs.items()}
     baseline, *others = found
-    verdicts = {name: equivalence(found[baseline], found[name]) for name in others}
+    margin = {"margin": max(0.01 * statistics.mean(found[baseline]), 2 * spread(found[baseline]))} if of_loss else {}
+    verdicts = {name: equivalence(found[baseline], found[name], **margin) for name in others}
     for name, values in found.items():
         print(f"{name}: {headline} {statistics.mean(values):.4f} +- {spread(values):.4f}", verdicts.get(name, ""))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -153,15 +153,6 @@ def test_the_perceptual_loss_is_vggs_and_needs_its_file(data: Path, tmp_path: Pa
         autoencoder.build(settings("vae", data, **{**wish, "model__vgg_weights": str(tmp_path / "other.pth")}).config)  # type: ignore[arg-type]
 
 
-def test_the_balance_is_the_ratio_of_gradient_norms_in_any_scale() -> None:
-    last_weight = torch.randn(4, requires_grad=True)
-    likeness, doubt = (last_weight * 3).sum(), (last_weight * 2).sum()
-    found = autoencoder.balanced(likeness, doubt, last_weight, scale=100.0)
-    assert float(found) == pytest.approx(1.5, rel=1e-3)
-    assert not found.requires_grad
-    assert float(autoencoder.balanced(likeness, doubt * 0, last_weight, scale=1.0)) == 1e4
-
-
 def test_images_too_small_for_vae_or_discriminator_are_refused(data: Path) -> None:
     with pytest.raises(ConfigError, match="9 pixels cannot be halved"):
         autoencoder.build(settings("vae", data, data__image_size=9).config)  # type: ignore[arg-type]

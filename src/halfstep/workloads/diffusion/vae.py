@@ -31,6 +31,7 @@ from halfstep.models.diffusers_nets import (
 from halfstep.models.patch_gan import PatchGan, VggDistance
 from halfstep.models.posterior import drawn, kl_divergence, posterior
 from halfstep.models.weights import read_weights
+from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
 from halfstep.workloads.diffusion.config import VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, unit_images
 from halfstep.workloads.diffusion.scores import ReconstructionMetrics
@@ -44,9 +45,6 @@ FRAGILE = (
     "loss.kl: sums over a whole latent",
     "loss.reconstruction: means over all pixels",
 )
-TINY, LARGEST_BALANCE = 1e-4, 1e4
-"""Of the weight that balances the discriminator, as in its public form."""
-
 Outputs = Mapping[str, Tensor]
 
 
@@ -176,9 +174,9 @@ class VaeLoss:
     def against_discriminator(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
         """With the discriminator's part, weighed so that its gradient is as long as the reconstruction's."""
         likeness, kl = self._likeness(outputs, batch), outputs["kl"].mean()
+        doubt, pixels = hinge_generator_loss(outputs["fake"]), float(batch["image"][0].numel())
+        balance = adaptive_weight(likeness, doubt, outputs["last"], scales=(pixels, pixels))
         with fp32_island():
-            doubt = -to_fp32(outputs["fake"]).mean()
-            balance = balanced(likeness, doubt, outputs["last"], scale=batch["image"][0].numel())
             whole = likeness + self.wish.kl_weight * kl + self.gan_on.value * self.wish.gan_weight * balance * doubt
         return whole, len(batch["image"])
 
@@ -192,16 +190,6 @@ class VaeLoss:
             return loss + self.wish.perceptual_weight * distance.mean()
 
 
-def balanced(likeness: Tensor, doubt: Tensor, last: Tensor, *, scale: float) -> Tensor:
-    """The ratio of both gradients' norms at the decoder's last weights.
-
-    Both losses are multiplied by `scale` first: means over all pixels have gradients that fp16 would round to 0.
-    """
-    norms = [torch.autograd.grad(loss * scale, last, retain_graph=True)[0].float().norm() for loss in (likeness, doubt)]
-    balance: Tensor = norms[0] / (norms[1] + TINY * scale)
-    return balance.clamp(0, LARGEST_BALANCE).detach()
-
-
 def judged(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """What the discriminator says of images and of their reconstructions, which get no gradient."""
     assert isinstance(model, VaeNet)
@@ -212,10 +200,7 @@ def judged(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def hinge_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
-    with fp32_island():
-        real, fake = (to_fp32(outputs[name]) for name in ("real", "fake"))
-        loss: Tensor = 0.5 * ((1 - real).relu().mean() + (1 + fake).relu().mean())
-        return loss, len(batch["image"])
+    return hinge_discriminator_loss(outputs["real"], outputs["fake"]), len(batch["image"])
 
 
 def _vgg(path: str) -> VggDistance:

@@ -1,0 +1,327 @@
+"""Diffusion models: one training step by diffusers' networks in a plain loop, in one used well, and by halfstep.
+
+    python benchmarks/diffusion_speed.py [--only sd_unet,ddpm,vae] [--rows plain,tuned,halfstep] [--seconds 900]
+
+Every row is a process of its own: what one compiled or reserved must not help or hurt the next. AdamW, clipping to 1,
+an average of the weights at every step; rows differ in nothing else but what their names say:
+
+    plain     autocast, AdamW as it comes, the average by a loop over tensors
+    tuned     the same with torch.compile, fused AdamW, one fused update of the average
+    halfstep  `halfstep train` with train.fast=graph
+
+Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it.
+`--small` is for trying the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.bench.bench import Request, bench
+from halfstep.bench.floor import step_flops
+from halfstep.bench.laps import Schedule
+from halfstep.bench.problem import problem_for
+from halfstep.bench.settings import bench_config
+from halfstep.data.loader import Samples
+from halfstep.hardware.measure import measure
+from halfstep.hardware.probe import probe
+from halfstep.models.diffusers_nets import build_net, unet_config, vae_config
+from halfstep.models.posterior import kl_divergence, posterior
+from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
+from halfstep.workloads.diffusion.conditions import Conditions
+from halfstep.workloads.diffusion.config import DiffusionConfig
+from halfstep.workloads.diffusion.networks import Parts, model_of
+from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
+from halfstep.workloads.kind import Kind, Store
+from halfstep.workloads.workload import Batch, Workload
+from recording import store, time_steps
+
+WARM_UP, STEPS, WINDOWS = 8, 15, 3
+SCHEDULE = Schedule(warm_up=8, ramp=2, window=15)
+TOKENS, TEXT_DIM, LATENT = 77, 768, (4, 64, 64)
+DECAY = 0.9999
+ROWS = ("plain", "tuned", "halfstep")
+COMMON = ("ema.enabled=true", "schedule.warmup_steps=0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One line of the table."""
+
+    title: str
+    workload: str
+    words: tuple[str, ...]
+    small: tuple[str, ...]
+    batch_size: int
+    precisions: tuple[str, ...] = ("bf16",)
+
+
+CASES = {
+    "sd_unet": Case(
+        title="SD 1.x U-Net 860M, 4×64×64",
+        workload="diffusion_speed:SD_UNET",
+        words=("model.channels=[320, 640, 1280, 1280]", "model.attention=[0, 1, 2]", "noise.schedule=scaled_linear"),
+        small=("model.channels=[32, 64]", "model.attention=[0]"),
+        batch_size=8,
+        precisions=("bf16", "fp32", "tf32", "fp16"),
+    ),
+    "ddpm": Case(
+        title="DDPM U-Net 114M, 64×64",
+        workload="diffusion",
+        words=("data.image_size=64",),
+        small=("data.image_size=16", "model.channels=[32, 64]"),
+        batch_size=64,
+    ),
+    "vae": Case(
+        title="VAE of SD's size, 256 pixels",
+        workload="vae",
+        words=("data.image_size=256",),
+        small=("data.image_size=16", "model.channels=[32, 64]"),
+        batch_size=4,
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--precisions", default="", help="of those a case has; all unless given")
+    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
+    parser.add_argument("--small", action="store_true", help="tiny models, for trying this on a CPU")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    parser.add_argument("--row", nargs=3, metavar=("CASE", "ROW", "PRECISION"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.row:
+        name, row, precision = arguments.row
+        run = by_halfstep if row == "halfstep" else by_torch
+        print(json.dumps(run(name, row, precision, arguments.small)))
+        return
+    if unknown := set(arguments.only.split(",")) - set(CASES):
+        parser.error(f"there are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
+    all_rows(arguments)
+
+
+def all_rows(arguments: argparse.Namespace) -> None:
+    began, found = time.monotonic(), dict[str, Any]()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, row, precision in asked_for(arguments):
+        if arguments.seconds and time.monotonic() - began > arguments.seconds:
+            print(f"out of time: {name} {row} {precision} was not run")
+            continue
+        result = in_a_process(name, row, precision, small=arguments.small)
+        found.setdefault(name, {"title": CASES[name].title, "rows": []})["rows"].append(result)
+        print(name, json.dumps(result), flush=True)
+        store("diffusion_speed", {"cases": found}, device, arguments.out)
+
+
+def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    rows, precisions = arguments.rows.split(","), arguments.precisions.split(",") if arguments.precisions else None
+    for name in arguments.only.split(","):
+        for precision in CASES[name].precisions:
+            if precisions is None or precision in precisions:
+                yield from ((name, row, precision) for row in ROWS if row in rows)
+
+
+def in_a_process(name: str, row: str, precision: str, *, small: bool) -> dict[str, Any]:
+    words = [sys.executable, __file__, "--row", name, row, precision, *(["--small"] if small else [])]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    try:
+        return {"row": row, "precision": precision, **json.loads(last[0])}
+    except ValueError:
+        return {"row": row, "precision": precision, "problem": f"ended with {done.returncode}: {last[0][:300]}"}
+
+
+# --- Stable Diffusion's U-Net alone, on latents and states of text that cost nobody anything ---
+
+
+class GivenStates(Conditions):
+    """States of text that come with the batch."""
+
+    text_dim = TEXT_DIM
+
+    def keywords(self, batch: Batch) -> dict[str, Tensor]:
+        return {"encoder_hidden_states": batch["states"]}
+
+
+def sd_store(config: DiffusionConfig) -> dict[str, Any]:
+    return {"classes": []}
+
+
+def sd_batch(config: DiffusionConfig, store: Store) -> Batch:
+    generator, size = torch.Generator().manual_seed(0), config.train.batch_size
+    return {
+        "image": torch.randn(size, *latent_of(config), generator=generator),
+        "states": torch.randn(size, TOKENS, TEXT_DIM, generator=generator),
+        "index": torch.arange(size),
+    }
+
+
+def sd_over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
+    parts = Parts(conditions=GivenStates(), vae=None, vae_source="", shape=latent_of(config))
+    return Workload(
+        name=config.workload,
+        model=model_of(config, parts),
+        train_samples=samples,
+        val_samples=samples,
+        prepare=Prepared(config, parts),
+        forward=Forward(config, parts),
+        loss=denoising_loss,
+        metrics=lambda: DenoisingMetrics(config.noise.steps),
+        metric="mse",
+        mode="min",
+        fragile=FRAGILE,
+        store=store,
+    )
+
+
+def latent_of(config: DiffusionConfig) -> tuple[int, int, int]:
+    return LATENT if len(config.model.channels) > 2 else (4, 8, 8)
+
+
+SD_UNET = Kind(
+    builder=sd_over, config=DiffusionConfig, random_store=sd_store, random_batch=sd_batch, over=sd_over, unit="image"
+)
+
+
+# --- halfstep ---
+
+
+def config_of(name: str, small: bool) -> Any:
+    case = CASES[name]
+    words = (*COMMON, *(case.small if small else case.words))
+    return bench_config(case.workload, words, {"batch_size": 2 if small else case.batch_size}, small=False)
+
+
+def by_halfstep(name: str, row: str, precision: str, small: bool) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hardware = measure(probe(device)) if device == "cuda" else probe(device)
+    problem = problem_for(config_of(name, small), torch.device(hardware.device))
+    request = Request(precisions=(precision,), ways=("graph" if device == "cuda" else "eager",), schedule=SCHEDULE)
+    flops = step_flops(problem)
+    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
+    measured = benched.rows[0]
+    if not measured.is_measured:
+        return {"problem": measured.reason}
+    return {
+        "ms": measured.ms,
+        "window_ms": list(measured.window_ms),
+        "peak_gb": (measured.peak_bytes or 0) / 1e9,
+        "loss": measured.loss,
+        "flops": flops,
+        "floor_ms": measured.floor_ms,
+        "remarks": list(measured.remarks),
+        "warnings": list(benched.warnings),
+    }
+
+
+# --- diffusers' networks in a loop of torch's ---
+
+
+def by_torch(name: str, row: str, precision: str, small: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    is_tuned = row == "tuned"
+    model, loss_of, host = made(name, small)
+    model = model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=is_tuned)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+    run = torch.compile(lambda batch: loss_of(model, batch)) if is_tuned else lambda batch: loss_of(model, batch)
+    weights = [parameter.detach() for parameter in model.parameters()]
+    shadows = [weight.clone() for weight in weights]
+    host = {key: value.pin_memory() if device.type == "cuda" else value for key, value in host.items()}
+    last = torch.zeros(())
+
+    def step() -> None:
+        nonlocal last
+        optimizer.zero_grad(set_to_none=True)
+        batch = {key: value.to(device, non_blocking=True) for key, value in host.items()}
+        with autocast(device, precision):
+            loss = run(batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        averaged_(shadows, weights, fused=is_tuned)
+        last = loss.detach()
+
+    times = time_steps(step, warmup=2 if small else WARM_UP, steps=2 if small else STEPS, windows=WINDOWS)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+
+
+@torch.no_grad()
+def averaged_(shadows: list[Tensor], weights: list[Tensor], *, fused: bool) -> None:
+    if fused:
+        torch._foreach_lerp_(shadows, weights, 1 - DECAY)
+        return
+    for shadow, weight in zip(shadows, weights, strict=True):
+        shadow.sub_((1 - DECAY) * (shadow - weight))
+
+
+Loss = Callable[[Any, dict[str, Tensor]], Tensor]
+
+
+def made(name: str, small: bool) -> tuple[Any, Loss, dict[str, Tensor]]:
+    """diffusers' network, its loss as diffusers' examples write it, and a batch on the host."""
+    config = config_of(name, small)
+    size, side, channels = config.train.batch_size, config.data.image_size, config.model.channels
+    if name == "vae":
+        form = vae_config(channels=channels, layers=2, latent_channels=4, image_size=side)
+        return build_net(form), vae_loss, {"image": torch.rand(size, 3, side, side) * 2 - 1}
+    shape = latent_of(config) if name == "sd_unet" else (3, side, side)
+    form = unet_config(
+        sample_size=shape[1],
+        sample_channels=shape[0],
+        channels=channels,
+        layers=2,
+        attention=config.model.attention,
+        attention_head_dim=8,
+        text_dim=TEXT_DIM if name == "sd_unet" else 0,
+    )
+    scheduler = DDPMScheduler(num_train_timesteps=1000)
+    tables = scheduler.alphas_cumprod
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        image = batch["image"]
+        noise = torch.randn_like(image)
+        timestep = torch.randint(1000, (len(image),), device=image.device)
+        left = batch["alpha_bar"][timestep].view(-1, 1, 1, 1)
+        noisy = left.sqrt() * image + (1 - left).sqrt() * noise
+        told = {"encoder_hidden_states": batch["states"]} if "states" in batch else {}
+        return F.mse_loss(model(noisy, timestep, **told, return_dict=False)[0].float(), noise)
+
+    batch = {"image": torch.randn(size, *shape), "alpha_bar": tables}
+    return build_net(form), loss, batch | ({"states": torch.randn(size, TOKENS, TEXT_DIM)} if name == "sd_unet" else {})
+
+
+def vae_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    image = batch["image"]
+    mean, logvar = posterior(model.encode(image).latent_dist.parameters)
+    made_image = model.decode(mean + (0.5 * logvar).exp() * torch.randn_like(mean)).sample
+    return (made_image.float() - image).abs().mean() + 1e-6 * kl_divergence(mean, logvar).mean()
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
+
+
+if __name__ == "__main__":
+    main()
