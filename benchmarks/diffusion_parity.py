@@ -2,7 +2,7 @@
 
     python benchmarks/diffusion_parity.py --data DIR [--precisions fp32,bf16,fp16] [--seeds 5] [--epochs 40] [--out DIR]
 
-DIR holds pictures, with train/ and val/ or without (a part of Imagenette: 1,000 and 250). Judged is the held-out squared
+DIR holds pictures, divided or not (a part of Imagenette: 1,000 and 250). Judged is the held-out squared
 error of the averaged weights, with the same noise for every run: the margin is max(1 % of fp32's mean, twice its
 deviation between seeds). On a CPU add --simulate and small sizes, such as --epochs 2 --set 'model.channels=[16, 32]'.
 """
