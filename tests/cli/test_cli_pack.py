@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.picture_folders import write_split
+from diffusion_tiny import pictures, vae_folder
 from halfstep.cli.main import main
 
 
@@ -129,3 +130,29 @@ def test_mistakes_are_explained(
     code, _, error = run(capsys, "pack", *arguments)
     assert code == 2
     assert message in error
+
+
+def test_a_config_packs_its_latents_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, vae, config = pictures(tmp_path / "data", num=6), vae_folder(tmp_path / "vae"), tmp_path / "latent.yaml"
+    capsys.readouterr()
+    settings = {
+        "workload": "diffusion",
+        "device": "cpu",
+        "data": {"dir": str(data), "image_size": 8, "cache": "latents"},
+        "model": {"vae": str(vae), "channels": [8]},
+    }
+    config.write_text(json.dumps(settings))
+    code, text, _ = run(capsys, "pack", str(config))
+    assert code == 0
+    assert "latents of 6 pictures, with mirror images, encoded in fp32" in text
+    code, text, _ = run(capsys, "pack", str(config), "--json")
+    summary = json.loads(text)
+    assert (code, summary["made"], summary["format"]) == (0, False, "fp32")
+    assert run(capsys, "pack", str(config), "--size", "64")[0] == 2
+    settings["data"] = {"dir": str(data), "image_size": 8}
+    config.write_text(json.dumps(settings))
+    code, _, error = run(capsys, "pack", str(config))
+    assert code == 2
+    assert "data.cache=latents" in error
+    config.write_text(json.dumps({"workload": "unet"}))
+    assert run(capsys, "pack", str(config))[0] == 2

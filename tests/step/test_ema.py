@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from golden import assert_golden, golden
 from halfstep.errors import CheckpointError
 from halfstep.step import ema as ema_module
 from halfstep.step.ema import Ema
@@ -87,3 +88,17 @@ def test_a_large_model_is_moved_in_pieces_with_the_same_bits(monkeypatch: pytest
     with pieces.swapped_in():
         assert torch.equal(model[2].weight, expected["2.weight"])
     assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "power"), [("warmup", 2 / 3), ("warmup_ddpm_example", 3 / 4)])
+def test_golden_average_of_diffusers_with_its_warm_up(name: str, power: float) -> None:
+    tensors, facts = golden("diffusers_tiny")
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(tensors["ema/params"][0].clone())})
+    average = Ema(model, decay=facts["config"]["ema"]["decay"], warmup_power=power)
+    for step in range(1, 21):
+        with torch.no_grad():
+            model["weight"].copy_(tensors["ema/params"][step])
+        average.update(torch.tensor(step), torch.tensor(False))
+        assert_golden(average.state_dict()["weight"], tensors[f"ema/{name}"][step - 1], name=f"step {step}")
+        decay = float(average._decay_at(torch.tensor(step, dtype=torch.float64)))
+        assert decay == pytest.approx(facts["ema_decay"][name][step - 1], abs=1e-12)
