@@ -8,16 +8,8 @@ import torch
 
 from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
+from halfstep.measure.monitor import limits_in
 from halfstep.measure.nvml import ask_nvml
-
-LIMITS = {
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x20: "temperature (software)",
-    0x40: "temperature (hardware)",
-    0x80: "power brake",
-}
-"""Bits of NVML's clock event reasons that slow a busy GPU; the other bits are idling and settings (nvml.h)."""
 
 
 def clock_limits(device: torch.device) -> tuple[str, ...]:
@@ -25,7 +17,7 @@ def clock_limits(device: torch.device) -> tuple[str, ...]:
 
     # The older of its two names: drivers before 535 know no other.
     bits = ask_nvml(device, lambda nvml, handle: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) or 0
-    return tuple(name for bit, name in LIMITS.items() if bits & bit)
+    return limits_in(bits)
 
 
 def shared_with(device: torch.device, driver: Driver | None = None) -> str:

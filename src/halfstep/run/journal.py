@@ -71,6 +71,8 @@ class Journal:
         self.seen = {name: Seen() for name in self.phases or ("",)}
         """By phase; a run without phases is one without a name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
+        self.gpu: Callable[[], str] = str
+        """How the GPU does, in short; empty where nobody knows."""
         self._epoch, self._samples_per_s = 0, 0.0
         self._bar: Bar | None = None
         self._has_shown = False
@@ -182,6 +184,8 @@ class Journal:
             fields["mfu"] = f"{used:.0%}"
         if waiting.is_worth_saying:
             fields["data"] = f"{waiting.share:.0%}"
+        if gpu := self.gpu():
+            fields["gpu"] = gpu
         fields["precision"] = self._precision
         memory = peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})

@@ -65,7 +65,9 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         report.notice(line)
 
 
-def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None) -> None:
+def show_summary(
+    report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None, busy: str = ""
+) -> None:
     """What came out, what it cost, and what to do with it."""
     parts, stopping = loop.parts, loop.parts.stopping
     memory = peak_memory_bytes(parts.device)
@@ -82,6 +84,8 @@ def show_summary(report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: fl
     if joules is not None:
         each = joules / max(loop.num_samples * parts.unit.per_sample, 1)
         rows.append(("energy", f"{joules:.0f} J, {each:.3g} J per {parts.unit.name}"))
+    if busy:
+        rows.append(("GPU", busy))
     if loop.waiting.is_worth_saying:
         faster = way_out(parts.config, parts.workload.train_samples, num_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))

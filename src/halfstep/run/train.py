@@ -26,6 +26,7 @@ from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.energy import EnergyMeter
 from halfstep.measure.memory import reset_peak
+from halfstep.measure.monitor import monitored
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.report.config_view import config_as_json
@@ -33,6 +34,7 @@ from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
+from halfstep.run.busy import how_busy
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.data_record import changed_data, record_data
@@ -313,7 +315,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         unit=parts.unit,
     )
     parts.guard.observers.append(journal.observe)
-    with algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
+    with ExitStack() as watch, algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
         loop = Loop(parts, checkpoints, journal, asked_to_stop)
         is_new = resumed is None
@@ -329,14 +331,17 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             reset_peak(parts.device)
             clock, energy = Stopwatch(), EnergyMeter(parts.device)
             start = Progress.of(parts.step)
+            monitor = watch.enter_context(monitored(parts.device, folder.path / "monitor.jsonl", records=writes))
+            journal.gpu = monitor.in_short
             loop.run()
+            monitor.stop()
             refuse_only_skips(loop, start)
             if writes:
                 _draw(config, folder, report)
                 export(parts, folder)
                 elapsed_s, joules = clock.elapsed_s, energy.joules()
                 write_summary(folder, loop, elapsed_s, joules)
-                show_summary(report, folder, loop, elapsed_s, joules)
+                show_summary(report, folder, loop, elapsed_s, joules, how_busy(monitor, loop, elapsed_s))
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = ended_early(error, loop, folder, is_new=is_new and writes)
             if folder.path.is_dir() and writes:

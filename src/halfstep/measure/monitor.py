@@ -1,0 +1,164 @@
+"""How the GPU does while a run lasts: a thread that asks NVML and appends to monitor.jsonl.
+
+It asks once a second, or more seldom where asking takes long: its share of the time stays below MOST_SHARE. NVML's calls
+let other threads run. Of a device without NVML, such as a CPU, nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.measure.clock import Clock
+from halfstep.measure.nvml import ask_nvml
+
+if TYPE_CHECKING:
+    import torch
+
+INTERVAL_S = 1.0
+MOST_SHARE = 0.005
+"""Of the time, spent in asking."""
+LIMITS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "temperature (software)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
+"""Bits of NVML's clock event reasons that slow a busy GPU; the other bits are idling and settings (nvml.h)."""
+
+Record = dict[str, Any]
+Ask = Callable[["torch.device", Callable[[Any, Any], Any]], Any]
+
+
+def limits_in(bits: int) -> tuple[str, ...]:
+    return tuple(name for bit, name in LIMITS.items() if bits & bit)
+
+
+def sample(nvml: Any, handle: Any) -> Record:
+    """One look; what this GPU or driver does not tell is None."""
+    questions: dict[str, Callable[[], Any]] = {
+        "utilization": lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        "memory_bytes": lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+        "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "clock_mhz": lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        "temperature_c": lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        # The older of its two names: drivers before 535 know no other.
+        "throttled": lambda: ", ".join(limits_in(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))),
+    }
+    return {name: _or_none(nvml, question) for name, question in questions.items()}
+
+
+def _or_none(nvml: Any, question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except nvml.NVMLError:
+        return None
+
+
+class Monitor:
+    """Records of one device, in memory in sums and on disk in full."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        file: Path,
+        *,
+        interval_s: float = INTERVAL_S,
+        ask: Ask = ask_nvml,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.file, self.interval_s, self._clock = file, interval_s, clock
+        self._nvml: tuple[Any, Any] | None = ask(device, lambda nvml, handle: (nvml, handle))
+        self._before_s = _last_elapsed_s(file)
+        self._start_s = clock()
+        self.latest: Record = {}
+        self.num_samples = 0
+        self.busy_sum = 0.0
+        self.spent_s = 0.0
+        self.trouble = ""
+        """Why it ended early, such as a full disk."""
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_able(self) -> bool:
+        return self._nvml is not None
+
+    @property
+    def utilization(self) -> float | None:
+        """Mean percentage since it was started; None where nothing was recorded."""
+        return self.busy_sum / self.num_samples if self.num_samples else None
+
+    def start(self) -> None:
+        if self._nvml is not None:
+            self._thread = threading.Thread(target=self._watch, name="halfstep-monitor", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def in_short(self) -> str:
+        """For the bar: `97%, 640 W`."""
+        busy, power = self.latest.get("utilization"), self.latest.get("power_w")
+        shown = [f"{busy}%" if busy is not None else "", f"{power:.0f} W" if power is not None else ""]
+        return ", ".join(filter(None, shown))
+
+    def _watch(self) -> None:
+        try:
+            with self.file.open("ab", buffering=0) as out:
+                while not self._is_over.wait(self._pause_s()):
+                    out.write(json.dumps(self.look()).encode() + b"\n")
+        except OSError as error:
+            self.trouble = f"{self.file}: {error.strerror}"
+
+    def look(self) -> Record:
+        assert self._nvml is not None
+        before_s = self._clock()
+        found = sample(*self._nvml)
+        now_s = self._clock()
+        self.latest = {"elapsed_s": round(self._before_s + now_s - self._start_s, 3), **found}
+        self.spent_s += now_s - before_s
+        if found["utilization"] is not None:
+            self.busy_sum += found["utilization"]
+            self.num_samples += 1
+        return self.latest
+
+    def _pause_s(self) -> float:
+        """As asked, or as long as keeps its share of the time."""
+        looks = max(self.num_samples, 1)
+        return max(self.interval_s, self.spent_s / looks / MOST_SHARE)
+
+
+@contextmanager
+def monitored(device: torch.device, file: Path, *, records: bool = True) -> Iterator[Monitor]:
+    """Records while the block lasts, in one of several processes; on a device without NVML there is no file."""
+    monitor = Monitor(device, file)
+    if records:
+        monitor.start()
+    try:
+        yield monitor
+    finally:
+        monitor.stop()
+
+
+def _last_elapsed_s(file: Path) -> float:
+    """Where a resumed run goes on counting."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0.0
+    for line in reversed(lines):
+        try:
+            return float(json.loads(line)["elapsed_s"])
+        except (ValueError, KeyError, TypeError):
+            continue  # cut short by a kill
+    return 0.0
