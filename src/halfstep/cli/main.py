@@ -33,6 +33,7 @@ COMMANDS = (
     "report",
     "top",
     "train",
+    "verify",
 )
 """Each is the function `command` of the module of its name."""
 

@@ -1,0 +1,153 @@
+"""`halfstep verify`: one page on which every line is shown by an observation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import counted
+from halfstep.evidence.proofs import (
+    Line,
+    clipping,
+    is_same_rate,
+    nan_is_dropped,
+    rates_are_scheduled,
+    scheduled_rate,
+)
+from halfstep.measure.memory import format_bytes
+from halfstep.report.page.read_run import RunRecord, read_run
+from halfstep.run.assemble import Assembly
+from halfstep.run.busy import SHORTEST_S, Times, busy_line
+from halfstep.run.engine import prepared_window
+from halfstep.run.ledger import AnyEngine, engines_of, ledgers_of, loss_alone
+from halfstep.step.step import LossFn, Step
+from halfstep.tune.memory_limit import split_window
+from halfstep.tune.modes import Batch
+from halfstep.use.ledger import at_hand, is_run
+
+NAN, CLIP, RATE, AMP = (
+    "NaN handling operational",
+    "gradient clipping active",
+    "learning rate as scheduled",
+    "AMP/BF16 synchronised",
+)
+Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
+
+
+def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str]) -> list[Line]:
+    """All lines but that of the configuration, which `check` knows. Nothing of a run is changed."""
+    record = read_run(Path(word)) if is_run(word) else None
+    with at_hand(word, flags=flags, overrides=overrides) as (parts, engine, window):
+        amp = _amp(parts, engine, window)  # first: the proofs below make steps of their own
+        lines = [
+            _each(NAN, engine, window, parts, nan_is_dropped),
+            _clip(parts, engine, window),
+            _rate(parts, engine, window, record),
+            amp,
+        ]
+    return [*lines, *(_of_record(record) if record is not None else _without_record())]
+
+
+def _each(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> Line:
+    """Of every phase; one that does not hold decides."""
+    found = []
+    for phase, own in engines_of(engine):
+        prepared = split_window(prepared_window(parts, window), own.pieces)
+        holds, text = proof(own.guarded, loss_alone(own.parts.eager), prepared)
+        found.append((holds, f"{phase}: {text}" if phase else text))
+    worst = next((one for one in found if one[0] is False), None) or next((o for o in found if o[0] is None), None)
+    return Line(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
+
+
+def _clip(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
+    if not parts.config.train.clip_norm:
+        return Line(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured")
+    return _each(CLIP, engine, window, parts, clipping)
+
+
+def _amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
+    ledgers = ledgers_of(parts, engine, window)
+    differing = [finding for ledger in ledgers for finding in ledger.differences]
+    text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
+    if differing:
+        text += f" ({differing[0].module}: {differing[0].what})"
+    return Line(name=AMP, holds=not differing, text=text)
+
+
+def _rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> Line:
+    """Of a run: every rate on record; else of a few steps."""
+    trained = record.of_kind("train") if record is not None else []
+    if record is None or not trained or parts.phases:
+        return _each(RATE, engine, window, parts, rates_are_scheduled)
+    if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.of_kind("event")):
+        return Line(name=RATE, holds=None, text="a plateau or a rollback has cut the rate, by what is not on record")
+    step = parts.step
+    assert isinstance(step, Step)
+    wrong = [one for one in trained if not _is_scheduled(step, one)]
+    if wrong:
+        text = f"step {wrong[0]['step']} ran with {wrong[0]['lr']:.4g}, the schedule says "
+        text += f"{scheduled_rate(step, max(int(wrong[0]['committed']) - 1, 0)):.4g}"
+        return Line(name=RATE, holds=False, text=text)
+    return Line(name=RATE, holds=True, text=f"{counted(len(trained), 'rate')} on record, each as scheduled")
+
+
+def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
+    """A committed step ran with the rate of the count before it, a dropped one with that of the count it left."""
+    committed = int(record["committed"])
+    return any(is_same_rate(float(record["lr"]), scheduled_rate(step, max(c, 0))) for c in (committed - 1, committed))
+
+
+def _of_record(record: RunRecord) -> list[Line]:
+    return [_gpu(record), _memory(record), _skipped(record), _capsules(record)]
+
+
+def _without_record() -> list[Line]:
+    text = "nothing has run yet: name a run's folder"
+    return [Line(name=name, holds=None, text=text) for name in ("GPU use", "memory", "skipped steps", "capsules")]
+
+
+def _gpu(record: RunRecord) -> Line:
+    busy = [one["utilization"] for one in record.monitor if one.get("utilization") is not None]
+    elapsed_s = float(record.summary.get("elapsed_s", 0.0))
+    if not busy:
+        return Line(
+            name="GPU use", holds=None, text="no NVML record: the run was not on an NVIDIA GPU, or was too short"
+        )
+    if elapsed_s < SHORTEST_S:
+        return Line(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
+    times = Times(
+        elapsed_s=elapsed_s,
+        trained_s=float(record.summary.get("trained_s", elapsed_s)),
+        waited_s=float(record.summary.get("waited_s", 0.0)),
+    )
+    line = busy_line(sum(busy) / len(busy), times)
+    return Line(name="GPU use", holds="under" not in line, text=line)
+
+
+def _memory(record: RunRecord) -> Line:
+    peak = record.summary.get("peak_memory_bytes")
+    if not peak:
+        return Line(name="memory", holds=None, text="no peak on record: the run has not ended, or cannot measure it")
+    return Line(name="memory", holds=True, text=f"{format_bytes(int(peak))} at most")
+
+
+def _skipped(record: RunRecord) -> Line:
+    trained = record.of_kind("train")
+    if not trained:
+        return Line(name="skipped steps", holds=None, text="no step is on record")
+    events = record.of_kind("event")
+    faults = [event for event in events if event.get("event") == "skipped"]
+    routine = sum(event.get("event") == "overflow" for event in events)
+    text = f"{len(faults)} of {trained[-1]['step']} steps skipped" + (
+        f", {routine} routine overflows" if routine else ""
+    )
+    text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""
+    return Line(name="skipped steps", holds=not faults, text=text)
+
+
+def _capsules(record: RunRecord) -> Line:
+    if not record.capsules:
+        return Line(name="capsules", holds=True, text="none: no fault was recorded")
+    names = ", ".join(str(one["name"]) for one in record.capsules)
+    return Line(name="capsules", holds=False, text=f"{names}: see `halfstep replay {record.path}/capsules/STEP`")

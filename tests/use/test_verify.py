@@ -1,0 +1,124 @@
+"""`halfstep verify`: each line by an observation; one that does not hold is exit code 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.cli.main import main
+from halfstep.evidence.proofs import clipping, nan_is_dropped, rates_are_scheduled
+from halfstep.run.train import train
+from halfstep.step.clip import Clip
+from halfstep.workloads import load
+from tiny_training import batch, loss_of, make_step
+
+FIVE = [
+    "configuration aligned", "NaN handling operational", "gradient clipping active", "learning rate as scheduled",
+    "AMP/BF16 synchronised",
+]  # fmt: skip
+TINY = {"train.max_steps": 6, "train.batch_size": 8, "device": "cpu", "log.quiet": True, "log.curves": False,
+        "train.clip_norm": 1.0, "train.report_every": 1}  # fmt: skip
+
+
+def run(out: Path, **more: Any) -> Path:
+    overrides = [f"{key}={value}" for key, value in {**TINY, **more}.items()]
+    return train(load("tiny_workload:build", flags={}, overrides=overrides), out=out)
+
+
+def verified(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, str]]]:
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *words, "--json"])
+    return int(ended.value.code or 0), {one["line"]: one for one in json.loads(capsys.readouterr().out)}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("verify") / "run")
+
+
+def test_the_five_lines_hold_for_a_clean_run(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file: file.read_bytes() for file in clean.rglob("*") if file.is_file()}
+    capsys.readouterr()
+    code, lines = verified(capsys, str(clean))
+    assert code == 0, lines
+    assert list(lines)[:5] == FIVE
+    assert all(lines[name]["verdict"] == "holds" for name in FIVE)
+    assert "kept their bits" in lines[FIVE[1]]["observed"]
+    assert "6 rates on record" in lines[FIVE[3]]["observed"]
+    assert lines["GPU use"]["verdict"] == "not measurable"
+    assert before == {file: file.read_bytes() for file in clean.rglob("*") if file.is_file()}
+
+
+def test_a_rate_that_left_its_schedule_is_found(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = clean / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    stored = file.read_text()
+    for record in records:
+        if record.get("step") == 4 and "lr" in record:
+            record["lr"] *= 1.5
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, lines = verified(capsys, str(clean))
+    file.write_text(stored)
+    assert code == 1
+    assert lines[FIVE[3]]["verdict"] == "DOES NOT HOLD"
+    assert "step 4" in lines[FIVE[3]]["observed"]
+
+
+def test_skipped_steps_and_a_module_outside_the_plan_do_not_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run(tmp_path / "bad", **{"model.options": "{poisoned: [2]}"})
+    capsys.readouterr()
+    code, lines = verified(capsys, str(path))
+    assert code == 1
+    assert "step 2" in lines["skipped steps"]["observed"]
+    words = ("differing_workload:build", "--device", "cpu", "--precision", "bf16", "--simulate", "train.batch_size=8")
+    code, lines = verified(capsys, *words)
+    assert code == 1
+    assert "body.1" in lines[FIVE[4]]["observed"]
+    assert lines[FIVE[0]]["verdict"] == "not measurable"
+
+
+def test_a_step_that_commits_a_nan_is_found() -> None:
+    step = make_step()
+    step(loss_of(step.model), [batch(0)])
+    assert nan_is_dropped(step, loss_of(step.model), [batch(1)])[0]
+    step.agree = torch.zeros_like  # nobody is ever bad
+    holds, text = nan_is_dropped(step, loss_of(step.model), [batch(1)])
+    assert not holds
+    assert "changed" in text
+
+
+@pytest.mark.parametrize("kind", ["l2", "inf", "value"])
+def test_clipping_is_measured_and_its_absence_found(kind: Any) -> None:
+    step = make_step(clip=Clip(limit=0.5, kind=kind))
+    assert clipping(step, loss_of(step.model), [batch(0)])[0]
+    step._judge = _without_clipping(step)  # type: ignore[method-assign]
+    assert not clipping(step, loss_of(step.model), [batch(0)])[0]
+
+
+def _without_clipping(step: Any) -> Any:
+    """The step as it would be if nobody clipped, still saying that it does."""
+    judge, limited = type(step)._judge, step.clip
+
+    def unclipped(*args: Any, **kwargs: Any) -> Any:
+        step.clip = Clip()
+        try:
+            return judge(step, *args, **kwargs)
+        finally:
+            step.clip = limited
+
+    return unclipped
+
+
+def test_rates_of_a_few_steps_follow_the_schedule() -> None:
+    step = make_step()
+    holds, text = rates_are_scheduled(step, loss_of(step.model), [batch(0)])
+    assert holds, text
+    assert step.rates is not None
+    step.rates.table = step.rates.table * 2
+    assert not rates_are_scheduled(step, loss_of(step.model), [batch(0)])[0]
