@@ -28,7 +28,7 @@ def command(
     """Is all of it true? One page, each line shown by an observation.
 
     Configuration aligned, NaN handling operational, gradient clipping active, learning rate as scheduled, AMP/BF16
-    synchronised; then GPU use, memory, skipped steps and capsules. A few steps are made on a copy; a run stays as it is.
+    synchronised; then GPU use, memory, skipped steps and capsules. A few steps are made on a copy.
 
     Exit code 0: every line that can be measured holds; 1: one does not.
 
@@ -56,7 +56,7 @@ def command(
 def configuration(word: str) -> Line:
     """What `halfstep check` finds in the config file; a workload by name has none."""
     from halfstep.align.check import check
-    from halfstep.align.rules.__init__ import severity_of
+    from halfstep.align.rules import severity_of
     from halfstep.cli.check import load_own
     from halfstep.evidence.proofs import Line
 

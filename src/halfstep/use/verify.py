@@ -111,9 +111,7 @@ def _gpu(record: RunRecord) -> Line:
     busy = [one["utilization"] for one in record.monitor if one.get("utilization") is not None]
     elapsed_s = float(record.summary.get("elapsed_s", 0.0))
     if not busy:
-        return Line(
-            name="GPU use", holds=None, text="no NVML record: the run was not on an NVIDIA GPU, or was too short"
-        )
+        return Line(name="GPU use", holds=None, text="no NVML record: not on an NVIDIA GPU, or too short")
     if elapsed_s < SHORTEST_S:
         return Line(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
     times = Times(
