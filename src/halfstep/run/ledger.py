@@ -80,8 +80,9 @@ def as_document(ledgers: list[Ledger]) -> dict[str, Any]:
 class RunLedger:
     """Looks at the steps of a run when they are due, and keeps report/ledger.json."""
 
-    def __init__(self, parts: Assembly, file: Path, notice: Notice) -> None:
-        self.parts, self.file, self.notice = parts, file, notice
+    def __init__(self, parts: Assembly, file: Path, notice: Notice, *, writes: bool = True) -> None:
+        self.parts, self.file, self.notice, self.writes = parts, file, notice, writes
+        """All of several processes make the step on the side, which they have to agree on; one writes."""
         self.every = parts.config.log.ledger_every
         self.seen: dict[str, Ledger] = {}
         self._modes: set[str] = set()
@@ -111,4 +112,5 @@ class RunLedger:
             for finding in ledger.differences:
                 if finding not in known:
                     self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
-        write_whole(self.file, json.dumps(as_document(list(self.seen.values())), indent=1) + "\n")
+        if self.writes:
+            write_whole(self.file, json.dumps(as_document(list(self.seen.values())), indent=1) + "\n")

@@ -56,7 +56,8 @@ class Loop:
         journal.train_metric = self._trained
         self.ledger: RunLedger | None = None
         if parts.config.log.ledger:
-            self.ledger = RunLedger(parts, checkpoints.folder.parent / "report" / "ledger.json", journal.notice)
+            file = checkpoints.folder.parent / "report" / "ledger.json"
+            self.ledger = RunLedger(parts, file, journal.notice, writes=checkpoints.writes)
         self.throughput = Throughput()
         self.waiting = Waiting()
         self.num_samples = 0
