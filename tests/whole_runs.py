@@ -16,7 +16,7 @@ import torch
 from halfstep.report.metrics_file import read
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.train import train
-from halfstep.run.tree import pack
+from halfstep.step.tree import pack
 from halfstep.workloads import load
 from tiny_training import assert_same_bits
 

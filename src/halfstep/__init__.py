@@ -28,6 +28,7 @@ _PUBLIC = {
     "per_step": "halfstep.step.own_schedules",
     "prefetch": "halfstep.data.prefetch",
     "probe": "halfstep.hardware.probe",
+    "replay": "halfstep.run.own_capsules",
     "simulate": "halfstep.precision.simulate",
     "train": "halfstep.train",
 }

@@ -14,7 +14,7 @@ from halfstep.errors import Interrupted, MemoryLimitError
 from halfstep.report.metrics_file import read
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
-from halfstep.run.tree import pack
+from halfstep.step.tree import pack
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.segmentation.demo import write_demo
 from tiny_training import assert_same_bits

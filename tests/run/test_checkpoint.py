@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from halfstep.errors import CheckpointError
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder
-from halfstep.run.tree import pack, unpack
+from halfstep.step.tree import pack, unpack
 from warm_processes import process
 from whole_runs import small_disk
 

@@ -30,6 +30,7 @@ COMMANDS = (
     "pack",
     "plan",
     "predict",
+    "replay",
     "report",
     "top",
     "train",

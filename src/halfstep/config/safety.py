@@ -29,6 +29,10 @@ class GuardConfig(Section):
     floor_patience: PositiveCount = Field(
         default=10, description="fp16 overflows in a row at the smallest scale before the run stops"
     )
+    capsules: OffCount = Field(
+        default=4, description="Faults whose step is kept in RUN/capsules for `halfstep replay`; 0 keeps none"
+    )
+    capture_spikes: bool = Field(default=False, description="Keep the step of a loss spike, too")
     skip_spikes: bool = Field(default=False, description="Skip steps whose loss is a spike, not only non-finite ones")
     spike_threshold: Positive = Field(
         default=10.0, description="A spike is a loss this many deviations (MAD) above the median"

@@ -16,6 +16,7 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import RecentWindows
+from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
@@ -75,6 +76,8 @@ class Assembly:
     """What throughput counts."""
     recent: RecentWindows | None = None
     """Set before the run begins by whoever wants to see the windows of steps that the guard looks at."""
+    recorder: Recorder | None = None
+    """Keeps the step of a fault; set before the run begins."""
     world: World | None = None
     """The processes that train this model together; None where there is one."""
 

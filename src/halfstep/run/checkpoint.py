@@ -29,7 +29,7 @@ from torch import Tensor
 
 from halfstep.disk import whole_folder, write_whole
 from halfstep.errors import CheckpointError, suggested
-from halfstep.run.tree import pack, unpack
+from halfstep.step.tree import pack, unpack
 
 STATE = "state.json"
 AVERAGE = "ema.safetensors"

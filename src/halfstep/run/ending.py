@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 
 from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, counted, suggested
+from halfstep.evidence.capsule import all_in
 from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
 from halfstep.step.phases import PhasedStep
@@ -74,7 +75,8 @@ def _longer_search(scaler: Scaler) -> str:
 
 def left_nothing(loop: Loop) -> bool:
     """Whether not one step was taken, so that nobody will miss the folder."""
-    return loop.parts.step.attempted == 0 and not loop.checkpoints.all()
+    kept = [*loop.checkpoints.all(), *all_in(loop.checkpoints.folder.parent / "capsules")]
+    return loop.parts.step.attempted == 0 and not kept
 
 
 def _stopped_at_once(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrupted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
@@ -28,6 +29,7 @@ from halfstep.run.own_arguments import (
     refuse_recast,
     refuse_strangers,
 )  # fmt: skip
+from halfstep.run.own_capsules import OwnCapsules
 from halfstep.run.own_loss import OwnLoss
 from halfstep.run.own_rollback import Rollback
 from halfstep.run.own_strangers import Strangers
@@ -158,6 +160,8 @@ class Step:
             generator while its discriminator is trained. A bad step puts them back, too.
         on_gradients: called with the model once its gradients are unscaled, before they are judged and clipped: the
             place to edit them.
+        capsules: a folder that keeps the step of a fault, or of an exception in loss_fn, with batches and weights;
+            `hs.replay(capsule, model, loss_fn)` names the cause.
         on_outcome: called with the Outcome of each step two steps later, when reading it costs no wait: for logging.
     """
 
@@ -181,6 +185,7 @@ class Step:
         also: Also = (),
         on_gradients: OnGradients | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
+        capsules: str | os.PathLike[str] | None = None,
     ) -> None:
         model, optimizers = model_and_optimizers(model, optimizer)
         device, precision = device_of(model), precision_of(precision)
@@ -214,6 +219,7 @@ class Step:
         )
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
+        self._capsules = OwnCapsules(capsules, self._step, self._guard, spikes=skip_spikes) if capsules else None
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
         self._loss = OwnLoss(self._step)
         self._strangers = Strangers(self._step.writes)
@@ -248,9 +254,11 @@ class Step:
         checked = self._loss.checked(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep()
-        if not self._loss.is_new(loss_fn):
-            return self._step.compute(checked, batches)
-        with self._strangers.noticed(loss_fn):
+        with contextlib.ExitStack() as watched:
+            if self._capsules is not None:
+                watched.enter_context(self._capsules.around(self.attempted, batches))
+            if self._loss.is_new(loss_fn):
+                watched.enter_context(self._strangers.noticed(loss_fn))
             return self._step.compute(checked, batches)
 
     def commit(self, facts: Facts) -> None:

@@ -159,7 +159,12 @@ class Loop:
             parts.recent.keep(parts.step.attempted, window)
         if parts.world is not None and self.interrupts:
             parts.ask_to_stop()
-        facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
+        try:
+            facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
+        except Exception as error:
+            if parts.recorder is not None:
+                parts.recorder.failed(error, window)
+            raise
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
         self.journal.attempted = parts.step.attempted
         if self.ledger is not None:

@@ -35,6 +35,7 @@ from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
 from halfstep.run.busy import how_busy
+from halfstep.run.capsules import record_faults
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.data_record import changed_data, record_data
@@ -315,6 +316,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         unit=parts.unit,
     )
     parts.guard.observers.append(journal.observe)
+    record_faults(parts, folder, journal.notice)
     with ExitStack() as watch, algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
         loop = Loop(parts, checkpoints, journal, asked_to_stop)

@@ -191,7 +191,6 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the facts not looked at yet as plain numbers: a resumed run judges them at the same step."""
         pending = [item if isinstance(item, Reading) else item.read() for item in self.pending]
-        self.pending = deque(pending)
         return {"pending": [asdict(reading) for reading in pending], **{name: getattr(self, name) for name in COUNTERS}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ class PhaseStep(Step):
     """A step that trains its own parameters only: all others of the model get no gradients while it runs."""
 
     def judge(self, loss_fn: LossFn, window: Window) -> Facts:
-        with without_gradients_of_others(self.model, self._trained_parameters()):
+        with without_gradients_of_others(self.model, self.trained_parameters()):
             return super().judge(loss_fn, window)
 
 

@@ -72,7 +72,7 @@ class Step:
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
-        trained = self._trained_parameters()
+        trained = self.trained_parameters()
         refuse_spread(model, trained)
         self.device = trained[0].device
         self.ranks = ranks_of(model, self.device) if ranks == "of the model" else None if ranks == "alone" else ranks
@@ -139,13 +139,13 @@ class Step:
                 raise self.ranks.world.lost(error) from error
             raise
         facts.ids, facts.rng = sample_ids(window), self._rng
-        gradients = ((p, p.grad) for p in self._trained_parameters())
+        gradients = ((p, p.grad) for p in self.trained_parameters())
         self._judged = [(p, g, 0 if g is None else g._version) for p, g in gradients]
         return facts
 
     def judge(self, loss_fn: LossFn, window: Window) -> Facts:
         """The part of `compute` that the device does: what a CUDA graph can hold."""
-        parameters = self._trained_parameters()
+        parameters = self.trained_parameters()
         if self.values is not None:
             self.values.refresh()
         self.writes.save(parameters)
@@ -319,7 +319,7 @@ class Step:
 
     def _refuse_half_sums(self) -> None:
         """DDP knows gradients of a parameter's own type only, and a window's sum in bf16 loses what is small in it."""
-        half = any(p.dtype == torch.bfloat16 for p in self._trained_parameters())
+        half = any(p.dtype == torch.bfloat16 for p in self.trained_parameters())
         if self.ranks is not None and self.accumulate > 1 and half:
             raise ConfigError(
                 f"accumulate={self.accumulate} with bf16 weights on several ranks",
@@ -357,7 +357,7 @@ class Step:
         held = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         return in_kernels and held == len(parameters)
 
-    def _trained_parameters(self) -> list[Tensor]:
+    def trained_parameters(self) -> list[Tensor]:
         """Each once, asked for anew at every step: a group may have been added, a parameter be in two optimizers."""
         if self.rates is not None and not self.rates.knows_all():
             raise ConfigError(

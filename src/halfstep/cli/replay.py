@@ -1,0 +1,47 @@
+"""`halfstep replay`: why did it go NaN?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.")],
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: the run's, where it is here.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the ranges along the network there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+) -> None:
+    """Why did this step go bad: it is run again as it was, in fp32, in fp64, eager and without our kernels.
+
+    Names the cause, the first operation that left the finite range and where it stands, proposes the smallest change,
+    tries it on that very step, and prints the line for the config. A run keeps such steps by itself (guard.capsules).
+
+    Example:
+
+        halfstep replay runs/unet-20250101-120000/capsules/00000123 --picture ranges.png
+    """
+    from rich.text import Text
+
+    from halfstep.report.evaluation_view import result_console
+    from halfstep.report.ranges_picture import draw_ranges
+    from halfstep.run.capsules import replay_run
+
+    found = replay_run(capsule, device=device)
+    if picture is not None:
+        ranges = {word: [(name, r.low, r.high) for name, r in rows] for word, rows in found.ranges().items()}
+        draw_ranges(ranges, found.format, picture)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+        return
+    console = result_console()
+    for line in found.lines():
+        is_strong = line.startswith(("cause:", "change:"))
+        console.print(Text(line, style="bold" if is_strong else ""), soft_wrap=True)
+    if picture is not None:
+        console.print(Text(f"picture: {picture}"), soft_wrap=True)

@@ -1,0 +1,227 @@
+"""One step, run again in another precision, with other batches or other code. Nothing is committed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from halfstep.errors import CheckpointError, HalfstepError, nearest
+from halfstep.evidence.capsule import Capsule, state_of
+from halfstep.evidence.ranges import Operation, Trace
+from halfstep.precision.apply import apply
+from halfstep.precision.frozen import apply_frozen_
+from halfstep.precision.plan import Plan
+from halfstep.step.batches import batch_length
+from halfstep.step.facts import restore_rng, rng_state
+from halfstep.step.phases import without_gradients_of_others
+
+LossFn = Callable[[Any], Any]
+"""Loss of a batch, or (loss, weight, ...)."""
+PlanFor = Callable[[str, Mapping[str, str]], Plan]
+"""The plan of a precision ("": the step's own) with these parts in one of their own."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Subject:
+    """A step that can be run again."""
+
+    model: nn.Module
+    loss: LossFn
+    """Forward and loss, eager."""
+    window: Sequence[Any]
+    """Ready for the model, on its device."""
+    state: Mapping[str, Tensor]
+    rng: Mapping[str, Tensor]
+    plan: Plan
+    plan_for: PlanFor
+    scale: float = 1.0
+    ways: Mapping[str, LossFn] = field(default_factory=dict)
+    """How else forward and loss ran or can run: "compiled", "kernels off"."""
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)
+    trained: Sequence[Tensor] = ()
+    """What the step trains; empty: all that takes gradients."""
+    frozen_state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Their weights before any plan cast them."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def put_back(self) -> None:
+        """Weights, buffers and generators as the step began."""
+        own = state_of(self.model)
+        with torch.no_grad():
+            for name, value in self.state.items():
+                # In the strides it has: layouts are part of how a step ran.
+                own[name].data = torch.empty_like(own[name], dtype=value.dtype).copy_(value)
+                own[name].grad = None
+        if self.rng:
+            restore_rng(dict(self.rng), self.device)
+
+    def take_plan(self, plan: Plan) -> None:
+        apply(plan, self.model)
+        for name, part in self.frozen.items():
+            own = state_of(part)
+            for key, value in self.frozen_state[name].items():
+                own[key].data = value.to(own[key].device, copy=True)
+        apply_frozen_(plan, self.frozen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """What became of the step."""
+
+    name: str
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    not_finite: tuple[str, ...] = ()
+    """Buffers that forward left not finite, though they were."""
+    error: str = ""
+    trace: Trace | None = None
+    origin: Operation | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return not self.error and not self.not_finite and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.name}: {self.error}"
+        bad = f", not finite: {', '.join(self.not_finite)}" if self.not_finite else ""
+        return f"{self.name}: loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}{bad}"
+
+
+def attempt(
+    subject: Subject,
+    name: str,
+    plan: Plan | None = None,
+    *,
+    loss: LossFn | None = None,
+    window: Sequence[Any] | None = None,
+    dtype: torch.dtype | None = None,
+    traced: bool = False,
+    around: AbstractContextManager[Any] | None = None,
+) -> Attempt:
+    """Run the step once. An error of the model's own code is part of the answer."""
+    plan, window = plan or subject.plan, subject.window if window is None else window
+    generators = rng_state(subject.device)
+    trace = Trace(subject.model) if traced else None
+    try:
+        subject.put_back()
+        subject.take_plan(plan)
+        with _in_dtype(subject, dtype):
+            batches = [_cast(batch, dtype) for batch in window]
+            with around or nullcontext():
+                value = _backward(subject, plan, loss or subject.loss, batches, trace)
+            return _found(subject, name, plan, value, trace)
+    except HalfstepError:
+        raise
+    except Exception as error:  # the model's own, or torch's: an operation that refuses a format says so here
+        line = (str(error).strip().splitlines() or [""])[0]
+        origin = trace.raised(error) if trace is not None else None
+        return Attempt(name=name, error=f"{type(error).__name__}: {line}", trace=trace, origin=origin)
+    finally:
+        subject.put_back()
+        subject.take_plan(subject.plan)
+        restore_rng(generators, subject.device)
+
+
+def _backward(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None) -> Tensor:
+    """Forward and backward over the window, as the step weighs its batches."""
+    subject.model.train()
+    with without_gradients_of_others(subject.model, subject.trained or subject.model.parameters()):
+        return _over_window(subject, plan, loss, window, trace)
+
+
+def _over_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None) -> Tensor:
+    total = torch.zeros((), device=subject.device)
+    weights, unit = 0.0, None
+    for batch in window:
+        with plan.forward(), trace or nullcontext():
+            found = loss(batch)
+            value, weight = (found[0], found[1]) if isinstance(found, tuple) else (found, batch_length(batch))
+            weight = float(weight)
+            if not weight:
+                continue
+            unit = unit or weight
+            value = value.reshape(()) if weight == unit else value.reshape(()) * (weight / unit)
+            value = value if value.dtype == torch.float64 else value.float()
+        with plan.backend(), trace or nullcontext():
+            (value * _scale(subject, plan)).backward()
+        if trace is not None and not value.isfinite() and trace.origin_of(value) is not None:
+            trace.of_loss = trace.of_loss or trace.origin_of(value)
+        total, weights = total + value.detach(), weights + weight / unit
+    return total / weights if weights else torch.full_like(total, math.nan)
+
+
+def _found(subject: Subject, name: str, plan: Plan, value: Tensor, trace: Trace | None) -> Attempt:
+    trained = list(subject.trained) or [p for p in subject.model.parameters() if p.requires_grad]
+    gradients = [p.grad.detach() for p in trained if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    buffers = dict(subject.model.named_buffers())
+    ruined = [key for key, b in buffers.items() if b.is_floating_point() and not b.isfinite().all()]
+    ruined = [key for key in ruined if key not in subject.state or subject.state[key].isfinite().all()]
+    origin = None
+    if trace is not None:
+        bad = [g for g in [*gradients, *(buffers[key] for key in ruined)] if not g.isfinite().all()]
+        found = [trace.of_loss, *map(trace.origin_of, bad)]
+        origin = min((op for op in found if op is not None), key=lambda op: op.index, default=None)
+    return Attempt(
+        name=name,
+        loss=float(value),
+        grad_norm=float(norm) / _scale(subject, plan),
+        not_finite=tuple(ruined),
+        trace=trace,
+        origin=origin,
+    )
+
+
+def _scale(subject: Subject, plan: Plan) -> float:
+    return subject.scale if plan.needs_loss_scaling else 1.0
+
+
+@contextlib.contextmanager
+def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
+    """The whole model, and what its code makes anew, in fp64."""
+    if dtype is None:
+        yield
+        return
+    before = torch.get_default_dtype()
+    for part in (subject.model, *subject.frozen.values()):
+        part.to(dtype)
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
+    def to(value: Any) -> Any:
+        is_wide = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None
+        return value.to(dtype) if is_wide else value.clone() if isinstance(value, Tensor) else value
+
+    return tree_map(to, batch)
+
+
+def refuse_another_model(capsule: Capsule, model: nn.Module) -> None:
+    """The code may have changed since: then this is not the step that failed."""
+    then = {name: tuple(shape) for name, shape in capsule.about["layout"].items()}
+    now = {name: tuple(value.shape) for name, value in state_of(model).items()}
+    if then == now:
+        return
+    name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
+    was, is_ = (f"{name} of shape {shapes[name]}" if name in shapes else f"no {name}" for shapes in (then, now))
+    raise CheckpointError(
+        f"the capsule {capsule.path} is of another model",
+        why=f"it had {was}, this one has {is_}" + (f"; {nearest(name, now)}" if name not in now else ""),
+        fix="replay it with the code that was trained",
+    )

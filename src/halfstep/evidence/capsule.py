@@ -1,0 +1,181 @@
+"""A capsule: everything it takes to run one step again, in a folder of its own.
+
+    capsules/STEP/capsule.json         what happened, where, with which versions and settings; checksums of the rest
+                  batches.safetensors  the window's batches as they were loaded, and the generators before forward
+                  state.safetensors    parameters and buffers; absent where they are too large: a checkpoint is named
+                  config.yaml          of a run
+
+When the host learns of a step, later ones may have committed: `commits_after` says how many, and replay says so too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from halfstep import __version__
+from halfstep.disk import whole_folder
+from halfstep.errors import CheckpointError, counted
+from halfstep.step.tree import pack, unpack
+
+VERSION = 1
+ABOUT, BATCHES, STATE, CONFIG = "capsule.json", "batches.safetensors", "state.safetensors", "config.yaml"
+MOST_BYTES = 4 << 30
+"""Weights above this are not copied into a capsule."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capsule:
+    """One step, in memory; tensors on the CPU."""
+
+    path: Path
+    about: Mapping[str, Any]
+    window: list[Any]
+    rng: dict[str, Tensor]
+    """Empty where the step was made before the run was resumed."""
+    state: dict[str, Tensor]
+    """Parameters and buffers by name; empty where they were too large."""
+
+    @property
+    def step(self) -> int:
+        return int(self.about["step"])
+
+    @property
+    def is_of_a_run(self) -> bool:
+        return bool(self.about.get("workload"))
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    @property
+    def inexact(self) -> str:
+        """What differs from the step as it was; empty where nothing does."""
+        commits = int(self.about["commits_after"])
+        said = [f"inexact by {counted(commits, 'commit')}"] if commits else []
+        said += [] if self.rng else ["the generators of that step are not known"]
+        said += [] if self.state else [f"weights of {self.about['weights']}"]
+        return "; ".join(said)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, those that state_dict leaves out included."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def state_bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in state_of(model).values())
+
+
+def write(
+    path: Path,
+    about: Mapping[str, Any],
+    *,
+    window: Sequence[Any],
+    rng: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    config: str = "",
+) -> Path:
+    """Whole or not at all."""
+    packed, tensors = pack({"window": list(window), "rng": dict(rng)})
+    versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    try:
+        with whole_folder(path, replaces=True) as hidden:
+            _save(tensors, hidden / BATCHES)
+            if state:
+                _save(state, hidden / STATE)
+            if config:
+                (hidden / CONFIG).write_text(config, encoding="utf-8")
+            files = {file.name: _fingerprint(file) for file in sorted(hidden.iterdir())}
+            document = {"version": VERSION, **about, "versions": versions, "files": files, "packed": packed}
+            (hidden / ABOUT).write_text(json.dumps(plain(document), indent=1), encoding="utf-8")
+            for name in files:  # safetensors writes through a private temporary file
+                (hidden / name).chmod((hidden / ABOUT).stat().st_mode)
+    except (OSError, SafetensorError, TypeError) as error:
+        why = (
+            "its batches hold what JSON and safetensors cannot" if isinstance(error, TypeError) else "training goes on"
+        )
+        raise CheckpointError(
+            f"cannot write the capsule {path}: {error}", why=why, fix="make room, or capsules=0"
+        ) from error
+    return path
+
+
+def read(path: Path) -> Capsule:
+    """Read and check one, or say what is wrong with it."""
+    path = path.parent if path.name == ABOUT else path
+    if not (path / ABOUT).is_file():
+        raise _no_capsule(path)
+    try:
+        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        version, files, packed = about["version"], about["files"], about.pop("packed")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"{ABOUT}: {error}") from error
+    if version != VERSION:
+        raise CheckpointError(
+            f"the capsule {path} has version {version}, this halfstep reads {VERSION}",
+            fix=f"replay it with halfstep {about.get('versions', {}).get('halfstep', 'of that time')}",
+        )
+    for name, expected in files.items():
+        if (found := _fingerprint(path / name)) != expected:
+            raise _damaged(path, f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written")
+    try:
+        content = unpack(packed, load_file(path / BATCHES))
+        state = load_file(path / STATE) if STATE in files else {}
+    except (SafetensorError, KeyError) as error:
+        raise _damaged(path, str(error)) from error
+    return Capsule(path=path, about=about, window=content["window"], rng=content["rng"], state=state)
+
+
+def all_in(folder: Path) -> list[Path]:
+    """The capsules of a folder, oldest step first."""
+    return sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
+
+
+def plain(tree: Any) -> Any:
+    """As strict JSON takes it: infinities and NaN become words."""
+    if isinstance(tree, float):
+        return tree if math.isfinite(tree) else str(tree)
+    if isinstance(tree, Mapping):
+        return {str(key): plain(value) for key, value in tree.items()}
+    return [plain(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        content = b""
+    return {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"the capsule {path} is damaged: {what}", fix="replay another one, or copy it again")
+
+
+def _no_capsule(path: Path) -> CheckpointError:
+    inside = all_in(path) or all_in(path / "capsules")
+    if inside:
+        return CheckpointError(
+            f"{path} holds {counted(len(inside), 'capsule')}", why="one step is replayed at a time",
+            fix=f"halfstep replay {inside[0]}",
+        )  # fmt: skip
+    if (path / CONFIG).is_file():
+        why = "no step of it was a fault, or guard.capsules was 0"
+        return CheckpointError(f"the run {path} has no capsules", why=why, fix="name a run in which steps were skipped")
+    return CheckpointError(f"there is no capsule {path}", fix="name a folder RUN/capsules/STEP")

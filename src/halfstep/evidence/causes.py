@@ -1,0 +1,244 @@
+"""Why a step went bad: the step as it was against the same step in fp32, fp64, eager and without our kernels.
+
+The order of the questions is the classifier: what was put in, what the step began with, whether its code can run in the
+format at all, whether weights had left their usual size, and only then what the format did to which operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.evidence.attempts import Attempt, Subject, attempt
+from halfstep.evidence.capsule import Capsule
+from halfstep.evidence.ranges import Operation, Range, twin_of
+from halfstep.evidence.recorder import not_finite
+from halfstep.evidence.samples import BadPlace, bad_places, outliers, without
+from halfstep.formats import format_named
+
+OVERFLOW = "overflow of the format"
+UNDERFLOW = "underflow or 0/0"
+REFUSED = "an operation that refuses the format"
+BAD_INPUT = "bad input"
+BAD_STATE = "bad state"
+DIVERGED = "diverging weights"
+SPIKE = "finite spike from data or rate"
+KERNEL = "a kernel or compiler fault"
+CODE = "an error of the code in every format"
+NOT_REPRODUCED = "not reproduced"
+
+GROWTH = 10.0
+"""Weight matrices this many times their first size have diverged; ordinary training stays below 3."""
+GARBAGE = 1e30
+"""What no weight or statistic is, and unwritten memory often."""
+DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "sqrt", "pow", "softmax", "_softmax",
+            "_log_softmax", "linalg_vector_norm", "norm", "true_divide", "logsumexp", "native_layer_norm",
+            "native_group_norm", "native_batch_norm", "atan2", "remainder", "xlogy", "acos", "asin", "var",
+            "std", "_softmax_backward_data", "binary_cross_entropy")  # fmt: skip
+"""Operations that a zero, or nothing but -inf, takes out of the finite range."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Diagnosis:
+    """The cause and what shows it."""
+
+    cause: str
+    shown: list[str]
+    """Sentences, each an observation."""
+    origin: Operation | None = None
+    attempts: list[Attempt] = field(default_factory=list)
+    places: list[BadPlace] = field(default_factory=list)
+    rows: set[tuple[int, int]] = field(default_factory=set)
+    """Samples to drop."""
+    tensors: list[str] = field(default_factory=list)
+    """Weights and buffers that are not what they should be."""
+    fp32_is_good: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runs:
+    """The attempts that the classifier compares."""
+
+    as_was: Attempt
+    eager: Attempt
+    fp32: Attempt
+    fp64: Attempt
+    others: Mapping[str, Attempt]
+
+    def all(self) -> list[Attempt]:
+        eager = [] if self.eager is self.as_was else [self.eager]
+        return [self.as_was, *eager, *self.others.values(), self.fp32, self.fp64]
+
+
+def run_all(subject: Subject) -> Runs:
+    """The step as it was, and in the other ways."""
+    compiled = subject.ways.get("as it was")
+    eager = attempt(subject, "eager" if compiled else "as it was", traced=True)
+    in_fp32 = subject.plan_for("fp32", {})
+    return Runs(
+        as_was=attempt(subject, "as it was", loss=compiled) if compiled else eager,
+        eager=eager,
+        fp32=attempt(subject, "fp32", in_fp32, traced=True),
+        fp64=attempt(subject, "fp64", in_fp32, dtype=torch.float64),
+        others={name: attempt(subject, name, loss=way) for name, way in subject.ways.items() if name != "as it was"},
+    )
+
+
+def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
+    """Run the step in every way and name the cause."""
+    runs = run_all(subject)
+    names = dict(zip(capsule.about["sample_ids"], capsule.about["sample_names"], strict=False))
+    found = (
+        _of_good_step(subject, capsule, runs, names)
+        or _of_code_path(runs)
+        or _of_input(subject, names)
+        or _of_state(subject, capsule)
+        or _of_refusal(runs)
+        or _of_growth(subject, capsule, runs)
+        or _of_numbers(runs)
+    )
+    found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
+    return found
+
+
+def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
+    if not runs.as_was.is_good:
+        return None
+    if capsule.about["kind"] != "spike":
+        why = capsule.inexact or "same weights, batches and generators, and a finite step"
+        return Diagnosis(cause=NOT_REPRODUCED, shown=[f"run again, the step is good: {why}"])
+    found = outliers(subject, names)
+    if found:
+        shown = [f"sample {name} alone has the loss {loss:.4g}" for _, name, loss in found]
+        return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows={place for place, *_ in found})
+    return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_trail(capsule)])
+
+
+def _of_code_path(runs: Runs) -> Diagnosis | None:
+    """Compiled or on our kernels it fails, at equal dtype eager does not."""
+    if runs.eager is runs.as_was or not runs.eager.is_good:
+        return None
+    without_ours = runs.others.get("kernels off")
+    whose = "our kernels" if without_ours is not None and without_ours.is_good else "the compiler's code"
+    return Diagnosis(cause=KERNEL, shown=[f"eager is good at equal dtypes: {whose} is at fault"])
+
+
+def _of_input(subject: Subject, names: Mapping[int, str]) -> Diagnosis | None:
+    places = bad_places(subject.window, names)
+    rows = {(place.batch, place.row) for place in places}
+    if not rows:
+        return None
+    left = without(subject.window, rows)
+    # Marks that the loss leaves out (NaN targets) are no fault: without them the step has to be good.
+    if left and not attempt(subject, "without those samples", window=left).is_good:
+        return None
+    return Diagnosis(cause=BAD_INPUT, shown=[str(place) for place in places], places=places, rows=rows)
+
+
+def _of_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
+    bad = [name for name in capsule.about["not_finite"] if name.startswith("average of ")] + not_finite(subject.state)
+    start = capsule.about["start"]
+    shown = [
+        f"{name} {'was not finite from the start' if _is_bad(start.get(name)) else 'is not finite'}" for name in bad
+    ]
+    garbage = [name for name, value in subject.state.items() if _is_garbage(value) and name not in bad]
+    shown += [f"{name} holds {_largest(subject.state[name]):.3g}: never written?" for name in garbage]
+    return Diagnosis(cause=BAD_STATE, shown=shown, tensors=bad + garbage) if shown else None
+
+
+def _of_refusal(runs: Runs) -> Diagnosis | None:
+    error, origin = runs.eager.error or runs.as_was.error, runs.eager.origin
+    if not error:
+        return None
+    if runs.fp32.error:
+        return Diagnosis(cause=CODE, shown=[f"as it was: {error}", f"in fp32: {runs.fp32.error}"], origin=origin)
+    return Diagnosis(cause=REFUSED, shown=[error, "in fp32 it runs"], origin=origin)
+
+
+def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
+    start = {name: size for name, size in capsule.about["start"].items() if isinstance(size, float) and size > 0}
+    matrices = [name for name, value in subject.state.items() if value.ndim >= 2 and name in start]
+    if not matrices:
+        return None
+    numbers = [subject.state[name].numel() for name in matrices]
+    before = math.sqrt(sum(n * start[name] ** 2 for n, name in zip(numbers, matrices, strict=True)))
+    now = math.sqrt(sum(float(subject.state[name].double().square().sum()) for name in matrices))
+    if now < GROWTH * before:
+        return None
+    most = max(matrices, key=lambda name: float(subject.state[name].double().square().mean().sqrt()) / start[name])
+    shown = [f"the weights have grown {now / before:.3g} times since training began, {most} most", *_trail(capsule)]
+    return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin)
+
+
+def _of_numbers(runs: Runs) -> Diagnosis:
+    """An operation left the finite range with good inputs, a good state and weights of their usual size."""
+    bad = runs.eager
+    origin = bad.origin
+    if origin is None:
+        cause = OVERFLOW if runs.fp32.is_good else UNDERFLOW
+        return Diagnosis(cause=cause, shown=["no single operation was seen to leave the finite range"])
+    if not origin.is_torch and all(r.is_finite for r in origin.inputs) and not runs.fp32.is_good:
+        shown = [f"{origin.name} is no operation of torch, and gives {origin.output} of finite inputs in fp32 as well"]
+        return Diagnosis(cause=KERNEL, shown=shown, origin=origin)
+    twin = _twin(runs, origin)
+    cause = UNDERFLOW if _divides_by_zero(origin, twin) else OVERFLOW
+    shown = [f"{origin.place} gives {origin.output}", *(f"of {r}" for r in origin.inputs[:3])]
+    if twin is not None and twin.output.is_finite:
+        shown.append(f"in fp32 it gives {twin.output}")
+    if not runs.fp32.is_good:
+        shown.append("fp32 is not enough" + (", fp64 is" if runs.fp64.is_good else ", nor is fp64"))
+    return Diagnosis(cause=cause, shown=shown, origin=origin)
+
+
+def _twin(runs: Runs, origin: Operation) -> Operation | None:
+    own, other = runs.eager.trace, runs.fp32.trace
+    return twin_of(origin, other, own) if own is not None and other is not None else None
+
+
+def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
+    """Whether zeros, or nothing but -inf, made it: in fp32 the output is one that the format could hold."""
+    if twin is not None and twin.output.is_finite and twin.output.high > _largest_of(origin.output):
+        return False
+    if origin.name not in DIVIDING and not _multiplies_infinity(origin):
+        return False
+    return any(r.num_zero or r.num_inf for r in origin.inputs) or bool(origin.output.num_nan)
+
+
+def _multiplies_infinity(origin: Operation) -> bool:
+    """In backward a division is a product with the inverse, and 0 · inf is where it shows."""
+    return origin.is_backward and origin.output.num_nan > 0 and any(r.num_zero for r in origin.inputs)
+
+
+def _largest_of(range_: Range) -> float:
+    return format_named(DTYPE_FORMATS.get(range_.dtype, "fp32")).largest
+
+
+def _trail(capsule: Capsule) -> list[str]:
+    """Losses before the fault, where they rose."""
+    losses = [row["loss"] for row in capsule.about["trail"] if isinstance(row["loss"], float)]
+    if len(losses) < 2 or losses[-1] < 2 * min(losses):
+        return []
+    return [
+        f"the loss rose from {min(losses):.4g} to {losses[-1]:.4g} in the steps before, at lr {capsule.about['lr']}"
+    ]
+
+
+def _is_bad(size: Any) -> bool:
+    return not isinstance(size, float)
+
+
+def _is_garbage(value: Tensor) -> bool:
+    """Not the largest number there is, which masks hold on purpose."""
+    largest = _largest(value) if value.is_floating_point() else 0.0
+    return GARBAGE < largest < 0.999 * torch.finfo(torch.bfloat16).max
+
+
+def _largest(value: Tensor) -> float:
+    finite = value[value.isfinite()]
+    return float(finite.abs().max()) if len(finite) else 0.0

@@ -1,0 +1,217 @@
+"""What each operation of a step gives, forward and backward: ranges, and where the first number stops being finite.
+
+A dispatch mode sees every kernel below autograd and autocast. Its module is found in the Python frames above it, in
+backward by the sequence number that autograd gives each node when forward makes it: no hook, nothing changed.
+
+A tensor that is not finite leads back to its origin, the operation that first left the finite range. Infinities that
+are written on purpose (a mask of -inf) are no origin: then it is the operation that makes NaN of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROOT, LOSS = "(root)", "(loss)"
+OURS = tuple(
+    str(Path(__file__).resolve().parents[1] / room) for room in ("evidence", "precision", "step", "tune", "run")
+)
+FOREIGN = (str(Path(torch.__file__).parent), *OURS, "<")
+"""Files whose lines are not the user's, nor the model's."""
+UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
+CONSTANTS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where",
+             "copy_", "lift_fresh")  # fmt: skip
+"""Operations that put numbers where the code says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Of the magnitudes in a tensor."""
+
+    low: float
+    """The smallest that is not zero."""
+    high: float
+    """The largest finite one."""
+    num_zero: int
+    num_nan: int
+    num_inf: int
+    numel: int
+    dtype: str
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.num_nan and not self.num_inf
+
+    def __str__(self) -> str:
+        counts = ((self.num_zero, "zero"), (self.num_inf, "inf"), (self.num_nan, "NaN"))
+        odd = [f"{count} {word}" for count, word in counts if count]
+        return f"{self.dtype} {self.low:.3g} to {self.high:.3g}" + (f" ({', '.join(odd)})" if odd else "")
+
+
+@dataclass(slots=True)
+class Operation:
+    """One kernel of the step."""
+
+    index: int
+    name: str
+    module: str
+    line: str
+    is_backward: bool
+    output: Range
+    inputs: list[Range] = field(default_factory=list)
+    is_torch: bool = True
+
+    @property
+    def place(self) -> str:
+        return f"{self.name}{' (backward)' if self.is_backward else ''} in {self.module}"
+
+
+class Trace(TorchDispatchMode):
+    """Records the operations that run inside, and follows what is not finite back to its origin."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = {id(module): name or ROOT for name, module in model.named_modules()}
+        self.operations: list[Operation] = []
+        self.of_loss: Operation | None = None
+        """The origin of a loss that is not finite, noted while the loss is there."""
+        self._origins: dict[int, Operation] = {}
+        """By storage of a tensor that is not finite."""
+        self._places: dict[int, tuple[str, str]] = {}
+        """Module and line by autograd's sequence number."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = _floating((args, kwargs))
+        before = [range_of(value) for value in given] if func._schema.is_mutable else None
+        outputs = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name not in UNWRITTEN:
+            self._look(func, name, given, before, _floating(outputs))
+        return outputs
+
+    def origin_of(self, tensor: Tensor) -> Operation | None:
+        """The operation that first left the finite range on the way to this tensor."""
+        return self._origins.get(_key(tensor))
+
+    def _look(self, func: Any, name: str, given: list[Tensor], before: list[Range] | None, found: list[Tensor]) -> None:
+        is_backward = torch._C._current_graph_task_id() != -1
+        if not is_backward:
+            place = self._place()
+            self._places[torch._C._autograd._get_sequence_nr()] = place
+        for output in found:
+            range_ = range_of(output)
+            if func.is_view:  # a look at what is there already
+                continue
+            module, line = self._backward_place() if is_backward else place
+            seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=_is_torch(func))
+            self.operations.append(seen)
+            if range_.is_finite:
+                self._origins.pop(_key(output), None)
+            else:
+                seen.inputs = before if before is not None else [range_of(value) for value in given]
+                self._origins[_key(output)] = self._origin(seen, given)
+
+    def _origin(self, seen: Operation, given: list[Tensor]) -> Operation:
+        """Its own, or that of the input it has it from."""
+        known = [self._origins[_key(value)] for value in given if _key(value) in self._origins]
+        is_born_here = seen.output.num_nan and not any(r.num_nan for r in seen.inputs)
+        if not known or is_born_here and all(origin.name in CONSTANTS for origin in known):
+            return seen
+        return min(known, key=lambda origin: origin.index)
+
+    def raised(self, error: BaseException) -> Operation:
+        """The operation that refused, by the frames of its error."""
+        frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        module, line = self._innermost(reversed(frames))
+        name = next((f.f_code.co_name for f, _ in reversed(frames)), "")
+        return Operation(len(self.operations), name, module, line, False, range_of(torch.empty(0)))
+
+    def _place(self) -> tuple[str, str]:
+        return self._innermost(traceback.walk_stack(sys._getframe(3)))
+
+    def _innermost(self, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+        """The first module and the first line of the user's or the model's own."""
+        module = line = ""
+        for frame, number in frames:
+            if not module and isinstance(own := frame.f_locals.get("self"), nn.Module):
+                module = self.names.get(id(own), "")
+            file = frame.f_code.co_filename
+            if not line and not file.startswith(FOREIGN):
+                line = f"{file}:{number}"
+            if module and line:
+                break
+        return module or LOSS, line
+
+    def _backward_place(self) -> tuple[str, str]:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return LOSS, ""
+        number = node._sequence_nr() + 1  # asked for behind the node's making
+        return self._places.get(number) or self._place()
+
+
+def range_of(tensor: Tensor) -> Range:
+    """One look at the numbers of a tensor; waits for the device."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if not tensor.numel():
+        return Range(0.0, 0.0, 0, 0, 0, 0, dtype)
+    with torch.no_grad():
+        size = tensor.detach().abs()
+        size = size.double() if size.device.type != "mps" else size.float()
+        num_nan, num_inf = int(size.isnan().sum()), int(size.isinf().sum())
+        size = torch.nan_to_num(size, 0.0, 0.0, 0.0) if num_nan or num_inf else size
+        num_zero = int((size == 0).sum()) - num_nan - num_inf
+        high = float(size.max())
+        low = float(torch.where(size > 0, size, high).min())
+    return Range(low, high, num_zero, num_nan, num_inf, tensor.numel(), dtype)
+
+
+def twin_of(operation: Operation, other: Trace, own: Trace) -> Operation | None:
+    """The same operation in another trace: the n-th of its name in its module, forward or backward."""
+    same = [op for op in own.operations if _kind(op) == _kind(operation)]
+    theirs = [op for op in other.operations if _kind(op) == _kind(operation)]
+    place = next(k for k, op in enumerate(same) if op is operation)
+    return theirs[place] if place < len(theirs) else None
+
+
+def by_module(trace: Trace, *, is_backward: bool) -> Mapping[str, Range]:
+    """The widest range that each module's operations gave, in the order they ran."""
+    found: dict[str, Range] = {}
+    for op in trace.operations:
+        if op.is_backward != is_backward or not op.output.high:
+            continue
+        r, o = found.get(op.module, op.output), op.output
+        found[op.module] = Range(
+            min(r.low, o.low), max(r.high, o.high), r.num_zero + o.num_zero, r.num_nan + o.num_nan,
+            r.num_inf + o.num_inf, r.numel + o.numel, o.dtype,
+        )  # fmt: skip
+    return found
+
+
+def _kind(operation: Operation) -> tuple[str, str, bool]:
+    return operation.module, operation.name, operation.is_backward
+
+
+def _floating(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _is_torch(func: Any) -> bool:
+    return bool(func.namespace in ("aten", "prims", "prim", "_c10d_functional"))

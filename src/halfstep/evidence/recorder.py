@@ -1,0 +1,187 @@
+"""The recorder: an observer of the guard that keeps the step of a fault as a capsule.
+
+Good steps cost a line in a ring on the host: their facts were read anyway. Only a fault copies and writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import HalfstepError, suggested
+from halfstep.evidence import capsule
+from halfstep.step.facts import Facts, Reading, rng_state
+from halfstep.step.phase_facts import PhasedFacts, parts_of
+from halfstep.step.phases import PhasedStep
+from halfstep.step.step import Step
+
+MOST_CAPSULES = 4
+TRAIL = 32
+"""Steps before the fault whose losses are told."""
+
+Notice = Callable[[str], None]
+WindowOf = Callable[[Reading], "Sequence[Any] | None"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What is known of the training besides its steps."""
+
+    about: Mapping[str, Any]
+    """Plan, workload, store: whatever replay needs to build the model again."""
+    window_of: WindowOf
+    """The batches of a step that was read."""
+    names_of: Callable[[Sequence[int]], list[str]] = lambda ids: []
+    keeps_generators: bool = True
+    """False where each of several processes has its own."""
+    config: str = ""
+    checkpoint: Callable[[], str] = lambda: ""
+    """The newest one, for weights that are too large for a capsule."""
+
+
+class Recorder:
+    """Writes capsules: one for each cause in a row, `most` in all."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        step: Step | PhasedStep,
+        source: Source,
+        *,
+        notice: Notice,
+        most: int = MOST_CAPSULES,
+        spikes: bool = False,
+        most_bytes: int = capsule.MOST_BYTES,
+    ) -> None:
+        self.folder, self.model, self.step, self.source = folder, model, step, source
+        self.notice, self.most, self.spikes, self.most_bytes = notice, most, spikes, most_bytes
+        self._trail: deque[dict[str, Any]] = deque(maxlen=TRAIL)
+        self._row = ""
+        """The cause of the faults in a row that are going on."""
+        self._start = _sizes(model)
+
+    def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
+        """See one step, in order, when its values are on the host."""
+        phase, own, cause = self._fault(reading)
+        if cause and cause != self._row:
+            found = facts.phases[phase] if isinstance(facts, PhasedFacts) else facts
+            self._write(
+                cause,
+                own,
+                phase,
+                window=self.source.window_of(reading),
+                rng=found.rng if found and self.source.keeps_generators else {},
+            )
+        self._row = cause
+        self._trail.append({key: getattr(own, key) for key in ("attempted", "loss", "grad_norm", "lr", "scale")})
+
+    def failed(self, error: Exception, window: Sequence[Any]) -> None:
+        """An exception inside a step, which was undone: weights and generators are those it began with."""
+        if isinstance(error, (HalfstepError, torch.OutOfMemoryError)):  # these say themselves what is wrong
+            return
+        line = (str(error).strip().splitlines() or [""])[0]
+        reading = Reading(attempted=self.step.attempted, loss=float("nan"), grad_norm=float("nan"), is_bad=True,
+                          is_spike=False, is_empty=False, is_ruined=False, scale=float(self.step.scaler.value),
+                          committed=int(self.step.committed), lr=float("nan"))  # fmt: skip
+        self._write("exception", reading, "", window=window, rng=rng_state(self.step.device),
+                    reason=f"{type(error).__name__}: {line}")  # fmt: skip
+
+    def _fault(self, reading: Reading) -> tuple[str, Reading, str]:
+        """The first phase at fault, its reading, and the kind of fault; empty for a good step or a routine overflow."""
+        parts = parts_of(reading)
+        kinds = {name: self._kind(part) for name, part in parts.items()}
+        phase = next((name for name, kind in kinds.items() if kind), next(iter(parts)))
+        return phase, parts[phase], kinds[phase]
+
+    def _kind(self, reading: Reading) -> str:
+        if reading.is_spike:
+            return "spike" if self.spikes else ""
+        if not reading.is_bad or reading.is_empty:
+            return ""
+        if self.step.scaler.enabled:
+            return "overflow at the floor" if reading.scale <= self.step.scaler.options.min_scale else ""
+        return "non-finite"
+
+    def _write(
+        self,
+        kind: str,
+        reading: Reading,
+        phase: str,
+        *,
+        window: Sequence[Any] | None,
+        rng: Mapping[str, Tensor],
+        reason: str = "",
+    ) -> None:
+        if window is None or not self._has_place():
+            return None
+        fits = capsule.state_bytes(self.model) <= self.most_bytes
+        ids = list(reading.sample_ids)
+        state = capsule.state_of(self.model) if fits else {}
+        about = {
+            "reason": reason or reading.reason or f"the loss jumped to {reading.loss:.4g}",
+            "kind": kind,
+            "step": reading.attempted,
+            "phase": phase,
+            "epoch": reading.epoch,
+            "window": reading.window,
+            "sample_ids": ids,
+            "sample_names": self.source.names_of(ids),
+            "loss": reading.loss,
+            "grad_norm": reading.grad_norm,
+            "scale": reading.scale,
+            "lr": reading.lr,
+            "committed": reading.committed,
+            "commits_after": max(int(self._committed(phase)) - reading.committed, 0),
+            "weights": "state.safetensors" if fits else self.source.checkpoint(),
+            "trail": list(self._trail),
+            "start": self._start,
+            "not_finite": not_finite(capsule.state_of(self.model)) + self._bad_averages(),
+            "layout": layout(self.model),
+            **self.source.about,
+        }
+        path = self.folder / f"{reading.attempted:08d}"
+        try:
+            capsule.write(path, about, window=window, rng=rng, state=state, config=self.source.config)
+        except HalfstepError as error:  # a by-product: the run itself goes on
+            return self.notice(f"{error.what} ({error.why})")
+        return self.notice(f"step {reading.attempted} is kept; find the cause with: {suggested('replay', path)}")
+
+    def _committed(self, phase: str) -> Tensor:
+        return self.step.steps[phase].committed if isinstance(self.step, PhasedStep) and phase else self.step.committed
+
+    def _has_place(self) -> bool:
+        """The first faults tell most: later ones are the consequence, and are not kept."""
+        return len(capsule.all_in(self.folder)) < self.most
+
+    def _bad_averages(self) -> list[str]:
+        ema = self.step.ema
+        return [f"average of {name}" for name in not_finite(ema.state_dict())] if ema is not None else []
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of those with NaN or inf; -inf alone is a mask."""
+    floating = ((name, value) for name, value in tensors.items() if value.is_floating_point())
+    return [name for name, value in floating if not ((value == -math.inf) | value.isfinite()).all()]
+
+
+def layout(model: nn.Module) -> dict[str, list[int]]:
+    """Names and shapes, by which a changed model is known."""
+    return {name: list(value.shape) for name, value in capsule.state_of(model).items()}
+
+
+@torch.no_grad()
+def _sizes(model: nn.Module) -> dict[str, float]:
+    """The root mean square of each weight and buffer when training began."""
+    floating = {name: value for name, value in capsule.state_of(model).items() if value.is_floating_point()}
+    if not floating:
+        return {}
+    sizes = torch.stack([value.float().square().mean().sqrt().cpu() for value in floating.values()])
+    return dict(zip(floating, sizes.tolist(), strict=True))

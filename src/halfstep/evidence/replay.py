@@ -1,0 +1,115 @@
+"""Replay: a capsule's step run again, its cause named, the smallest change proposed and tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.evidence.attempts import Attempt, Subject
+from halfstep.evidence.capsule import Capsule, plain
+from halfstep.evidence.causes import Diagnosis, diagnose
+from halfstep.evidence.ranges import Operation, Range, by_module
+from halfstep.evidence.remedies import Remedy, remedies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """What replay found."""
+
+    capsule: Capsule
+    diagnosis: Diagnosis
+    tried: list[Remedy]
+    format: str
+    """What the step computed in."""
+
+    @property
+    def cause(self) -> str:
+        return self.diagnosis.cause
+
+    @property
+    def remedy(self) -> Remedy | None:
+        """The change that works; where none could be tried, the one that is proposed."""
+        return next((r for r in self.tried if r.works), next((r for r in self.tried if r.outcome is None), None))
+
+    @property
+    def as_was(self) -> Attempt:
+        return self.diagnosis.attempts[0]
+
+    def ranges(self) -> dict[str, list[tuple[str, Range]]]:
+        """By direction, each module's range in the order they ran: what the picture shows."""
+        traced = next((run.trace for run in self.diagnosis.attempts if run.trace is not None), None)
+        if traced is None:
+            return {}
+        return {
+            word: list(by_module(traced, is_backward=word == "backward").items()) for word in ("forward", "backward")
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """The answer in words."""
+        about = self.capsule.about
+        place = f" of {about['phase']}" if about.get("phase") else ""
+        lines = [
+            f"step {self.capsule.step}{place}: {about['reason']}",
+            *([self.capsule.inexact] if self.capsule.inexact else []),
+        ]
+        lines += ["", f"cause: {self.cause}", *(f"  {line}" for line in self.diagnosis.shown)]
+        if (origin := self.diagnosis.origin) is not None:
+            where = f" at {origin.line}" if origin.line else ""
+            lines.append(f"first operation out of range: {origin.place}{where}")
+        lines += ["", "the step, run again", *(f"  {run}" for run in self.diagnosis.attempts), ""]
+        return lines + self._advice()
+
+    def _advice(self) -> list[str]:
+        failed = [f"  tried, does not help: {r.change}" for r in self.tried if r.outcome is not None and not r.works]
+        if self.remedy is None:
+            return ["change: none of those tried helps", *failed] if self.tried else ["change: nothing to propose"]
+        shown = "tried: the step is good with it" if self.remedy.works else "not tried: one step cannot show it"
+        lines = [f"change: {self.remedy.change} ({shown})", *failed]
+        return [*lines, "", self.remedy.line] if self.remedy.line else lines
+
+    def as_json(self) -> dict[str, Any]:
+        origin = self.diagnosis.origin
+        document = {
+            "step": self.capsule.step,
+            "reason": self.capsule.about["reason"],
+            "inexact": self.capsule.inexact,
+            "cause": self.cause,
+            "shown": self.diagnosis.shown,
+            "operation": None if origin is None else _operation(origin),
+            "samples": [str(place) for place in self.diagnosis.places],
+            "attempts": [_attempt(run) for run in self.diagnosis.attempts],
+            "tried": [
+                {"change": r.change, "line": r.line, "works": r.works if r.outcome else None} for r in self.tried
+            ],
+            "change": self.remedy.change if self.remedy else "",
+            "line": self.remedy.line if self.remedy else "",
+        }
+        return dict(plain(document))
+
+
+def replay(subject: Subject, capsule: Capsule) -> Replayed:
+    """Run the step again in every way, and say why it went bad."""
+    found = diagnose(subject, capsule)
+    rate = capsule.about["lr"]
+    tried = remedies(subject, found, rate=rate if isinstance(rate, float) else 0.0, is_run=capsule.is_of_a_run)
+    return Replayed(capsule=capsule, diagnosis=found, tried=tried, format=subject.plan.compute)
+
+
+def _operation(origin: Operation) -> dict[str, Any]:
+    return {
+        "name": origin.name,
+        "module": origin.module,
+        "line": origin.line,
+        "backward": origin.is_backward,
+        "inputs": [str(r) for r in origin.inputs],
+        "output": str(origin.output),
+    }
+
+
+def _attempt(run: Attempt) -> dict[str, Any]:
+    return {
+        "name": run.name, "loss": run.loss, "grad_norm": run.grad_norm, "error": run.error, "good": run.is_good,
+    }  # fmt: skip

@@ -1,0 +1,47 @@
+"""How large the numbers of a step are, module by module, against what the format can hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from halfstep.errors import CheckpointError
+from halfstep.formats import format_named
+from halfstep.report.curves import BAD, FAINT, GRID, INK, TRAIN, VALIDATION
+
+COLOURS = {"forward": TRAIN, "backward": VALIDATION}
+MOST = 60
+"""Modules that can be read on one page; of more, those nearest to the format's ends."""
+
+
+def draw_ranges(rows: Mapping[str, Sequence[tuple[str, float, float]]], format: str, path: Path) -> None:
+    """A bar from the smallest to the largest magnitude of each module; lines where the format ends."""
+    from matplotlib.figure import Figure
+
+    fmt = format_named(format if format != "fp8" else "bf16")
+    names = list(dict.fromkeys(name for own in rows.values() for name, *_ in own))[:MOST]
+    figure = Figure(figsize=(9, 1.5 + 0.22 * max(len(names), 4)), layout="constrained")
+    axes = figure.subplots()
+    for k, (word, own) in enumerate(rows.items()):
+        for name, low, high in own:
+            if name in names and high > 0:
+                left, right = math.log2(low), math.log2(high)
+                height = names.index(name) + (k - 0.5) * 0.3
+                axes.plot([left, max(right, left + 0.2)], [height, height], color=COLOURS[word], linewidth=3)
+    for word in rows:
+        axes.plot([], [], color=COLOURS[word], linewidth=3, label=word)
+    ends = {"largest": fmt.largest, "smallest normal": fmt.smallest_normal, "smallest": fmt.smallest_subnormal}
+    for word, value in ends.items():
+        axes.axvline(math.log2(value), color=BAD if word != "smallest normal" else FAINT, linewidth=1, linestyle="--")
+        axes.text(math.log2(value), -1.0, f"{fmt.name} {word}", color=FAINT, fontsize=7, ha="center", va="bottom")
+    axes.set_yticks(range(len(names)), names, fontsize=7, color=INK)
+    axes.set_ylim(len(names), -1.2)
+    axes.set_xlabel("magnitude, power of two", color=INK)
+    axes.grid(axis="x", color=GRID)
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        fix = "name a .png in a folder that exists"
+        raise CheckpointError(f"cannot write the picture {path}: {error}", fix=fix) from error

@@ -1,0 +1,106 @@
+"""Capsules of loops of one's own: `hs.Step(capsules=DIR)` keeps the step of a fault, `hs.replay` finds its cause."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from halfstep.data.prefetch import RecentWindows
+from halfstep.errors import CheckpointError, HardwareError
+from halfstep.evidence import capsule as capsules
+from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
+from halfstep.evidence.recorder import Recorder, Source
+from halfstep.evidence.replay import Replayed
+from halfstep.evidence.replay import replay as replayed
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
+from halfstep.precision.plan import Plan
+from halfstep.run.user_line import warn_user
+from halfstep.step.guard import LAG, Guard
+from halfstep.step.step import Step
+
+
+class OwnCapsules:
+    """Keeps the last windows, and the step of a fault."""
+
+    def __init__(self, folder: str | os.PathLike[str], step: Step, guard: Guard, *, spikes: bool) -> None:
+        self.recent = RecentWindows(LAG + 1)
+        source = Source(
+            about={"plan": json.loads(step.plan.to_json())},
+            window_of=lambda reading: self.recent.of(reading.attempted),
+        )
+        self.recorder = Recorder(Path(folder), step.model, step, source, notice=warn_user, spikes=spikes)
+        guard.observers.append(self.recorder.observe)
+
+    @contextlib.contextmanager
+    def around(self, attempted: int, window: Sequence[Any]) -> Iterator[None]:
+        """A window in its step; an exception of the user's own code is kept as well."""
+        self.recent.keep(attempted, list(window))
+        try:
+            yield
+        except Exception as error:
+            self.recorder.failed(error, window)
+            raise
+
+
+def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -> Replayed:
+    """Find out why a step of your own loop went bad.
+
+        found = hs.replay("capsules/00000123", model, loss_fn)
+        print(found)
+
+    `model` and `loss_fn` are those that were given to hs.Step; weights, buffers and batches come from the capsule. The
+    model is left with its own weights.
+    """
+    read = capsules.read(Path(capsule))
+    if read.is_of_a_run:
+        raise CheckpointError(f"the capsule {read.path} is of a run", fix=f"halfstep replay {read.path}")
+    refuse_another_model(read, model)
+    if not read.state:
+        raise CheckpointError(f"the capsule {read.path} has no weights", why="they were too large for it",
+                              fix="load your own checkpoint of that step, and look at it with hs.simulate")  # fmt: skip
+    device = next(model.parameters()).device
+    plan = _plan_here(read.about["plan"], model, device)
+    own = {name: value.detach().clone() for name, value in capsules.state_of(model).items()}
+    subject = Subject(
+        model=model,
+        loss=loss_fn,
+        window=[tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, batch) for batch in read.window],
+        state=read.state,
+        rng=read.rng,
+        plan=plan,
+        plan_for=lambda precision, modules: _other_plan(plan, model, precision, modules),
+        scale=float(read.about["scale"]),
+    )
+    try:
+        return replayed(subject, read)
+    finally:
+        subject.state = own
+        subject.put_back()
+
+
+def _plan_here(stored: Mapping[str, Any], model: nn.Module, device: torch.device) -> Plan:
+    plan = Plan.from_json(json.dumps(stored))
+    with contextlib.suppress(HardwareError):
+        if probe(plan.device).device == plan.device and torch.device(plan.device).type == device.type:
+            return plan
+    hardware = probe(str(device))
+    return decide(plan.granted, hardware, model, modules=_parts(plan), simulate=hardware.kind == "cpu")
+
+
+def _other_plan(own: Plan, model: nn.Module, precision: str, modules: Mapping[str, str]) -> Plan:
+    named = {} if precision else {**_parts(own), **modules}
+    simulate = own.simulated or precision == "bf16" and not own.on_cuda
+    return decide(precision or own.granted, probe(own.device), model, modules=named, simulate=simulate)
+
+
+def _parts(plan: Plan) -> dict[str, str]:
+    return {row.module: row.precision for row in plan.rows if row.kind == "module"}
