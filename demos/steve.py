@@ -2,7 +2,7 @@
 
     python demos/steve.py [--out DIR]
 
-Asserted: the squared error falls by at least 80 % and the words' cross-entropy by at least 10 % of what the untrained
+Asserted: the squared error falls by at least 80 % and the words' cross-entropy by at least 15 % of what the untrained
 model has. FG-ARI is reported: so few steps on so few clips find objects by colour at best.
 """
 
@@ -22,7 +22,7 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.workloads import load
 
-FALLS = {"mse": 0.80, "cross_entropy": 0.10}
+FALLS = {"mse": 0.80, "cross_entropy": 0.15}
 """Shares of the untrained model's losses."""
 
 
