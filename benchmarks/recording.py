@@ -52,7 +52,7 @@ def command() -> str:
 
 def shown_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags that make a result what it is, without paths of the machine."""
-    return {name: value for name, value in vars(arguments).items() if name != "out"} | {
+    return {name: value for name, value in vars(arguments).items() if name not in ("out", "merge")} | {
         "data": Path(arguments.data).name
     }
 

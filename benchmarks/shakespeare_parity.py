@@ -5,8 +5,10 @@
 DIR holds input.txt (tiny Shakespeare: 1.1 M characters, 65 of them distinct). The setting is the preset `shakespeare`,
 nanoGPT's "baby GPT": 6 blocks, 384 channels, context 256, batch 64, dropout 0.2, 5000 steps; its author reports a best
 validation loss of 1.47. Validation every 250 steps, and the best loss counts, as there. Every (seed, precision) is a
-process, several of them beside each other on one GPU. Of the losses the margin is 1 % of fp32's mean or twice its
-deviation, whichever is larger. On a CPU add --simulate and small sizes: --set train.max_steps=20 --set model.depth=1.
+process, several of them beside each other on one GPU, eager (`--set train.fast=graph` for another way). Where the time
+does not do for all of them: `--first-seed 3 --seeds 2` goes on, and `--merge FILE` takes in what was stored before.
+Of the losses the margin is 1 % of fp32's mean or twice its deviation, whichever is larger. On a CPU add --simulate and
+small sizes: --set train.max_steps=20 --set model.depth=1.
 """
 
 from __future__ import annotations
@@ -36,20 +38,34 @@ EVERY = 250
 
 def main() -> None:
     parser = parity_flags(__doc__, name="shakespeare_parity")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--merge", action="append", default=[], metavar="FILE", help="runs of an earlier call")
     arguments = parser.parse_args()
     precisions = arguments.precisions.split(",")
-    runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in precisions}
+    runs: dict[str, dict[int, dict[str, Any]]] = merged(arguments.merge)
+    for name in precisions:
+        runs.setdefault(name, {})
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "shakespeare.tokens")
         prepared = job(arguments, precisions[0], 0, scratch, cache)
         from_dict("gpt2", prepared["settings"], overrides=arguments.set)  # a typo is told before minutes of others
-        jobs = [job(arguments, name, seed, scratch, cache) for seed in range(arguments.seeds) for name in precisions]
+        seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+        jobs = [job(arguments, name, seed, scratch, cache) for seed in seeds for name in precisions]
         with ProcessPoolExecutor(arguments.at_once, mp_context=multiprocessing.get_context("spawn")) as processes:
             for done in as_completed([processes.submit(one_run, given) for given in jobs]):
                 found = done.result()
                 runs[found["precision"]][found["seed"]] = found
                 print(json.dumps(found), flush=True)
                 judge(arguments, runs)
+
+
+def merged(files: list[str]) -> dict[str, dict[int, dict[str, Any]]]:
+    """fp32 first: it is what others are held against."""
+    found: dict[str, dict[int, dict[str, Any]]] = {"fp32": {}} if files else {}
+    for file in files:
+        for name, runs in json.loads(Path(file).read_text())["runs"].items():
+            found.setdefault(name, {}).update({run["seed"]: run for run in runs})
+    return found
 
 
 def job(arguments: Any, precision: str, seed: int, scratch: str, cache: str) -> dict[str, Any]:
@@ -59,6 +75,7 @@ def job(arguments: Any, precision: str, seed: int, scratch: str, cache: str) -> 
         # A cache of its own for each, since several would write one at the same time.
         "data.cache_file": f"{cache}-{precision}-{seed}",
         "data.num_workers": 1,
+        "train.fast": "off",
         "precision": precision,
         "precision.strict": True,
         "precision.simulate": arguments.simulate and precision != "fp32",

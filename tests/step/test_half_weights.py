@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.step.adamw_bf16 import AdamWBf16
 from halfstep.step.half_weights import hashed, hashed_number, joined, key_of, split, stochastic
+from halfstep.step.step import Step
 
 KINDS = (AdamWBf16, AdamW8bit)
 
@@ -234,3 +237,24 @@ def test_a_state_without_low_halves_goes_on_rounded_to_nearest() -> None:
     optimizer.step()
     assert optimizer.state[new[0]]["exp_avg"].dtype == torch.float32
     assert optimizer.lost_share() is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_several_micro_batches_add_up_in_fp32(kind: Any) -> None:
+    """1 and 2**-12 four times: in bf16 the sum would be 1."""
+    plan = decide("fp32", probe("cpu"))
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    step = Step(model, kind(model.parameters(), lr=0.0), plan, accumulate=5)
+    shares = [1.0, *[2.0**-12] * 4]
+
+    def loss(batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+        return (model.weight * batch["share"]).sum(), 1.0
+
+    facts = step.compute(loss, [{"share": torch.tensor(share)} for share in shares])
+    gradient = model.weight.grad
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    step.commit(facts)
+    assert facts.read().grad_norm == pytest.approx(2**0.5 * sum(shares) / 5, rel=1e-6)
+    step.commit(step.compute(loss, [{"share": torch.tensor(1.0)}]))
+    assert model.weight.grad.dtype == torch.bfloat16, "alone they take two bytes"  # type: ignore[union-attr]
