@@ -21,7 +21,7 @@ def test_result_tables_are_generated_from_the_stored_results() -> None:
 
 def test_every_command_is_in_the_readme_and_every_command_in_the_readme_exists() -> None:
     readme = (ROOT / "README.md").read_text()
-    shown = set(re.findall(r"`halfstep (\w+)", readme))
+    shown = set(re.findall(r"`halfstep ([\w-]+)", readme))
     assert shown == set(get_command(app_with()).commands)  # type: ignore[attr-defined]
 
 

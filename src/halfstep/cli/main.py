@@ -22,6 +22,7 @@ COMMANDS = (
     "check",
     "compare",
     "detect",
+    "dry-run",
     "evaluate",
     "exercise",
     "formats",
@@ -56,7 +57,7 @@ def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(root)
     for name in names:
-        module = importlib.import_module(f"halfstep.cli.{name}")
+        module = importlib.import_module(f"halfstep.cli.{name.replace('-', '_')}")
         text = unwrapped(module.command.__doc__)
         kind = CLASSES.get(name, OnceCommand)
         app.command(name, help=text, cls=kind, context_settings=SETTINGS.get(name))(module.command)

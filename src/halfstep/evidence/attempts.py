@@ -107,13 +107,13 @@ def attempt(
     loss: LossFn | None = None,
     window: Sequence[Any] | None = None,
     dtype: torch.dtype | None = None,
-    traced: bool = False,
+    traced: bool | type[Trace] = False,
     around: AbstractContextManager[Any] | None = None,
 ) -> Attempt:
     """Run the step once. An error of the model's own code is part of the answer."""
     plan, window = plan or subject.plan, subject.window if window is None else window
     generators = rng_state(subject.device)
-    trace = Trace(subject.model) if traced else None
+    trace = (Trace if traced is True else traced)(subject.model) if traced else None
     try:
         subject.put_back()
         subject.take_plan(plan)

@@ -1,0 +1,81 @@
+"""`halfstep dry-run`: would this format hold?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from halfstep.evidence.dry_run import Judged
+
+
+def command(
+    words: Annotated[
+        list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What to judge, then settings.")
+    ],
+    target: Annotated[str, typer.Option(metavar="fp16|bf16-true|fp8", help="The format.")],
+    data_dir: Annotated[str | None, typer.Option(help="Folder of the data set; default: demo data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of one batch.")] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Batches to look at.")] = 2,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a heat map, modules × kind.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show modules that fit, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Every row, for scripts.")] = False,
+) -> None:
+    """Would this format hold: per module what would overflow, flush to zero or lose updates, before a GPU is rented.
+
+    Steps run in fp32 on real batches, from a run's weights where a run is named. Shows the headroom in bits and whether
+    loss scaling would save it. Exit code 1 where a module does not fit and loss scaling does not save it.
+
+    Example:
+
+        halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
+    """
+    from halfstep.use.dry_run import dry_run
+
+    flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
+    rows = dry_run(words[0], target, num_batches=batches, flags=flags, overrides=words[1:])
+    if picture is not None:
+        from halfstep.report.heat_map import draw_heat_map
+
+        draw_heat_map([(row.module, row.kind, _badness(row)) for row in rows], f"dry run: {target}", picture)
+    if as_json:
+        typer.echo(json.dumps([_plain(row) for row in rows], indent=1))
+    else:
+        _show(rows, target, every=every)
+    if any(row.is_bad and "saves it" not in row.remedy for row in rows):
+        raise typer.Exit(1)
+
+
+def _badness(row: Judged) -> float:
+    """From 0, far from the format's ends, to 1, past them."""
+    edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
+    return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
+
+
+def _plain(row: Judged) -> dict[str, object]:
+    import math
+
+    headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
+    return {
+        "module": row.module, "kind": row.kind, "verdict": row.verdict, "headroom_bits": headroom, "lost": row.lost,
+        "remedy": row.remedy,
+    }  # fmt: skip
+
+
+def _show(rows: list[Judged], target: str, *, every: bool) -> None:
+    from halfstep.report.evaluation_view import result_console
+    from halfstep.report.tables import rows_table
+
+    console = result_console()
+    shown = [row for row in rows if every or row.is_bad]
+    cells = [
+        (row.module, row.kind, row.verdict, f"{row.headroom_bits:.1f}", f"{row.lost:.1%}", row.remedy) for row in shown
+    ]
+    if cells:
+        console.print(rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
+    bad = {row.module for row in rows if row.is_bad}
+    console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}")

@@ -1,0 +1,188 @@
+"""Dry run: what a format would do to a model, judged from a step in fp32 before a GPU is rented.
+
+Magnitudes come from fp32 steps on real batches, as histograms of exponents. Which of them the format would hold comes
+from one step in it, simulated: dtypes do not depend on values. fp8 scales each operand of a linear layer to its own
+largest value, so there nothing overflows and the small end is what is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.evidence.attempts import Subject, attempt
+from halfstep.evidence.ranges import Operation, Trace
+from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
+from halfstep.precision.rounding import round_to
+
+Target = Literal["fp16", "bf16-true", "fp8"]
+TARGETS: tuple[Target, ...] = ("fp16", "bf16-true", "fp8")
+KINDS = ("weights", "activations", "gradients", "updates")
+DTYPES = {"fp16": "float16", "bf16-true": "bfloat16", "fp8": "bfloat16"}
+MUCH = 0.1
+"""A module loses much where a tenth of its numbers that are not zero become zero, or a tenth of its updates vanish."""
+PRODUCTS = ("mm", "addmm", "bmm")
+
+
+@dataclass(slots=True)
+class Magnitudes:
+    """Of many tensors: the largest number and how many there are of each exponent."""
+
+    high: float = 0.0
+    exponents: Counter[int] = field(default_factory=Counter)
+
+    def add(self, tensor: Tensor) -> None:
+        size = tensor.detach().float().abs().flatten()
+        size = size[size.isfinite() & (size > 0)]
+        if not len(size):
+            return
+        self.high = max(self.high, float(size.max()))
+        found, counts = torch.frexp(size)[1].unique(return_counts=True)
+        self.exponents.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+    def join(self, other: Magnitudes) -> None:
+        self.high = max(self.high, other.high)
+        self.exponents.update(other.exponents)
+
+    def flushed(self, fmt: Format, scale: float = 1.0) -> float:
+        """The share that rounds to zero, times `scale`: what is below half the smallest number."""
+        total = sum(self.exponents.values())
+        # frexp's mantissa is below 1, so an exponent e holds numbers below 2^e.
+        limit = math.log2(fmt.smallest_subnormal / 2 / scale)
+        return sum(n for e, n in self.exponents.items() if e <= limit) / total if total else 0.0
+
+    def headroom(self, fmt: Format) -> float:
+        """Powers of two between the largest number and the format's."""
+        return math.log2(fmt.largest / self.high) if self.high else math.inf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """What the format would do to one kind of numbers of one module."""
+
+    module: str
+    kind: str
+    verdict: str
+    """"fits", "overflows", "flushes to zero" or "loses updates"."""
+    headroom_bits: float
+    lost: float
+    """The share that becomes zero, or of updates that change nothing."""
+    remedy: str = ""
+    """Whether loss scaling would save it."""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict != "fits"
+
+
+class Histograms(Trace):
+    """A trace that keeps the magnitudes of what each operation gives and of what it multiplies."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.outputs: dict[int, Magnitudes] = {}
+        self.operands: dict[tuple[str, bool], Magnitudes] = {}
+
+    def _look(self, func: Any, name: str, given: list[Tensor], before: Any, found: list[Tensor]) -> None:
+        first = len(self.operations)
+        super()._look(func, name, given, before, found)
+        for seen, tensor in zip(self.operations[first:], found, strict=False):
+            self.outputs.setdefault(seen.index, Magnitudes()).add(tensor)
+        if name in PRODUCTS and self.operations[first:]:
+            seen = self.operations[first]
+            for tensor in given:
+                if tensor.ndim >= 2:
+                    self.operands.setdefault((seen.module, seen.is_backward), Magnitudes()).add(tensor)
+
+
+def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> list[Judged]:
+    """Weights, activations and gradients of each module."""
+    in_fp32 = subject.plan_for("fp32", {})
+    held = _held(subject, target) if target != "fp8" else {}
+    found: dict[tuple[str, str], Magnitudes] = {}
+    for window in windows:
+        trace = attempt(subject, "fp32", in_fp32, window=window, traced=Histograms).trace
+        assert isinstance(trace, Histograms)
+        for (module, is_backward), magnitudes in _of_target(trace, target, held, subject.model):
+            kind = "gradients" if is_backward else "activations"
+            found.setdefault((module, kind), Magnitudes()).join(magnitudes)
+    if target == "bf16-true":
+        for name, parameter in subject.model.named_parameters():
+            found.setdefault((name.rpartition(".")[0] or "(root)", "weights"), Magnitudes()).add(parameter)
+    scale = _best_scale(found) if target == "fp16" else 1.0
+    return [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
+
+
+def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Judged]:
+    """Updates of a step that bf16 weights would not feel: w + Δ == w."""
+    found: dict[str, list[int]] = {}
+    for name, old in before.items():
+        weight = round_to(old.detach().float(), BF16)
+        change = after[name].detach().float() - old.detach().float()
+        is_made = change != 0
+        is_lost = (round_to(weight + change, BF16) == weight) & is_made
+        counts = found.setdefault(name.rpartition(".")[0] or "(root)", [0, 0])
+        counts[0] += int(is_lost.sum())
+        counts[1] += int(is_made.sum())
+    return [
+        Judged(
+            module=module, kind="updates", verdict="loses updates" if lost > MUCH * made else "fits",
+            headroom_bits=math.inf, lost=lost / made if made else 0.0,
+            remedy="halfstep's bf16-true keeps the dropped bits or rounds at random" if lost > MUCH * made else "",
+        )
+        for module, (lost, made) in found.items()
+    ]  # fmt: skip
+
+
+def _held(subject: Subject, target: Target) -> dict[tuple[Any, ...], bool]:
+    """Which operations give numbers in the format, by their n-th of a name in a module."""
+    trace = attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True).trace
+    assert trace is not None
+    return {key: op.output.dtype == DTYPES[target] for key, op in _counted(trace)}
+
+
+def _counted(trace: Trace) -> Iterable[tuple[tuple[Any, ...], Operation]]:
+    seen: Counter[tuple[str, str, bool]] = Counter()
+    for op in trace.operations:
+        kind = (op.module, op.name, op.is_backward)
+        yield (*kind, seen[kind]), op
+        seen[kind] += 1
+
+
+def _of_target(
+    trace: Histograms, target: Target, held: Mapping[tuple[Any, ...], bool], model: nn.Module
+) -> Iterable[tuple[tuple[str, bool], Magnitudes]]:
+    if target == "fp8":
+        linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        yield from ((key, m) for key, m in trace.operands.items() if key[0] in linear)
+        return
+    for key, op in _counted(trace):
+        if held.get(key) and op.index in trace.outputs:
+            yield (op.module, op.is_backward), trace.outputs[op.index]
+
+
+def _best_scale(found: Mapping[tuple[str, str], Magnitudes]) -> float:
+    """The largest loss scale, a power of two, at which no gradient overflows: what the scaler's search ends at."""
+    high = max((m.high for (_, kind), m in found.items() if kind == "gradients"), default=0.0)
+    return 2.0 ** min(math.floor(math.log2(FP16.largest / high)), 24) if high else 1.0
+
+
+def _judge(module: str, kind: str, found: Magnitudes, target: Target, scale: float) -> Judged:
+    if target == "fp8":
+        fmt = FP8_E5M2 if kind == "gradients" else FP8_E4M3
+        lost = found.flushed(fmt, fmt.largest / found.high if found.high else 1.0)
+        verdict = "flushes to zero" if lost > MUCH else "fits"
+        return Judged(module=module, kind=kind, verdict=verdict, headroom_bits=0.0, lost=lost)
+    fmt = FP16 if target == "fp16" else BF16
+    lost, headroom, remedy = found.flushed(fmt), found.headroom(fmt), ""
+    verdict = "overflows" if headroom < 0 else "flushes to zero" if lost > MUCH else "fits"
+    if verdict != "fits" and target == "fp16":
+        is_saved = kind == "gradients" and verdict != "overflows" and found.flushed(fmt, scale) <= MUCH
+        remedy = f"loss scaling saves it (2^{math.log2(scale):.0f})" if is_saved else "loss scaling does not save it"
+    return Judged(module=module, kind=kind, verdict=verdict, headroom_bits=headroom, lost=lost, remedy=remedy)
