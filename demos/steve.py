@@ -3,7 +3,7 @@
     python demos/steve.py [--out DIR]
 
 Asserted: the squared error falls by at least 80 % and the words' cross-entropy by at least 15 % of what the untrained
-model has. FG-ARI is reported: so few steps on so few clips find objects by colour at best.
+model has. FG-ARI is reported: after so few steps it is near chance.
 """
 
 from __future__ import annotations

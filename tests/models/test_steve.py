@@ -148,12 +148,13 @@ def test_recomputing_blocks_with_dropout_gives_the_same_gradients(video: Tensor)
         torch.testing.assert_close(gradients(how), plain)
 
 
-def test_the_recurrent_cell_is_torchs(model: Steve) -> None:
+def test_the_recurrent_cell_is_torchs_and_computes_in_fp32() -> None:
     torch.manual_seed(0)
     ours, theirs = RecurrentCell(8), nn.GRUCell(8, 8)
     theirs.load_state_dict(ours.state_dict())
     x, h = torch.randn(5, 8), torch.randn(5, 8)
     torch.testing.assert_close(ours(x, h), theirs(x, h))
+    assert ours.bfloat16()(x, h).dtype == torch.float32, "weights stored in bf16, a state in fp32"
 
 
 def test_slots_stay_fp32_and_finite_in_half_formats(model: Steve, video: Tensor) -> None:

@@ -32,8 +32,9 @@ class RecurrentCell(nn.GRUCell):
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         assert hx is not None
-        from_input = F.linear(input, self.weight_ih, self.bias_ih).chunk(3, dim=-1)
-        from_state = F.linear(hx, self.weight_hh, self.bias_hh).chunk(3, dim=-1)
+        own = to_fp32([self.weight_ih, self.bias_ih, self.weight_hh, self.bias_hh])  # stored in bf16 by bf16-true
+        from_input = F.linear(input, own[0], own[1]).chunk(3, dim=-1)
+        from_state = F.linear(hx, own[2], own[3]).chunk(3, dim=-1)
         reset = torch.sigmoid(from_input[0] + from_state[0])
         update = torch.sigmoid(from_input[1] + from_state[1])
         new = torch.tanh(from_input[2] + reset * from_state[2])
