@@ -45,7 +45,7 @@ WORKLOADS = {"2": "radiodiff", "1": "radiodiff_vae"}
 COMMON = ("train.batch_size=8", "model.scale_factor=0.3")
 STAGE1 = ("train.batch_size=8", "model.discriminator.enabled=false")
 SMALL = (
-    "data.image_size=32", "train.batch_size=2", "model.first_stage.width=8", "model.first_stage.num_blocks=1",
+    "data.image_size=32", "model.first_stage.width=8", "model.first_stage.num_blocks=1",
 )  # fmt: skip
 SMALL_UNET = (
     "model.width=8", "model.multipliers=[1, 2]", "model.windows=[[2, 2], [1, 1]]",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from halfstep.models.radio_names import unet_name
 from halfstep.models.radio_relation import WindowMeanAttention, sine_positions
 from halfstep.models.radio_unet import RadioUNet, mixed
 from halfstep.models.radio_vae import RadioVAE
+from halfstep.models.recompute import set_recompute
 from halfstep.models.swin import SwinPyramid
 from halfstep.workloads.radio.ddm import clean, ddm_loss, noised, sampled, sampling_times, times_of
 
@@ -247,3 +250,28 @@ def test_the_two_decoders_share_nothing() -> None:
     first, second = ({id(p) for p in decoder.parameters()} for decoder in unet.decoders)
     assert first
     assert not first & second
+
+
+@pytest.mark.parametrize("how", ["blocks", "pointwise"])
+def test_recomputing_changes_neither_gradients_nor_statistics(how: str) -> None:
+    torch.manual_seed(0)
+    plain = tiny()
+    other = copy.deepcopy(plain)
+    assert set_recompute(other, how)  # type: ignore[arg-type]
+    x, time, image = torch.randn(2, 3, 16, 16), torch.tensor([0.2, 0.9]), torch.randn(2, 3, 64, 64)
+    for unet in (plain, other):
+        drift, noise = unet(x, time, image)
+        (drift.square().sum() + noise.square().sum()).backward()
+    for (name, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-5, msg=name)
+    for (name, kept), again in zip(plain.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(kept, again), name
+
+
+def test_the_whole_network_is_one_graph_for_the_compiler() -> None:
+    swin = SwinPyramid(dim=8, depths=(1,), num_heads=(1,), window=4)
+    unet = RadioUNet(swin, dim=8, multipliers=(1,), latent_size=(4, 4)).eval()
+    x, time, image = torch.randn(1, 3, 4, 4), torch.tensor([0.5]), torch.randn(1, 3, 16, 16)
+    traced = torch.compile(unet, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(x, time, image), unet(x, time, image))

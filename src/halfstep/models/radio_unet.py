@@ -23,6 +23,7 @@ from halfstep.models.radio_layers import (
     TimeEmbedding,
 )
 from halfstep.models.radio_relation import Relation
+from halfstep.models.recompute import Recomputing, block_runner
 from halfstep.models.swin import SwinPyramid
 
 Windows = Sequence[Sequence[int]]
@@ -43,7 +44,7 @@ def _levels(part: nn.Module) -> list[Level]:
     return list(cast("Iterable[Level]", part.levels))
 
 
-class Decoder(nn.Module):
+class Decoder(Recomputing):
     """From the bottleneck back to the latent's size; `dims` are the widths of the levels, the finest first."""
 
     def __init__(
@@ -75,12 +76,12 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, stem: Tensor, skips: Sequence[Tensor], conditions: Sequence[Tensor], time: Tensor
     ) -> Tensor:
-        x, left = x + self.filter(x), list(skips)
+        x, left, run = x + self.filter(x), list(skips), block_runner(self.recompute)
         for level, condition in zip(_levels(self), reversed(conditions), strict=True):
-            x = level.block1(torch.cat([x, left.pop()], dim=1), time)
-            x = level.relation(condition, x)
-            x = level.block2(torch.cat([x, left.pop()], dim=1), time)
-            x = level.end(level.attention(x))
+            x = run(level.block1, torch.cat([x, left.pop()], dim=1), time)
+            x = run(level.relation, condition, x)
+            x = run(level.block2, torch.cat([x, left.pop()], dim=1), time)
+            x = level.end(run(level.attention, x))
         return self.final_conv(self.final_block(torch.cat([x, stem], dim=1), time))  # type: ignore[no-any-return]
 
 
@@ -94,7 +95,7 @@ def _down(inputs: int, outputs: int, *, halves: bool) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 4, 2, 1) if halves else nn.Conv2d(inputs, outputs, 3, padding=1)
 
 
-class RadioUNet(nn.Module):
+class RadioUNet(Recomputing):
     """`(x, time, image) -> C, noise`, both fp32; `image` is the condition at full size."""
 
     def __init__(
@@ -148,11 +149,12 @@ class RadioUNet(nn.Module):
             finest = F.interpolate(finest, size=x.shape[2:], mode="bilinear")
         stem = self.stem(torch.cat([x.to(finest.dtype), finest], dim=1))
         conditions = [project(feature) for project, feature in zip(self.projections, features, strict=True)]
-        h, skips = stem, []
+        h, skips, run = stem, [], block_runner(self.recompute)
         for level, condition in zip(_levels(self), conditions, strict=True):
-            h = level.block1(h, embedded)
+            h = run(level.block1, h, embedded)
             skips.append(h)
-            h = level.attention(level.block2(level.relation(condition, h), embedded))
+            h = run(level.block2, run(level.relation, condition, h), embedded)
+            h = run(level.attention, h)
             skips.append(h)
             h = level.end(h)
         h = self.mid_block2(self.mid_attention(self.mid_block1(h, embedded)), embedded)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.models.posterior import drawn, posterior
+from halfstep.models.recompute import Recomputing, block_runner
 
 GROUPS = 32
 
@@ -109,7 +110,7 @@ class UpLevel(nn.Module):
         return self.upsample(self.block(x))  # type: ignore[no-any-return]
 
 
-class Encoder(nn.Module):
+class Encoder(Recomputing):
     def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
         super().__init__()
         first, *levels = widths
@@ -122,13 +123,13 @@ class Encoder(nn.Module):
         self.norm_out, self.conv_out = group_norm(levels[-1]), conv3(levels[-1], 2 * z_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
+        x, run = self.conv_in(x), block_runner(self.recompute)
         for level in self.down:
-            x = level(x)
+            x = run(level, x)
         return self.conv_out(F.silu(self.norm_out(self.mid(x))))  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
+class Decoder(Recomputing):
     """Levels are numbered from the finest, as in the encoder, and run from the coarsest."""
 
     def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
@@ -143,9 +144,9 @@ class Decoder(nn.Module):
         self.norm_out, self.conv_out = group_norm(levels[0]), conv3(levels[0], channels)
 
     def forward(self, z: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(z))
+        x, run = self.mid(self.conv_in(z)), block_runner(self.recompute)
         for level in reversed(self.up):
-            x = level(x)
+            x = run(level, x)
         return self.conv_out(F.silu(self.norm_out(x)))  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ from halfstep.models.posterior import drawn
 from halfstep.models.radio_names import unet_name
 from halfstep.models.radio_unet import RadioUNet
 from halfstep.models.radio_vae import RadioVAE
+from halfstep.models.recompute import set_recompute
 from halfstep.models.swin import SwinPyramid
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.parts import FrozenPart
@@ -98,7 +99,7 @@ def unet_of(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
         patch=reduction,
         stochastic_depth=wish.pyramid.stochastic_depth,
     )
-    return RadioUNet(
+    unet = RadioUNet(
         pyramid,
         channels=channels,
         dim=wish.width,
@@ -108,6 +109,8 @@ def unet_of(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
         fourier_scale=wish.fourier_scale,
         dropout=wish.dropout,
     )
+    set_recompute(unet, "blocks" if config.train.activation_checkpointing else "none")
+    return unet
 
 
 def load_unet_(model: RadioUNet, source: str) -> None:
@@ -220,10 +223,10 @@ def workload_of(
         metric="nmse",
         mode="min",
         fragile=FRAGILE,
-        scoring=f"of samples of {wish.sampling_steps} steps: {SCORING}",
+        scoring=f"of samples (model.sampling_steps={wish.sampling_steps}, or --steps): {SCORING}",
         store=store,
         notes=data.notes,
-        val_names=tuple(data.val.name_of(index) for index in range(len(data.val))),
+        val_names=data.val_names(),
         about=(*data.about, *about, ("sampling", f"{wish.sampling_steps} steps, {calls} calls of the network")),
         frozen={"vae": vae},
         sample=pictures,

@@ -22,6 +22,7 @@ from halfstep.models.patch_gan import PatchGan
 from halfstep.models.posterior import kl_divergence
 from halfstep.models.radio_names import vae_name
 from halfstep.models.radio_vae import RadioVAE
+from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
 from halfstep.workloads.phase import Phase
@@ -63,7 +64,9 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
 def stage1(config: RadioVaeConfig) -> Stage1:
     sizes = sizes_of(config.model.first_stage)
     refuse_uneven(config.data.image_size, 2 ** (len(sizes["multipliers"]) - 1))
-    return Stage1(vae_of(sizes), critic_of(config) if has_critic(config) else None)
+    model = Stage1(vae_of(sizes), critic_of(config) if has_critic(config) else None)
+    set_recompute(model, "blocks" if config.train.activation_checkpointing else "none")
+    return model
 
 
 def critic_of(config: RadioVaeConfig) -> PatchGan:
@@ -128,7 +131,7 @@ def workload_of(config: RadioVaeConfig, model: Stage1, data: RadioData) -> Workl
         scoring=f"of reconstructions: {SCORING}",
         store={"sizes": sizes_of(config.model.first_stage), "image_size": config.data.image_size},
         notes=data.notes,
-        val_names=tuple(data.val.name_of(index) for index in range(len(data.val))),
+        val_names=data.val_names(),
         about=(*data.about, *_about_critic(config)),
         phases=phases_of(config, started) if has_critic(config) else (),
         values={"started": started} if has_critic(config) else {},

@@ -176,10 +176,10 @@ class RadioTrainConfig(TrainConfig):
 
 
 SMALL_FIRST_STAGE: dict[str, Any] = {
-    "data.image_size": 32,
+    "data.image_size": 16,
     "data.num_workers": 0,
     "model.first_stage.width": 16,
-    "model.first_stage.multipliers": (1, 2, 2),
+    "model.first_stage.multipliers": (1, 2),
     "model.first_stage.num_blocks": 1,
     "model.first_stage.z_channels": 4,
     "model.first_stage.latent_channels": 4,
@@ -192,9 +192,9 @@ class RadioVaeConfig(RunConfig):
     demo: ClassVar[dict[str, Any]] = {
         **SMALL_FIRST_STAGE,
         "model.discriminator.enabled": False,
-        "optimizer.lr": 2e-3,
+        "optimizer.lr": 4e-3,
         "train.batch_size": 8,
-        "train.epochs": 12,
+        "train.epochs": 3,
     }
 
     data: RadioDataConfig = RadioDataConfig()
@@ -224,7 +224,7 @@ class RadioDiffConfig(RunConfig):
         "model.dropout": 0.0,
         "optimizer.lr": 2e-3,
         "train.batch_size": 8,
-        "train.epochs": 20,
+        "train.epochs": 8,
     }
 
     data: RadioDataConfig = RadioDataConfig()

@@ -24,6 +24,10 @@ class RadioData:
     about: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
 
+    def val_names(self) -> tuple[str, ...]:
+        """Made-up samples have none."""
+        return tuple(map(self.val.name_of, range(len(self.val)))) if isinstance(self.val, RadioMaps) else ()
+
 
 def data_of(config: RunConfig) -> RadioDataConfig:
     assert isinstance(config.data, RadioDataConfig)

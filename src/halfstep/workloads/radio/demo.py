@@ -19,8 +19,8 @@ from halfstep.data.whole_folder import whole_folder
 
 Array = np.ndarray[Any, Any]
 
-SIDE = 32
-NUM_MAPS = {"train": 40, "val": 4, "test": 4}
+SIDE = 16
+NUM_MAPS = {"train": 80, "val": 6, "test": 6}
 NUM_TRANSMITTERS = 8
 NUM_IRT4 = 2
 """Transmitters with an IRT4 simulation, as in the original."""
