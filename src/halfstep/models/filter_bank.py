@@ -1,12 +1,14 @@
-"""A backbone that nobody has trained: soft colour histograms and edge strengths of patches, all fixed.
+"""A backbone that nobody has trained: soft colour histograms and edge strengths of patches, and where they are.
 
-For demos and tests where no weights of a real one are at hand. Objects that look alike get like features, which is all
-that slots need; what it lacks is any notion of what things are.
+For demos and tests where no weights of a real one are at hand. Like parts of a frame get like features, and every patch
+knows its place, as a transformer's does: slots could not say otherwise where their object is. What it lacks is any
+notion of what things are.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +19,17 @@ from halfstep.islands import fp32_island, to_fp32
 LEVELS = (0.15, 0.5, 0.85)
 """Red, green and blue of the colours that pixels are compared with: 27 in all."""
 SHARPNESS = 12.0
+WAVES = (1, 2, 3, 4)
+"""Half periods over a frame of the cosines that say where a patch is."""
+SPREAD = 0.06
+"""Deviation of a channel between the patches of a frame, about; features are divided by it."""
 
 
 class FilterBank(nn.Module):
-    """Images (N, 3, H, W) in 0..1 to features (N, patches, 32): nearness to 27 colours, and 5 of edges."""
+    """Images (N, 3, H, W) in 0..1 to features (N, patches, 40): 27 colours, 5 of edges, 8 of the place."""
 
-    dim = len(LEVELS) ** 3 + 5
+    look_dim = len(LEVELS) ** 3 + 5
+    dim = look_dim + 2 * len(WAVES)
 
     def __init__(self, patch: int) -> None:
         super().__init__()
@@ -44,6 +51,15 @@ class FilterBank(nn.Module):
             grey = images.mean(1, keepdim=True)
             strength = F.conv2d(F.pad(grey, (1, 1, 1, 1), mode="replicate"), edges).abs()
             pooled = F.avg_pool2d(torch.cat([nearness, 4 * strength, grey], dim=1), self.patch)
-            features = pooled.flatten(2).transpose(1, 2)
-            # About unit variance in each channel, as a normalised feature has.
-            return (features - 1 / len(colours)) * 5
+            # Against the frame's own mean: what it is all made of tells nothing apart.
+            looks = (pooled - pooled.mean((2, 3), keepdim=True)) / SPREAD
+            places = _places(looks.shape[2], looks.shape[3], looks.device).expand(len(looks), -1, -1, -1)
+            return torch.cat([looks, places], dim=1).flatten(2).transpose(1, 2)
+
+
+def _places(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Cosines (1, 8, rows, columns) of where a patch is, down and across."""
+    down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (rows, columns))
+    waves = [torch.cos(math.pi * wave * down).view(-1, 1).expand(rows, columns) for wave in WAVES]
+    waves += [torch.cos(math.pi * wave * across).expand(rows, columns) for wave in WAVES]
+    return torch.stack(waves).unsqueeze(0)

@@ -171,18 +171,21 @@ class SlotContrastConfig(RunConfig):
     demo: ClassVar[dict[str, Any]] = {
         "data.image_size": 64,
         "data.num_workers": 0,
+        "data.chunk_size": 2,
         "model.backbone": "filters",
-        "model.patch": 4,
+        "model.patch": 8,
         "model.slots": 6,
-        "model.slot_dim": 32,
+        "model.slot_dim": 16,
+        "model.initial_slots": "random",
         "model.decoder_hidden": [64, 64],
-        "optimizer.lr": 2e-3,
+        "model.contrast_weight": 0.1,
+        "optimizer.lr": 4e-3,
         "schedule.warmup_steps": 50,
-        "schedule.half_life_steps": 500,
+        "schedule.half_life_steps": 750,
         "train.clip_norm": 1.0,
-        "train.batch_size": 16,
-        "train.max_steps": 600,
-        "train.validate_every_steps": 150,
+        "train.batch_size": 8,
+        "train.max_steps": 1500,
+        "train.validate_every_steps": 500,
     }
 
     data: SlotVideoConfig = SlotVideoConfig()
