@@ -42,15 +42,14 @@ def main() -> None:
     config = load(str(run / "config.yaml")).config
     records = [record for record in read(run / "metrics.jsonl") if record["kind"] == "val"]
     best, before = max(record["fg_ari"] for record in records), untrained(config)
-    print(
-        f"slots: FG-ARI {before:.3f} untrained, {best:.3f} at best; loss {records[0]['loss']:.3f} -> {records[-1]['loss']:.3f}"
-    )
+    first, last = records[0]["loss"], records[-1]["loss"]
+    print(f"slots: FG-ARI {before:.3f} untrained, {best:.3f} at best; validation loss {first:.3f} -> {last:.3f}")
     for with_it in (False, True):
         score = clustered(config, coordinates=with_it)
         verdict = "slots are better" if best > score else "slots are worse"
         print(f"k-means {'with' if with_it else 'without'} coordinates: FG-ARI {score:.3f}, {verdict}")
     assert best >= 5 * max(before, 0.0), f"FG-ARI {best:.3f} is not five times the untrained model's {before:.3f}"
-    assert records[-1]["loss"] < records[0]["loss"], "the validation loss did not fall"
+    assert last < first, "the validation loss did not fall"
 
 
 def untrained(config: RunConfig) -> float:
