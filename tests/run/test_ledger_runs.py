@@ -44,6 +44,27 @@ def test_a_run_with_a_ledger_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert rows["head"]["optimizer_state"] == "fp32"
 
 
+def test_compiled_steps_have_a_ledger_of_their_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front end alone: inductor would take a C++ compiler half a minute, and its graphs are the same."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **more: real(f, **{"backend": "aot_eager", **_kept(more)}))
+    plain = weights(run(tmp_path / "plain", **{"train.fast": "compile", "train.max_steps": 2}))
+    path = run(tmp_path / "seen", **{"train.fast": "compile", "train.max_steps": 2, "log.ledger": True})
+    seen = weights(path)
+    assert all(torch.equal(plain[name], seen[name]) for name in plain)
+    ledger = read_run(path).ledger
+    assert [one["mode"] for one in ledger["observed"]] == ["eager", "compiled"]
+    rows = {(row["mode"], row["module"]): row for row in ledger["rows"]}
+    for module in ("body.0", "head"):
+        eager, compiled = rows["eager", module], rows["compiled", module]
+        assert compiled["forward"] == compiled["backward"] == "fp32"
+        assert compiled["flops_share"] == pytest.approx(eager["flops_share"])
+
+
+def _kept(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "options"}
+
+
 def test_phases_have_a_ledger_each(tmp_path: Path) -> None:
     path = run(tmp_path / "run", "phased_workload:build", **{"log.ledger": True})
     modes = [one["mode"] for one in read_run(path).ledger["observed"]]

@@ -111,7 +111,6 @@ def ledger_of(
     observer: Observer | Seen,
     model: nn.Module,
     weights: Weights,
-    *,
     frozen: Mapping[str, nn.Module] | None = None,
     mode: str = "eager",
     notes: Sequence[str] = (),

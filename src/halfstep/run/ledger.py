@@ -13,8 +13,10 @@ from torch import Tensor
 
 from halfstep.disk import write_whole
 from halfstep.errors import HalfstepError
+from halfstep.evidence.graphs import GraphRecorder, num_of, seen_in
 from halfstep.evidence.ledger import Ledger, Weights, ledger_of
-from halfstep.evidence.side import observe
+from halfstep.evidence.side import observe, undone
+from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import Engine, prepared_window
 from halfstep.run.frozen import modules_of
@@ -35,21 +37,46 @@ def engines_of(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
         yield "", engine
 
 
-def eager_ledgers(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Ledger]:
-    """What the code of each phase does with this window, uncompiled; nothing of the run is changed."""
-    return [_eager_ledger(parts, own, window, phase) for phase, own in engines_of(engine)]
+def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Ledger]:
+    """What the code of each phase does with this window, as it is and, where steps run compiled, as the compiler has
+    it. Nothing of the run is changed."""
+    found = []
+    for phase, own in engines_of(engine):
+        # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is no step.
+        work = partial(_ledgers_of_one, parts, own, window, f", {phase}" if phase else "")
+        found += in_own_thread(work, parts.device) if parts.device.type == "cuda" else work()
+    return found
 
 
-def _eager_ledger(parts: Assembly, engine: Engine, window: list[Batch], phase: str) -> Ledger:
+def _ledgers_of_one(parts: Assembly, engine: Engine, window: list[Batch], phase: str) -> list[Ledger]:
     prepared = split_window(prepared_window(parts, window), engine.pieces)
     step, frozen = engine.guarded, modules_of(parts.workload.frozen)
-    loss = loss_alone(engine.parts.eager)
-    # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is not the run.
-    work = partial(observe, step, loss, prepared, frozen)
-    observer, weights = in_own_thread(work, parts.device) if parts.device.type == "cuda" else work()
+    observer, weights = observe(step, loss_alone(engine.parts.eager), prepared, frozen)
     weights = weights.with_states(Weights.of(step.model, step.optimizers))
-    mode = f"eager, {phase}" if phase else "eager"
-    return ledger_of(parts.plan, observer, step.model, weights, frozen=frozen, mode=mode, step=parts.step.attempted)
+    to_ledger = partial(
+        ledger_of, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
+    )
+    eager = to_ledger(observer, mode=f"eager{phase}")
+    if engine.way == "eager":
+        return [eager]
+    recorder = GraphRecorder()
+    with undone(step), chains(on=False):
+        step.compute(loss_alone(recorder.compiled(engine.parts.eager)), prepared)
+    seen = seen_in(recorder.graphs, step.model, frozen, observer.seen)
+    notes = _notes(engine, num_of(recorder.graphs)["forward"])
+    return [eager, to_ledger(seen, mode=f"compiled{phase}", notes=notes)]
+
+
+def _notes(engine: Engine, num_graphs: int) -> list[str]:
+    notes = []
+    if num_graphs > 1:
+        notes.append(f"{num_graphs - 1} graph breaks: what runs between the graphs is in the eager rows alone")
+    if engine.way == "graph":
+        notes.append(
+            "steps are captured as a CUDA graph of this code; layers that run as chains of kernels of our own are "
+            "shown as torch's layers: the captured kernels themselves are not observed"
+        )
+    return notes
 
 
 def loss_alone(region: Region) -> LossFn:
@@ -58,11 +85,6 @@ def loss_alone(region: Region) -> LossFn:
         return value, weight
 
     return loss
-
-
-def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Ledger]:
-    """In each mode that this engine makes steps in."""
-    return eager_ledgers(parts, engine, window)
 
 
 def as_document(ledgers: list[Ledger]) -> dict[str, Any]:
