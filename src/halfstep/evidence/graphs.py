@@ -44,7 +44,7 @@ class GraphRecorder:
 
     def _kept(self, direction: Direction) -> Callable[[fx.GraphModule, Any], Any]:
         def keep(graph: fx.GraphModule, inputs: Any) -> Any:
-            from torch._functorch.aot_autograd import make_boxed_func
+            from torch._functorch._aot_autograd.utils import make_boxed_func
 
             self.graphs.append((direction, graph))
             return make_boxed_func(graph.forward)
