@@ -1,6 +1,7 @@
 # Two commands on a fresh clone, with only Python (>= 3.11) and make there:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run every check
+#   make soak    kill processes of a run thirty times at random points (a quarter of an hour)
 #   make demos   train every workload's demo and assert what it learned (minutes each)
 # On an x86 Linux machine the pinned torch is the CUDA build (gigabytes); on others it is small.
 
@@ -8,13 +9,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos test check format clean
+.PHONY: demo demos soak test check format clean
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
 
 demos: $(STAMP)
 	set -e; for demo in demos/*.py; do echo "== $$demo"; $(BIN)/python "$$demo"; done
+
+soak: $(STAMP)
+	$(BIN)/python tests/soak_ranks.py
 
 test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal -q

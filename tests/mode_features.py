@@ -13,6 +13,7 @@ import torch
 import tiny_workload
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
+from halfstep.run.world import Launch
 from halfstep.workloads import load
 from whole_runs import TINY, newest
 
@@ -98,11 +99,11 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def run_with(feature: Feature, mode: str, out: Path, **more: Any) -> Path:
+def run_with(feature: Feature, mode: str, out: Path, launch: Launch | None = None, **more: Any) -> Path:
     settings = {**TINY, "train.max_steps": 4, "train.report_every": 1, "log.quiet": False, "train.fast": FAST[mode]}
     settings |= feature.settings | more
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    return train(load(feature.workload, overrides=words), out=out)
+    return train(load(feature.workload, overrides=words), out=out, launch=launch)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

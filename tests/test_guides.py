@@ -94,7 +94,6 @@ def config_file(row: Row, folder: Path) -> str:
 def test_all_five_guides_are_there_and_every_row_has_a_line_of_ours() -> None:
     assert {row.guide for row in ROWS} == {f"Guide {number}" for number in range(5)}
     assert all(row.ours for row in ROWS)
-    assert not of_kind("torchrun"), "several processes run now: say what they do, and test it"
 
 
 @pytest.mark.parametrize("row", of_kind("config"), ids=named)
@@ -126,16 +125,13 @@ def test_workloads_that_are_not_there_yet_are_refused(row: Row, capsys: pytest.C
     assert f"error: {row.refusal}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("row", of_kind("torchrun", refused=True), ids=named)
-def test_several_processes_are_refused(
-    row: Row, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("row", of_kind("torchrun"), ids=named)
+def test_several_processes_get_the_settings_that_the_page_says(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(row.ours[0])
-    monkeypatch.setenv("WORLD_SIZE", words[1].removeprefix("--nproc_per_node="))  # as torchrun sets it
     with pytest.raises(SystemExit) as stopped:
-        main(words[words.index("halfstep") + 1 :])
-    assert stopped.value.code == 2
-    assert f"error: {row.refusal}" in capsys.readouterr().err
+        main([*words[words.index("halfstep") + 1 :], "--show-config", "--json"])
+    assert not stopped.value.code
+    assert_sets(json.loads(capsys.readouterr().out)["settings"], row)
 
 
 @pytest.mark.parametrize("row", of_kind("halfstep"), ids=named)

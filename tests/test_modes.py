@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.cli.main import main
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.run.phased_engine import UNCOMPILED
+from halfstep.run.world import Launch
 from mode_features import FEATURES, assert_close, cells, run_with, table
+from ranks_together import free_port, together
 
 
 def test_the_page_and_the_features_are_the_same() -> None:
     assert list(table()) == list(FEATURES)
-    assert {row["ranks"] for row in table().values()} == {"refused"}
 
 
 @pytest.fixture
@@ -44,11 +44,30 @@ def test_a_feature_in_a_mode_does_what_the_page_says(
         assert_close(out, run_with(feature, "eager", tmp_path / "eager"))
 
 
-def test_ranks_are_refused_with_the_launcher_and_the_fix(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def every_feature(rank: int, size: int, port: int, folder: Path, ports: dict[str, int]) -> dict[str, str]:
+    """One process of a run with each feature: what went wrong, or nothing."""
+    ends = {}
+    for name, own_port in ports.items():
+        launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=own_port, by_torchrun=False)
+        try:
+            run_with(FEATURES[name], "eager", folder / name, launch=launch, **{"log.quiet": True})
+            ends[name] = ""
+        except HalfstepError as error:
+            ends[name] = str(error)
+    return ends
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
+    folder = tmp_path_factory.mktemp("modes")
+    return folder, together(2, every_feature, folder / "ends", folder, {name: free_port() for name in FEATURES})
+
+
+@pytest.mark.parametrize(("name", "mode", "word"), list(cells("ranks")))
+def test_a_feature_with_two_processes_does_what_the_page_says(
+    name: str, mode: str, word: str, ranked: tuple[Path, list[dict[str, str]]]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as end:
-        main(["train", "tiny_workload:build"])
-    assert end.value.code == 2
-    assert "WORLD_SIZE=2" in capsys.readouterr().err
+    folder, ends = ranked
+    assert word == "works"
+    assert [end[name] for end in ends] == ["", ""]
+    assert FEATURES[name].shows(folder / name)

@@ -348,23 +348,24 @@ def wrapped_regions(
                 inside, device_ids=[device.index], find_unused_parameters=find_unused, gradient_as_bucket_view=False
             )
         torch.cuda.current_stream(device).wait_stream(side)
-    if reduce == "bf16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-        wrapped.register_comm_hook(None, bf16_compress_hook)
-    elif any(p.requires_grad and p.dtype != torch.float32 for p in model.parameters()):
-        wrapped.register_comm_hook(None, in_fp32)
+    formats = {p.dtype for p in model.parameters() if p.requires_grad}
+    if formats != {SUMMED_IN[reduce]}:
+        # A lambda: of annotations torch takes none but its own class, and ours are texts.
+        wrapped.register_comm_hook(SUMMED_IN[reduce], lambda dtype, bucket: averaged_in(dtype, bucket))
     return wrapped
 
 
-def in_fp32(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Mean over the ranks of half gradients, summed in fp32."""
-    own: Tensor = bucket.buffer()
-    wide = own.float().div_(dist.get_world_size())
-    future = dist.all_reduce(wide, async_op=True).get_future()
+SUMMED_IN: dict[Reduce, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-    def narrowed(done: torch.futures.Future[Any]) -> Tensor:
+
+def averaged_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
+    """DDP's mean over the ranks, summed in a number format of its own. Torch's own hook for bf16 is for NCCL alone."""
+    own: Tensor = bucket.buffer()
+    sums = own.to(dtype, copy=True).div_(dist.get_world_size())
+    future = dist.all_reduce(sums, async_op=True).get_future()
+
+    def back(done: torch.futures.Future[Any]) -> Tensor:
         return own.copy_(done.value()[0])
 
-    averaged: torch.futures.Future[Tensor] = future.then(narrowed)
+    averaged: torch.futures.Future[Tensor] = future.then(back)
     return averaged

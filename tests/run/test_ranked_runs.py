@@ -1,0 +1,214 @@
+"""Runs that several processes train: the same samples, weights and scores as one, faults that end all of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.errors import HalfstepError
+from halfstep.report.metrics_file import read
+from halfstep.run.train import train
+from halfstep.run.world import Launch
+from halfstep.workloads import load
+from ranks_together import free_port, together
+from whole_runs import TINY, assert_same_bits, newest, run
+
+WORKLOAD = "rank_workload:build"
+Told = tuple[str, str, bool]
+"""Kind and text of an error, and whether another process tells it."""
+
+
+def ranked(
+    rank: int, size: int, port: int, out: Path | None, settings: dict[str, Any], resume: Path | None = None
+) -> Any:
+    """One process of a run: None, or the error it ended with."""
+    launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    target = WORKLOAD if resume is None else str(resume / "config.yaml")
+    try:
+        train(load(target, overrides=overrides), out=out, resume=resume, launch=launch)
+    except HalfstepError as error:
+        return type(error).__name__, str(error), error.is_told
+    return None
+
+
+def several(rank: int, size: int, port: int, ports: list[int], calls: list[dict[str, Any]]) -> list[Any]:
+    """One run after another in the same processes. A setting that is a list of one for each rank is this one's."""
+    ends = []
+    for own_port, call in zip(ports, calls, strict=True):
+        start = time.monotonic()
+        settings = {k: v[rank] if isinstance(v, tuple) else v for k, v in call["settings"].items()}
+        if rank < call.get("size", size):
+            end = ranked(rank, call.get("size", size), own_port, call.get("out"), settings, call.get("resume"))
+            ends.append((end, time.monotonic() - start))
+        else:
+            ends.append((None, 0.0))
+    return ends
+
+
+def scenario(rank: int, size: int, port: int, ports: list[int], calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return dict(zip(calls, several(rank, size, port, ports, list(calls.values())), strict=True))
+
+
+SETTINGS = {**TINY, "train.max_steps": 8, "train.report_every": 1, "train.rank_timeout_s": 60,
+            "schedule.name": "constant", "schedule.warmup_steps": 0}  # fmt: skip
+"""A schedule that does not follow the length of the run, which a resumed one changes."""
+
+
+def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
+    def new(name: str, **more: Any) -> dict[str, Any]:
+        return {"out": folder / name, "settings": {**SETTINGS, **more}}
+
+    return {
+        "whole": new("whole"),
+        "half": new("half", **{"train.max_steps": 3}),
+        "other half": {"resume": folder / "half", "settings": {"train.max_steps": 8}},
+        "by three": new("by three", **{"train.max_steps": 7}) | {"size": 3},
+        "then by two": {"resume": folder / "by three", "settings": {"train.max_steps": 8}},
+        "accumulated": new("accumulated", **{"train.accumulate": 3, "train.max_steps": 3}),
+        "poisoned": new("poisoned", **{"model.options": {"poisoned": [1, 2]}}),
+        "asked": new("asked", **{"model.options": {"asked": [1, 2]}}),
+        "broken": new("broken", **{"model.options": {"broken": 7}}),
+        "other configs": new("other configs", **{"optimizer.lr": (1e-3, 1e-2, 1e-3)}),
+        "too many": new("too many", **{"train.batch_size": 1}),
+        "on its own": new("on its own", **{"train.auto_batch": True}),
+        "synced": new("synced", **{"train.sync_batch_norm": True}),
+        "bf16 sums": new("bf16 sums", **{"train.reduce": "bf16"}),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranked")
+
+
+@pytest.fixture(scope="module")
+def ends(folder: Path) -> dict[str, list[Any]]:
+    """What became of each run, by rank. Two processes train most of them, a third one some."""
+    calls = {name: {"size": 2, **call} for name, call in calls_in(folder).items()}
+    found = together(3, scenario, folder / "ends", [free_port() for _ in calls], calls)
+    return {name: [own[name][0] for own in found[: calls[name]["size"]]] for name in calls}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, ends: object) -> Path:
+    return run(folder / "alone", {k: v for k, v in SETTINGS.items() if k != "train.rank_timeout_s"}, WORKLOAD)
+
+
+def assert_near(left: Path, right: Path) -> None:
+    """Sums in another order: eight steps of Adam apart by no more than fp32's rounding, a thousandfold."""
+    other = newest(right).model
+    for name, value in newest(left).model.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4)
+
+
+def records(out: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read(out / "metrics.jsonl") if record["kind"] == kind]
+
+
+def test_two_processes_train_what_one_does(folder: Path, ends: dict[str, Any], alone: Path) -> None:
+    assert ends["whole"] == [None, None]
+    assert_near(folder / "whole", alone)
+    ours, theirs = ([r["loss"] for r in records(out, "train")] for out in (folder / "whole", alone))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_validation_and_training_metrics_count_every_sample_once(folder: Path, ends: Any, alone: Path) -> None:
+    for ours, theirs in zip(records(folder / "whole", "val"), records(alone, "val"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["accuracy"] == theirs["accuracy"]
+        assert ours["train_accuracy"] == theirs["train_accuracy"]
+
+
+def test_a_resumed_run_of_as_many_processes_is_the_same_to_the_bit(folder: Path, ends: dict[str, Any]) -> None:
+    assert ends["half"] == ends["other half"] == [None, None]
+    assert_same_bits(newest(folder / "whole").model, newest(folder / "half").model)
+
+
+def test_another_number_of_processes_goes_on(folder: Path, ends: dict[str, Any], alone: Path) -> None:
+    """Three of them, of which one has no sample of the last batch, then two."""
+    assert ends["by three"] == [None] * 3
+    assert ends["then by two"] == [None, None]
+    assert_near(folder / "by three", alone)
+
+
+def test_one_process_goes_on_with_what_several_began(folder: Path, ends: dict[str, Any], alone: Path) -> None:
+    train(load(str(folder / "whole" / "config.yaml"), overrides=["train.max_steps=9"]), resume=folder / "whole")
+    assert newest(folder / "whole").state["step"]["attempted"] == 9
+
+
+def test_windows_of_several_batches_end_with_fewer(folder: Path, ends: dict[str, Any]) -> None:
+    assert ends["accumulated"] == [None, None]
+    out = run(folder / "alone accumulated", {**TINY, "train.accumulate": 3, "train.max_steps": 3}, WORKLOAD)
+    assert_near(folder / "accumulated", out)
+
+
+def test_a_bad_step_names_rank_and_samples(folder: Path, ends: dict[str, Any], alone: Path) -> None:
+    assert ends["poisoned"] == [None, None]
+    (event,) = records(folder / "poisoned", "event")
+    assert event["bad_step"] == 2
+    assert "rank 1" in event["reason"]
+    assert len(event["sample_ids"]) == 2
+
+
+def test_a_signal_to_one_process_ends_all_after_the_same_step(folder: Path, ends: dict[str, Any]) -> None:
+    assert [end[0] for end in ends["asked"]] == ["Interrupted"] * 2
+    assert [end[2] for end in ends["asked"]].count(False) == 1
+    assert newest(folder / "asked").state["step"]["attempted"] <= 6
+
+
+def test_an_error_of_one_process_is_shown_once_and_ends_the_others(ends: dict[str, Any]) -> None:
+    told = [end for end in ends["broken"] if not end[2]]
+    assert [kind for kind, *_ in told] == ["DataError"]
+    assert "rank " in told[0][1]
+    assert sorted(kind for kind, *_ in ends["broken"]) == ["DataError", "RankLost"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("other configs", "optimizer.lr: 0.001 and 0.01"),
+        ("too many", "train.batch_size=1 for 2 processes"),
+        ("on its own", "train.auto_batch"),
+        ("synced", "train.sync_batch_norm"),
+    ],
+)
+def test_what_cannot_be_trained_together_is_refused_by_all_and_shown_once(
+    name: str, fact: str, folder: Path, ends: dict[str, Any]
+) -> None:
+    assert [kind for kind, *_ in ends[name]] == ["ConfigError"] * 2
+    assert all(fact in text for _, text, _ in ends[name])
+    assert [is_told for *_, is_told in ends[name]].count(False) == 1
+    assert not (folder / name).exists()
+
+
+def test_gradients_may_be_summed_in_bf16(folder: Path, ends: dict[str, Any], alone: Path) -> None:
+    assert ends["bf16 sums"] == [None, None]
+    ours, theirs = ([r["loss"] for r in records(out, "train")] for out in (folder / "bf16 sums", alone))
+    assert ours == pytest.approx(theirs, rel=0.05)
+    assert ours != theirs
+
+
+@pytest.mark.parametrize(("rank", "step"), [(1, 0), (1, 3), (0, 4)])
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank: int, step: int, tmp_path: Path) -> None:
+    options = {"killed": [rank, step], "once": str(tmp_path / "once")}
+    settings = {**SETTINGS, "model.options": options, "train.checkpoint_every": 1, "train.max_steps": 6}
+    ends = together(
+        2, scenario, tmp_path / "ends", [free_port()], {"killed": {"out": tmp_path / "run", "settings": settings}}
+    )
+    assert ends[rank] is None
+    (kind, text, is_told), took_s = ends[1 - rank]["killed"]
+    assert kind == "RankLost"
+    assert f"rank {rank} is gone" in text
+    assert not is_told
+    assert took_s < 60
+    if step > 0:
+        resumed = {"resume": tmp_path / "run", "settings": {}}
+        ends = together(2, scenario, tmp_path / "more", [free_port()], {"resumed": resumed})
+        assert [end["resumed"][0] for end in ends] == [None, None]
+        assert newest(tmp_path / "run").state["step"]["attempted"] == 6

@@ -1,0 +1,92 @@
+"""`make soak`: processes of a run are killed at random points, thirty times; nothing may be lost, nobody may hang.
+
+    python tests/soak_ranks.py [NUM_KILLS] [SEED]
+
+Each round resumes the run with two or three processes and kills one after a random time. The result goes to
+benchmarks/results/soak_ranks.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = (
+    "data.dir=anywhere", "data.num_workers=0", "device=cpu", "train.batch_size=4", "precision=fp32", "log.curves=false",
+    "train.checkpoint_every=1", "train.epochs=100000", "train.report_every=50", "train.rank_timeout_s=60",
+)  # fmt: skip
+LIMIT_S = 120.0
+"""Far above train.rank_timeout_s: a process that is there after it hangs."""
+
+
+def started(rank: int, size: int, port: int, words: list[str]) -> subprocess.Popen[bytes]:
+    variables = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "halfstep", "train", *words]
+    silent = subprocess.DEVNULL
+    return subprocess.Popen(command, env=os.environ | variables, stdout=silent, stderr=silent)
+
+
+def steps_stored(run: Path) -> int:
+    names = [path.name for path in (run / "checkpoints").glob("step-*")] if run.is_dir() else []
+    return max((int(name.split("-")[1]) for name in names), default=0)
+
+
+def one_round(run: Path, draw: random.Random) -> dict[str, float | int]:
+    """Kill a process of the run at some moment, and see what is left of it."""
+    from ranks_together import free_port
+
+    before, size = steps_stored(run), draw.choice((2, 3))
+    words = ["--resume", str(run)] if before else ["rank_workload:build", *SETTINGS, "--out", str(run)]
+    processes = [started(rank, size, port, words) for port in (free_port(),) for rank in range(size)]
+    until = time.monotonic() + LIMIT_S
+    while steps_stored(run) <= before and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(draw.uniform(0.0, 2.0))
+    victim = draw.randrange(size)
+    processes[victim].send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    hangs = 0
+    for process in processes:
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            hangs += 1
+            process.kill()
+    after = steps_stored(run)
+    ended_s = round(time.monotonic() - killed_at, 2)
+    return {"size": size, "victim": victim, "before": before, "after": after, "ended_s": ended_s, "hangs": hangs}
+
+
+def main() -> None:
+    num, seed = (int(word) for word in [*sys.argv[1:], *("30", "0")[len(sys.argv) - 1 :]])
+    draw, rounds = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(num):
+            rounds.append(one_round(Path(folder) / "run", draw))
+            print(json.dumps(rounds[-1]), flush=True)
+    lost = [r for r in rounds if r["after"] < r["before"] or r["after"] == 0]
+    found = {
+        "kills": num, "seed": seed, "lost": len(lost), "hangs": sum(int(r["hangs"]) for r in rounds),
+        "slowest_end_s": max(float(r["ended_s"]) for r in rounds), "torch": torch.__version__,
+        "machine": platform.machine(), "rounds": rounds,
+    }  # fmt: skip
+    (ROOT / "benchmarks" / "results" / "soak_ranks.json").write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(1 if lost or found["hangs"] else 0)
+
+
+if __name__ == "__main__":
+    main()
