@@ -69,7 +69,7 @@ def synchronised(config: RunConfig, model: nn.Module, device: torch.device, worl
 
 def notes_on(config: RunConfig, model: nn.Module, world: World | None) -> list[str]:
     """What the number of processes changes, before the first step."""
-    if world is None or not world.is_first:
+    if world is None:
         return []
     each = world.rows(config.train.batch_size, world.size - 1)
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
