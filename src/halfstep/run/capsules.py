@@ -54,6 +54,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Callable[[str], No
     source = Source(
         about={
             "workload": config.workload,
+            "base_lr": config.optimizer.lr,
             "store": dict(parts.workload.store),
             "frozen": identities(parts.workload.frozen),
             "plan": json.loads(parts.plan.to_json()),

@@ -24,6 +24,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.user_line import warn_user
+from halfstep.step.facts import restore_rng, rng_state
 from halfstep.step.guard import LAG, Guard
 from halfstep.step.step import Step
 
@@ -58,7 +59,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
         print(found)
 
     `model` and `loss_fn` are those that were given to hs.Step; weights, buffers and batches come from the capsule. The
-    model is left with its own weights.
+    model is left as it was given.
     """
     read = capsules.read(Path(capsule))
     if read.is_of_a_run:
@@ -70,6 +71,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     device = next(model.parameters()).device
     plan = _plan_here(read.about["plan"], model, device)
     own = {name: value.detach().clone() for name, value in capsules.state_of(model).items()}
+    classes, training, generators = [(m, type(m)) for m in model.modules()], model.training, rng_state(device)
     subject = Subject(
         model=model,
         loss=loss_fn,
@@ -85,6 +87,10 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     finally:
         subject.state = own
         subject.put_back()
+        for module, kind in classes:
+            module.__class__ = kind
+        model.train(training)
+        restore_rng(generators, device)
 
 
 def _plan_here(stored: Mapping[str, Any], model: nn.Module, device: torch.device) -> Plan:
