@@ -20,6 +20,7 @@ from halfstep.run.checkpoint import load
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
+from halfstep.workloads import load as load_settings
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.export import measured_scale
 from halfstep.workloads.using import Wishes
@@ -158,3 +159,10 @@ def test_images_too_small_for_vae_or_discriminator_are_refused(data: Path) -> No
         autoencoder.build(settings("vae", data, data__image_size=9).config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="discriminator sees of 8 pixels"):
         autoencoder.build(settings("vae", data, **{**GAN, "data__image_size": 8, "model__gan_layers": 3}).config)  # type: ignore[arg-type]
+
+
+def test_defaults_hold_beside_other_settings_of_their_section() -> None:
+    config = settings("vae", "x").config
+    assert not config.ema.enabled
+    plain = load_settings("vae", overrides=["data.dir=x", "train.epochs=1", "data.flip=0", "ema.decay=0.9"]).config
+    assert (plain.train.batch_size, plain.data.image_size, plain.ema.enabled) == (4, 256, False)

@@ -205,6 +205,25 @@ class AdamWConfig(OptimizerConfig):
     betas: tuple[Beta, Beta] | None = Field(default=(0.95, 0.999), description="Decay of the two moments")
 
 
+class PictureTrainConfig(TrainConfig):
+    batch_size: PositiveCount = Field(default=16, description="Samples of one micro-batch")
+    early_stopping_patience: OffCount = Field(
+        default=0, description="Validations without a better metric before the run ends; 0: off"
+    )
+
+
+class VaeDataConfig(PictureDataConfig):
+    image_size: PositiveCount = Field(default=256, description="Side of the square images the model sees, in pixels")
+
+
+class VaeTrainConfig(PictureTrainConfig):
+    batch_size: PositiveCount = Field(default=4, description="Samples of one micro-batch")
+
+
+class VaeAveragedConfig(AveragedConfig):
+    enabled: bool = Field(default=False, description="Keep the average, and validate and save it")
+
+
 class VaeAdamWConfig(OptimizerConfig):
     lr: Positive = Field(default=1e-4, description="Learning rate at the top of the schedule")
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay; decoupled in adamw")
@@ -214,13 +233,6 @@ class VaeAdamWConfig(OptimizerConfig):
 class WarmScheduleConfig(ScheduleConfig):
     warmup_steps: OffCount | None = Field(
         default=500, description="Steps of linear warmup; when given it replaces warmup_epochs"
-    )
-
-
-class PictureTrainConfig(TrainConfig):
-    batch_size: PositiveCount = Field(default=16, description="Samples of one micro-batch")
-    early_stopping_patience: OffCount = Field(
-        default=0, description="Validations without a better metric before the run ends; 0: off"
     )
 
 
@@ -235,21 +247,22 @@ class VaeConfig(RunConfig):
         "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
     }
     demo: ClassVar[dict[str, Any]] = {
-        "data.image_size": 32,
+        "data.image_size": 16,
         "data.num_workers": 0,
         "model.channels": (16, 32),
         "model.layers": 1,
-        "optimizer.lr": 2e-3,
+        "optimizer.lr": 4e-3,
         "schedule.warmup_steps": 10,
-        "train.epochs": 6,
+        "train.batch_size": 8,
+        "train.epochs": 10,
     }
 
-    data: PictureDataConfig = PictureDataConfig(image_size=256)
+    data: VaeDataConfig = VaeDataConfig()
     model: VaeModelConfig = VaeModelConfig()
     optimizer: VaeAdamWConfig = VaeAdamWConfig()
     schedule: WarmScheduleConfig = WarmScheduleConfig()
-    train: PictureTrainConfig = PictureTrainConfig(batch_size=4)
-    ema: AveragedConfig = AveragedConfig(enabled=False)
+    train: VaeTrainConfig = VaeTrainConfig()
+    ema: VaeAveragedConfig = VaeAveragedConfig()
 
 
 class DiffusionConfig(RunConfig):
