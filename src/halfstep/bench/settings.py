@@ -28,6 +28,8 @@ COMPARABLE = {
     "optimizer.weight_decay": "0.01",
     "schedule.name": "constant",
     "schedule.warmup_epochs": "0",
+    "schedule.warmup_steps": "0",
+    "ema.enabled": "false",
 }
 """One optimizer at one rate for every model and every tool; what the user states wins."""
 OF_PEERS: dict[str, tuple[object, ...]] = {

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError, ModelError
 
-LARGEST_NORM_GROUPS = 32
-"""Of GroupNorm, as all published models have them; narrower levels take the largest number that divides them."""
+LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
+"""Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
+bright it is."""
 VAE, UNET, TEXT_UNET = "AutoencoderKL", "UNet2DModel", "UNet2DConditionModel"
 Net = Any
 """A network of diffusers', which has no types."""
@@ -172,7 +173,10 @@ def set_checkpointing(net: Net, on: bool) -> None:
 
 
 def _norm_groups(channels: Sequence[int]) -> int:
-    return math.gcd(LARGEST_NORM_GROUPS, *channels)
+    groups = math.gcd(LARGEST_NORM_GROUPS, *channels)
+    while groups > 1 and min(channels) // groups < FEWEST_IN_GROUP:
+        groups //= 2
+    return groups
 
 
 def diffusers_class(name: str) -> Any:

@@ -54,13 +54,14 @@ class NoiseSchedule:
         return self.alpha_bar.sqrt(), (1 - self.alpha_bar).sqrt()
 
     def _betas(self) -> Tensor:
+        # On the CPU whatever the default device is: models are built on meta to count what they cost.
         if self.name == "linear":
-            return torch.linspace(self.beta_start, self.beta_end, self.num_steps)
+            return torch.linspace(self.beta_start, self.beta_end, self.num_steps, device="cpu")
         if self.name == "scaled_linear":
-            return torch.linspace(self.beta_start**0.5, self.beta_end**0.5, self.num_steps) ** 2
+            return torch.linspace(self.beta_start**0.5, self.beta_end**0.5, self.num_steps, device="cpu") ** 2
         left = [_cosine(step / self.num_steps) for step in range(self.num_steps + 1)]
         ratios = zip(left[1:], left[:-1], strict=True)
-        return torch.tensor([min(1 - later / earlier, LARGEST_BETA) for later, earlier in ratios])
+        return torch.tensor([min(1 - later / earlier, LARGEST_BETA) for later, earlier in ratios], device="cpu")
 
 
 def _cosine(share: float) -> float:
@@ -95,7 +96,7 @@ def loss_weights(schedule: NoiseSchedule, target: Target, gamma: float | None) -
     """(num_steps,) weights of the squared error: all one, or min-SNR's (Hang et al. 2023), which sees every target as a
     bounded weight on the image's error."""
     if gamma is None:
-        return torch.ones(schedule.num_steps)
+        return torch.ones(schedule.num_steps, device="cpu")
     if not gamma > 0:
         raise ConfigError(
             f"min-SNR with gamma={gamma:g}",

@@ -46,7 +46,7 @@ class Noising:
     def draw(self, num: int, *, key: tuple[int, ...], device: torch.device, index: Tensor | None) -> Batch:
         """`timestep`, `noise` and what the model's input and loss need; `index` says which validation samples."""
         timestep = self.timesteps(num, key=key, device=device, index=index)
-        tables = self._placed.setdefault(device, {name: table.to(device) for name, table in self._tables.items()})
+        tables = self._on(device)
         eps = noise.normal(key, num, self.shape, device, stream="eps")
         if self.asked.offset:
             channel = noise.normal(key, num, (self.shape[0], 1, 1), device, stream="offset")
@@ -56,6 +56,12 @@ class Noising:
             more = noise.normal(key, num, self.shape, device, stream="perturbation")
             drawn["input_noise"] = eps + self.asked.input_perturbation * more
         return drawn
+
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
+        """The tables there, copied once: a copy from the host would wait for the device at every step."""
+        if device not in self._placed:
+            self._placed[device] = {name: table.to(device) for name, table in self._tables.items()}
+        return self._placed[device]
 
     def timesteps(self, num: int, *, key: tuple[int, ...], device: torch.device, index: Tensor | None) -> Tensor:
         if index is None:
