@@ -203,3 +203,11 @@ def test_a_ledger_without_a_step_says_so() -> None:
     assert "inside" in refused.value.fix
     with pytest.raises(ConfigError, match="Linear"), hs.ledger(nn.Linear(2, 2)):  # type: ignore[arg-type]
         pass
+
+
+def test_findings_of_one_reason_are_told_together() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), *(Planted("kept_norm") for _ in range(8)), nn.Linear(8, 3))
+    text = str(ledger_of(model))
+    assert text.count("why:") == 1
+    assert "1.norm: its fp32 output" in text
+    assert "and 2 more modules likewise" in text

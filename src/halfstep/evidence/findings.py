@@ -28,9 +28,6 @@ class Finding:
     fix: str
     level: Level = "differs"
 
-    def __str__(self) -> str:
-        return f"{self.module}: {self.what}\n    why: {self.why}\n    fix: {self.fix}"
-
 
 def findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[str, nn.Module]) -> list[Finding]:
     """The worst first: computing, then weights and statistics, then what only costs."""

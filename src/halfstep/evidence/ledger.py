@@ -21,6 +21,8 @@ WORTH_NAMING = 0.005
 """Share of the FLOPs from which a module is named in the summary."""
 MOST_ROWS = 24
 """A screen; --json has all."""
+MOST_ALIKE = 6
+"""Findings of one reason that are named one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,7 +249,20 @@ def rendered(ledger: Ledger) -> str:
     hidden = len(ledger.rows) - len(rows)
     more = [f"and {hidden} more modules as planned or without matmuls (--json has all)"] if hidden else []
     lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *_table([titles, *body]), *more]
-    return "\n".join([*lines, *(f"\n{finding.level} {finding}" for finding in ledger.findings)])
+    return "\n".join([*lines, *_told(ledger.findings)])
+
+
+def _told(found: Sequence[Finding]) -> list[str]:
+    """Findings of one reason together, as those of forty norms."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in found:
+        groups.setdefault((finding.level, finding.why, finding.fix), []).append(finding)
+    lines = []
+    for (level, why, fix), group in groups.items():
+        lines += ["", *(f"{level} {finding.module}: {finding.what}" for finding in group[:MOST_ALIKE])]
+        lines += [f"    and {len(group) - MOST_ALIKE} more modules likewise"] if len(group) > MOST_ALIKE else []
+        lines += [f"    why: {why}", f"    fix: {fix}"]
+    return lines
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
