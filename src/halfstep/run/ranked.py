@@ -67,18 +67,19 @@ def synchronised(config: RunConfig, model: nn.Module, device: torch.device, worl
     return converted
 
 
-def notes_on(config: RunConfig, model: nn.Module, world: World | None) -> list[str]:
+def notes_on(config: RunConfig, workload: Workload, model: nn.Module, world: World | None) -> list[str]:
     """What the number of processes changes, before the first step."""
-    if world is None:
+    if world is None or world.size == 1:
         return []
+    notes = [f"over the samples of one process, not of the whole batch: {what}" for what in workload.by_batch]
     each = world.rows(config.train.batch_size, world.size - 1)
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
-    if has_norm and each < 16 and not config.train.sync_batch_norm and world.size > 1:
-        return [
+    if has_norm and each < 16 and not config.train.sync_batch_norm:
+        notes += [
             f"BatchNorm takes its statistics of {counted(each, 'sample')}, those of one process; "
             "train.sync_batch_norm=true takes them over all (GPUs only)"
         ]
-    return []
+    return notes
 
 
 def refuse_unfit(config: RunConfig, world: World) -> None:

@@ -326,7 +326,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             show_header(report, loaded, folder, parts)
             if is_new and writes:  # a resumed run would name its own config.yaml as the source of everything
                 write_whole(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
-            for warning in (*warnings, *notes_on(config, parts.model, world)) if writes else ():
+            for warning in (*warnings, *notes_on(config, parts.workload, parts.model, world)) if writes else ():
                 report.notice(warning, "warning")
             if resumed is not None:
                 _continue(loop, folder, resumed)

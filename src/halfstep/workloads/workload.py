@@ -88,6 +88,9 @@ class Workload:
     """What a checkpoint must know to use the model later: classes, mask values, image format."""
     notes: tuple[str, ...] = ()
     """What the user should read before training starts, such as the files that were left out."""
+    by_batch: tuple[str, ...] = ()
+    """What is computed over the samples of a batch together, so that several processes compute it over their own parts:
+    each is told so."""
     val_names: tuple[str, ...] = ()
     """Files of the validation samples, for reports; empty where the samples are no files."""
     about: tuple[tuple[str, str], ...] = ()

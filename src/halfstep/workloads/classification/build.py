@@ -45,6 +45,7 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     return Workload(
         name=config.workload,
         model=model,
+        by_batch=("Mixup and CutMix",) if Prepared(config.data).mixing.is_on else (),
         train_samples=data.train,
         val_samples=data.val,
         prepare=Prepared(config.data),

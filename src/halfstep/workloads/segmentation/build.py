@@ -89,6 +89,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         mode="max",
         fragile=FRAGILE,
         scoring=_scoring(table, background),
+        by_batch=("the Dice part of the loss",) if config.model.dice_weight else (),
         store=store,
         notes=(*_many_values(table), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
         val_names=tuple(pair.image.name for pair in val_pairs),

@@ -62,6 +62,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         frozen={"backbone": backbone},
         groups=tuple(Group(**group.model_dump()) for group in config.optimizer.groups),
         scoring=scoring,
+        by_batch=("the slots that a slot is told from",) if config.model.contrast_weight else (),
         store=found,
         notes=(*_said_aloud(config), *_negatives(config), *notes_on(config.data, clips), *clips.notes),
         val_names=clips.val_names,
