@@ -129,8 +129,8 @@ def command(
     """Train a workload, or what a config file describes.
 
     Workloads: unet, resnet18, resnet34, resnet50, resnet101, resnet152, vit_s_16, vit_b_16, vit_l_16, vae, diffusion,
-    radiodiff_vae, radiodiff, slotcontrast, steve, gpt2, gpt2_medium, gpt2_large, gpt2_xl, or one of your own by import
-    path (my_pkg.my_mod:build). Without --data-dir they train on generated demo data.
+    radiodiff_vae, radiodiff, slotcontrast, steve, slotcontrast_steve, gpt2, gpt2_medium, gpt2_large, gpt2_xl, or one of
+    your own by import path (my_pkg.my_mod:build). Without --data-dir they train on generated demo data.
 
     Flags win over KEY=VALUE words, those over the file, the file over the preset. Flags take - and _ alike.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,7 @@ from halfstep.config.schema import (
     ScheduleConfig,
 )
 from halfstep.config.section import Fraction, OffCount, Positive, PositiveCount, Section
-from halfstep.config.training import TrainConfig
+from halfstep.config.training import ScheduleName, TrainConfig
 
 Counts = tuple[PositiveCount, ...]
 Window = tuple[PositiveCount, PositiveCount]
@@ -154,7 +154,7 @@ class VaeOptimizerConfig(RadioOptimizerConfig):
 class RadioScheduleConfig(ScheduleConfig):
     """(1 - step / steps) ^ 0.96."""
 
-    name: Annotated[Any, Field()] = "polynomial"
+    name: ScheduleName = Field(default="polynomial", description="Shape after the warmup")
     power: Positive = Field(default=0.96, description="Exponent of the polynomial schedule")
 
 
