@@ -115,16 +115,6 @@ def test_train_commands_set_what_the_page_says(row: Row, capsys: pytest.CaptureF
     assert_sets(json.loads(capsys.readouterr().out)["settings"], row)
 
 
-@pytest.mark.parametrize(
-    "row", [*of_kind("halfstep train", refused=True), *of_kind("halfstep", refused=True)], ids=named
-)
-def test_workloads_that_are_not_there_yet_are_refused(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(shlex.split(row.ours[0])[1:])
-    assert stopped.value.code == 2
-    assert f"error: {row.refusal}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("row", of_kind("torchrun"), ids=named)
 def test_several_processes_get_the_settings_that_the_page_says(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(row.ours[0])
