@@ -3,7 +3,7 @@
     python demos/diffusion.py [--out DIR]
 
 Asserted: the VAE reconstructs 1 dB better than the mean picture would; the pixel model's held-out error falls below a
-quarter of the 1.0 of a model that knows nothing; that of the latent model, on the VAE's latents from disk, below a half.
+quarter of the 1.0 of a model that knows nothing; that of the latent model, on latents from disk, below a half.
 Samples are drawn and kept; so few steps leave them noisy.
 """
 
