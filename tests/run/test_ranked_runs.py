@@ -58,6 +58,8 @@ def scenario(rank: int, size: int, port: int, ports: list[int], calls: dict[str,
 SETTINGS = {**TINY, "train.max_steps": 8, "train.report_every": 1, "train.rank_timeout_s": 60,
             "schedule.name": "constant", "schedule.warmup_steps": 0}  # fmt: skip
 """A schedule that does not follow the length of the run, which a resumed one changes."""
+OF_ONE = {key: value for key, value in SETTINGS.items() if key != "train.rank_timeout_s"}
+"""The same for one process."""
 
 
 def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -97,7 +99,7 @@ def ends(folder: Path) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path, ends: object) -> Path:
-    return run(folder / "alone", {k: v for k, v in SETTINGS.items() if k != "train.rank_timeout_s"}, WORKLOAD)
+    return run(folder / "alone", OF_ONE, WORKLOAD)
 
 
 def assert_near(left: Path, right: Path) -> None:
@@ -144,7 +146,7 @@ def test_one_process_goes_on_with_what_several_began(folder: Path, ends: dict[st
 
 def test_windows_of_several_batches_end_with_fewer(folder: Path, ends: dict[str, Any]) -> None:
     assert ends["accumulated"] == [None, None]
-    out = run(folder / "alone accumulated", {**TINY, "train.accumulate": 3, "train.max_steps": 3}, WORKLOAD)
+    out = run(folder / "alone accumulated", {**OF_ONE, "train.accumulate": 3, "train.max_steps": 3}, WORKLOAD)
     assert_near(folder / "accumulated", out)
 
 
