@@ -117,9 +117,9 @@ def test_mutated_inputs_give_a_message_and_never_a_traceback(part: int, tmp_path
         mutate = MUTATIONS[number % len(MUTATIONS)]
         path = tmp_path / f"input{rng.choice((suffix, suffix, suffix, '.yaml', '.json', '.toml', '.py', '.sh'))}"
         path.write_bytes(mutate(text, rng))
-        started = time.perf_counter()
+        started = time.process_time()
         report = check([path])
-        assert time.perf_counter() - started < SECONDS_EACH, (number, mutate.__name__)
+        assert time.process_time() - started < SECONDS_EACH, (number, mutate.__name__)
         assert report.exit_code in (0, 1, 2)
         assert all(error.what for error in report.unreadable)
 

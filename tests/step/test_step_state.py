@@ -71,7 +71,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(kind: str) -> 
     assert refused.value.fix
     assert_same_bits(before, everything(step._step))
     after = step.state_dict()
-    assert (step.attempted, after["guard"], after["scaler"]) == (3, stored["guard"], stored["scaler"])
+    assert (step.attempted, after["scaler"]) == (3, stored["scaler"])
+    assert repr(after["guard"]) == repr(stored["guard"]), "in words: a NaN equals nothing"
     assert step.optimizers[0].param_groups[0]["lr"] == pytest.approx(stored["optimizers"][0]["param_groups"][0]["lr"])
     assert step(loss_of(step.model), [batch(5)]).committed
 

@@ -78,9 +78,9 @@ OWN_RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.ATTENTION, r"^_attention\w*$"),
     (Kind.OPTIMIZER, r"^_(?:update|count)$"),
     (Kind.CHAIN, r"^(?:logits|head_\w+|pool\w*)_kernel$|^_(?:partial_sums|finish\w*|normalised|gradient_of_raw)$"),
-    (Kind.CHAIN, r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed)$"),
+    (Kind.CHAIN, r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients)$"),
 )
-"""halfstep's own kernels, in kernels/ and train/; nobody else's name is a whole Python name."""
+"""halfstep's own kernels, in kernels/ and step/; nobody else's name is a whole Python name."""
 
 KERNEL_RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.COPY_IN, r"^Memcpy HtoD"),
