@@ -11,8 +11,10 @@ import pytest
 from halfstep.cli.compare import seconds_of
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
+from halfstep.run.train import train
 from halfstep.use.compare import Comparison, Request, open_comparison, seconds_to_quality
 from halfstep.use.compare_run import Outcome, Row, one_run
+from halfstep.workloads import load
 
 MOONS = "own_workload:KIND"
 SMALL = ("train.batch_size=32", "data.num_workers=0", "device=cpu", "train.max_steps=3", "optimizer.lr=0.003")
@@ -136,3 +138,24 @@ def test_budgets_are_read_in_seconds_minutes_and_hours() -> None:
     assert [seconds_of(text) for text in ("90s", "30m", "1.5h", "20")] == [90, 1800, 5400, 20]
     with pytest.raises(ConfigError, match="0m"):
         seconds_of("0m")
+
+
+def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_its_time(tmp_path: Path) -> None:
+    # A schedule that does not follow the length of the run: cut short it trains as the whole one does.
+    row = Row(name="plain", overrides=("precision=fp32", "schedule.name=constant"))
+    whole = one_run(MOONS, SMALL, row, 0, tmp_path / "whole")
+    cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0"]
+    train(load(MOONS, overrides=[*cut, *row.overrides, "log.curves=false"]), out=tmp_path / "cut")
+    (tmp_path / "cut" / "report" / "summary.json").unlink()
+    resumed = one_run(MOONS, SMALL, row, 0, tmp_path / "cut")
+    assert resumed.value == whole.value
+    assert (whole.alone, resumed.alone) == (True, False)
+
+
+def test_a_run_killed_before_its_summary_gets_one_when_it_is_resumed(tmp_path: Path) -> None:
+    words = [*SMALL, "train.seed=0", "precision=fp32", "log.curves=false", "log.quiet=true"]
+    out = train(load(MOONS, overrides=words), out=tmp_path / "run")
+    (out / "report" / "summary.json").unlink()
+    found = one_run(MOONS, SMALL, Row(name="plain", overrides=("precision=fp32",)), 0, out)
+    assert math.isfinite(found.value)
+    assert found.summary["metric"] == "accuracy"

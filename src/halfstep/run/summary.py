@@ -47,6 +47,10 @@ def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float
     write_whole(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
 
 
+def has_summary(folder: RunFolder) -> bool:
+    return (folder.report / "summary.json").is_file()
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """None where a run has not ended, or was made by a version without it."""
     path = folder / "report" / "summary.json"

@@ -54,7 +54,7 @@ from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
 from halfstep.run.rehearse import rehearsal
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
-from halfstep.run.summary import write_summary
+from halfstep.run.summary import has_summary, write_summary
 from halfstep.run.world import Launch, device_of, joined
 from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.step.ranks import World, agreed
@@ -276,7 +276,7 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
     """Whether a kill between the last checkpoint and the end left nothing undone."""
     is_marked = not checkpoint.state["is_best"] or folder.checkpoints().best() == path
     is_drawn = not config.log.curves or (folder.report / "curves.png").is_file()
-    return is_marked and is_drawn and is_exported(config.workload, folder)
+    return is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
 
 
 def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, place: Place) -> Plan:

@@ -42,7 +42,7 @@ class Outcome:
     """(step, seconds, value) of each validation."""
     summary: dict[str, Any]
     alone: bool
-    """Whether nothing else ran beside it: only then time, memory and energy are its own."""
+    """Whether nothing else ran beside it, from start to end: only then time, memory and energy are its own."""
     stopped: str = ""
     """Why the guard ended it."""
 
@@ -65,18 +65,18 @@ def loaded_for(target: str, overrides: Sequence[str], row: Row, seed: int) -> Lo
 def one_run(target: str, overrides: Sequence[str], row: Row, seed: int, folder: Path, *, alone: bool = True) -> Outcome:
     """Train this row with this seed; what an interruption left of it goes on from its checkpoint."""
     loaded = loaded_for(target, overrides, row, seed)
-    stopped = ""
+    stopped, is_resumed = "", bool(list(folder.glob("checkpoints/step-*")))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            if list(folder.glob("checkpoints/step-*")):
+            if is_resumed:
                 train(loaded, resume=folder)
             else:
                 shutil.rmtree(folder, ignore_errors=True)  # it was interrupted before its first checkpoint
                 train(loaded, out=folder)
         except TrainingStopped as error:
             stopped = error.what
-    outcome = _outcome(folder, row, seed, alone=alone, stopped=stopped)
+    outcome = _outcome(folder, row, seed, alone=alone and not is_resumed, stopped=stopped)
     _keep_the_records(folder)
     return outcome
 
