@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError
-from halfstep.step.adamw_bf16 import LOW, HalfWeights
+from halfstep.step.adamw_bf16 import LOW, JudgedAdamW
 from halfstep.step.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_table, unsigned_codes, unsigned_table
 from halfstep.step.flat import flat_view, is_dense, shaped_like
-from halfstep.step.half_weights import Rounding, is_kept_in_half, key_of
+from halfstep.step.half_weights import is_kept_in_half, key_of
 
 MIN_VALUES = 4096
 """The bound of bitsandbytes and torchao."""
@@ -42,41 +40,11 @@ class Setting(NamedTuple):
     weight_decay: float
 
 
-class AdamW8bit(Optimizer, HalfWeights):
-    """`torch.optim.AdamW` by its arguments and its arithmetic, with small moments."""
+class AdamW8bit(JudgedAdamW):
+    """AdamW by its arithmetic, too, with small moments."""
 
-    takes_fp32_gradients = True
-
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        rounding: Rounding = "split",
-        seed: int = 0,
-    ) -> None:
-        if not (float(lr) >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
-            raise ConfigError(f"AdamW with lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999")
-        # `fused` says that step() reads found_inf on the device.
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
-        self.begin(rounding, seed, (p for group in self.param_groups for p in group["params"]))
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; nothing changes where the attribute `found_inf`, a device tensor, is not 0. Gradients are divided
-        by `grad_scale`, where there is one, and written back: torch's fused optimizers do so."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for device in dict.fromkeys(parameter.device for parameter in trained):
-                self._update_all([p for p in trained if p.device == device], self._setting(group, device))
-        return loss
+    def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        self._update_all(parameters, self._setting(group, device))
 
     def _setting(self, group: dict[str, Any], device: torch.device) -> Setting:
         scale = getattr(self, "grad_scale", None)

@@ -95,8 +95,8 @@ class HalfWeights:
                 self.rounding, self.was_stored_without_low = "nearest", True
 
 
-class AdamWBf16(Optimizer, HalfWeights):
-    """`torch.optim.AdamW` by its arguments and its arithmetic."""
+class JudgedAdamW(Optimizer, HalfWeights):
+    """`torch.optim.AdamW` by its arguments; how an update is made, and what its moments are, a subclass says."""
 
     takes_fp32_gradients = True
 
@@ -128,9 +128,19 @@ class AdamWBf16(Optimizer, HalfWeights):
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for device in dict.fromkeys(parameter.device for parameter in trained):
-                for some in at_once([p for p in trained if p.device == device]):
-                    self._update(some, group)
+                self._update_on(device, [p for p in trained if p.device == device], group)
         return loss
+
+    def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class AdamWBf16(JudgedAdamW):
+    """AdamW by its arithmetic, too, with fp32 moments."""
+
+    def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for some in at_once(parameters):
+            self._update(some, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
