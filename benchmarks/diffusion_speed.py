@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -30,14 +28,8 @@ from diffusers import DDPMScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.bench import Request, bench
-from halfstep.bench.floor import step_flops
-from halfstep.bench.laps import Schedule
-from halfstep.bench.problem import problem_for
 from halfstep.bench.settings import bench_config
 from halfstep.data.loader import Samples
-from halfstep.hardware.measure import measure
-from halfstep.hardware.probe import probe
 from halfstep.models.diffusers_nets import build_net, unet_config, vae_config
 from halfstep.models.posterior import kl_divergence, posterior
 from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
@@ -48,9 +40,9 @@ from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.kind import Kind, Store
 from halfstep.workloads.workload import Batch, Workload
 from recording import store, time_steps
+from step_rows import halfstep_row, row_in_a_process
 
 WARM_UP, STEPS, WINDOWS = 8, 15, 3
-SCHEDULE = Schedule(warm_up=8, ramp=2, window=15)
 TOKENS, TEXT_DIM, LATENT = 77, 768, (4, 64, 64)
 DECAY = 0.9999
 ROWS = ("plain", "tuned", "halfstep")
@@ -137,13 +129,8 @@ def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 
 def in_a_process(name: str, row: str, precision: str, *, small: bool) -> dict[str, Any]:
-    words = [sys.executable, __file__, "--row", name, row, precision, *(["--small"] if small else [])]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    try:
-        return {"row": row, "precision": precision, **json.loads(last[0])}
-    except ValueError:
-        return {"row": row, "precision": precision, "problem": f"ended with {done.returncode}: {last[0][:300]}"}
+    found = row_in_a_process(__file__, ["--row", name, row, precision, *(["--small"] if small else [])])
+    return {"row": row, "precision": precision, **found}
 
 
 # --- Stable Diffusion's U-Net alone, on latents and states of text that cost nobody anything ---
@@ -208,25 +195,7 @@ def config_of(name: str, small: bool) -> Any:
 
 
 def by_halfstep(name: str, row: str, precision: str, small: bool) -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware = measure(probe(device)) if device == "cuda" else probe(device)
-    problem = problem_for(config_of(name, small), torch.device(hardware.device))
-    request = Request(precisions=(precision,), ways=("graph" if device == "cuda" else "eager",), schedule=SCHEDULE)
-    flops = step_flops(problem)
-    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
-    measured = benched.rows[0]
-    if not measured.is_measured:
-        return {"problem": measured.reason}
-    return {
-        "ms": measured.ms,
-        "window_ms": list(measured.window_ms),
-        "peak_gb": (measured.peak_bytes or 0) / 1e9,
-        "loss": measured.loss,
-        "flops": flops,
-        "floor_ms": measured.floor_ms,
-        "remarks": list(measured.remarks),
-        "warnings": list(benched.warnings),
-    }
+    return halfstep_row(config_of(name, small), precision, warm_up=8)
 
 
 # --- diffusers' networks in a loop of torch's ---

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -30,18 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.bench import Request, bench
-from halfstep.bench.floor import step_flops
-from halfstep.bench.laps import Schedule
-from halfstep.bench.problem import problem_for
 from halfstep.bench.settings import bench_config
-from halfstep.hardware.measure import measure
-from halfstep.hardware.probe import probe
 from halfstep.models.gpt2 import GPT2S, gpt2
 from recording import store, time_steps
+from step_rows import halfstep_row, row_in_a_process
 
 WARM_UP, STEPS, WINDOWS = 12, 15, 3
-SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
 CONTEXT = 1024
 SMALL = ("model.depth=2", "model.dim=64", "model.heads=2", "model.context=64")
 
@@ -131,40 +123,16 @@ def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 
 def in_a_process(name: str, row: str, precision: str, *, small: bool) -> dict[str, Any]:
-    words = [sys.executable, __file__, "--row", name, row, precision, *(["--small"] if small else [])]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    try:
-        return {"row": row, "precision": precision, **json.loads(last[0])}
-    except ValueError:
-        return {"row": row, "precision": precision, "problem": f"ended with {done.returncode}: {last[0][:300]}"}
+    found = row_in_a_process(__file__, ["--row", name, row, precision, *(["--small"] if small else [])])
+    return {"row": row, "precision": precision, **found}
 
 
 # --- halfstep ---
 
 
 def by_halfstep(case: Case, row: str, precision: str, small: bool) -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware = measure(probe(device)) if device == "cuda" else probe(device)
     words = (*case.words, *(SMALL if small else ()))
-    config = bench_config(case.workload, words, {"batch_size": case.batch_size}, small=False)
-    problem = problem_for(config, torch.device(hardware.device))
-    request = Request(precisions=(precision,), ways=("graph" if device == "cuda" else "eager",), schedule=SCHEDULE)
-    flops = step_flops(problem)
-    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
-    measured = benched.rows[0]
-    if not measured.is_measured:
-        return {"problem": measured.reason}
-    return {
-        "ms": measured.ms,
-        "window_ms": list(measured.window_ms),
-        "peak_gb": (measured.peak_bytes or 0) / 1e9,
-        "loss": measured.loss,
-        "flops": flops,
-        "floor_ms": measured.floor_ms,
-        "remarks": list(measured.remarks),
-        "warnings": list(benched.warnings),
-    }
+    return halfstep_row(bench_config(case.workload, words, {"batch_size": case.batch_size}, small=False), precision)
 
 
 # --- stock PyTorch ---

@@ -18,28 +18,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.bench import Request, bench
-from halfstep.bench.floor import step_flops
-from halfstep.bench.laps import Schedule
-from halfstep.bench.problem import problem_for
 from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
-from halfstep.hardware.measure import measure
-from halfstep.hardware.probe import probe
 from halfstep.workloads import KINDS
 from halfstep.workloads.workload import Batch, Workload
 from recording import store, time_steps
+from step_rows import halfstep_row, row_in_a_process
 
 ROWS = ("plain", "tuned", "halfstep")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
-SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
 DECAY = 0.999
 WORKLOADS = {"2": "radiodiff", "1": "radiodiff_vae"}
 COMMON = ("train.batch_size=8", "model.scale_factor=0.3")
@@ -78,16 +70,8 @@ def main() -> None:
 
 
 def in_a_process(row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    words = [sys.executable, __file__, "--row", row, precision, "--stage", arguments.stage]
-    done = subprocess.run(
-        words + (["--small"] if arguments.small else []), stdout=subprocess.PIPE, text=True, check=False
-    )
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    try:
-        found: dict[str, Any] = json.loads(last[0])
-    except ValueError:
-        return {"problem": f"ended with {done.returncode}: {last[0][:300]}"}
-    return found
+    small = ["--small"] if arguments.small else []
+    return row_in_a_process(__file__, ["--row", row, precision, "--stage", arguments.stage, *small])
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:
@@ -98,25 +82,7 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
 
 
 def by_halfstep(row: str, precision: str, config: RunConfig, *, small: bool) -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware = measure(probe(device)) if device == "cuda" else probe(device)
-    problem = problem_for(config, torch.device(hardware.device))
-    request = Request(precisions=(precision,), ways=("graph" if device == "cuda" else "eager",), schedule=SCHEDULE)
-    flops = step_flops(problem)
-    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
-    measured = benched.rows[0]
-    if not measured.is_measured:
-        return {"problem": measured.reason}
-    return {
-        "ms": measured.ms,
-        "window_ms": list(measured.window_ms),
-        "peak_gb": (measured.peak_bytes or 0) / 1e9,
-        "loss": measured.loss,
-        "flops": flops,
-        "floor_ms": measured.floor_ms,
-        "remarks": list(measured.remarks),
-        "warnings": list(benched.warnings),
-    }
+    return halfstep_row(config, precision)
 
 
 def by_torch(row: str, precision: str, config: RunConfig, *, small: bool) -> dict[str, Any]:

@@ -19,30 +19,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.bench import Request, bench
-from halfstep.bench.floor import step_flops
-from halfstep.bench.laps import Schedule
-from halfstep.bench.problem import problem_for
 from halfstep.bench.settings import bench_config
-from halfstep.hardware.measure import measure
-from halfstep.hardware.probe import probe
 from halfstep.models.slotcontrast import SlotContrast
 from halfstep.workloads.slots.build import build_backbone, build_model, prepare_of
 from halfstep.workloads.slots.config import SlotContrastConfig
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.slots.random_data import random_batch
 from recording import store, time_steps
+from step_rows import halfstep_row, row_in_a_process
 
 ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
-SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
 WORDS = ("preset=movi_e", "model.backbone_weights=random")
 SMALL = (
     "data.image_size=28", "model.backbone=vit_small_patch14_dinov2", "model.backbone_depth=1", "model.backbone_dim=48",
@@ -72,15 +64,8 @@ def main() -> None:
 
 
 def in_a_process(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    words = [sys.executable, __file__, "--row", row, "--precision", arguments.precision]
-    words += ["--batch-size", str(arguments.batch_size), *(["--small"] if arguments.small else [])]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    try:
-        found: dict[str, Any] = json.loads(last[0])
-    except ValueError:
-        return {"problem": f"ended with {done.returncode}: {last[0][:300]}"}
-    return found
+    words = ["--row", row, "--precision", arguments.precision, "--batch-size", str(arguments.batch_size)]
+    return row_in_a_process(__file__, [*words, *(["--small"] if arguments.small else [])])
 
 
 def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -89,27 +74,8 @@ def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware = measure(probe(device)) if device == "cuda" else probe(device)
     config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
-    problem = problem_for(config, torch.device(hardware.device))
-    way = "graph" if device == "cuda" else "eager"
-    request = Request(precisions=(arguments.precision,), ways=(way,), schedule=SCHEDULE)
-    flops = step_flops(problem)
-    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
-    measured = benched.rows[0]
-    if not measured.is_measured:
-        return {"problem": measured.reason}
-    return {
-        "ms": measured.ms,
-        "window_ms": list(measured.window_ms),
-        "peak_gb": (measured.peak_bytes or 0) / 1e9,
-        "loss": measured.loss,
-        "flops": flops,
-        "floor_ms": measured.floor_ms,
-        "remarks": list(measured.remarks),
-        "warnings": list(benched.warnings),
-    }
+    return halfstep_row(config, arguments.precision)
 
 
 def plain_error(model: SlotContrast, slots: Tensor, target: Tensor) -> Tensor:

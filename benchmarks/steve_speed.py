@@ -22,22 +22,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.bench import Request, bench
-from halfstep.bench.floor import step_flops
-from halfstep.bench.laps import Schedule
-from halfstep.bench.problem import problem_for
 from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
-from halfstep.hardware.measure import measure
-from halfstep.hardware.probe import probe
 from halfstep.models.dvae import DVae
 from halfstep.models.slotcontrast_words import SlotContrastWords
 from halfstep.models.steve import Steve
@@ -46,10 +38,10 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.workload import Batch, Workload
 from recording import store, time_steps
+from step_rows import halfstep_row, row_in_a_process
 
 ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
-SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
 TAU = 0.5
 
 WORKLOADS = {"steve": "steve", "lowmem": "slotcontrast_steve"}
@@ -106,15 +98,8 @@ def main() -> None:
 
 
 def in_a_process(row: str, size: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    words = [sys.executable, __file__, "--row", row, "--case", arguments.case, "--precision", arguments.precision]
-    words += ["--batch-sizes", size, *(["--small"] if arguments.small else [])]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1:] or [""]
-    try:
-        found: dict[str, Any] = json.loads(last[0])
-    except ValueError:
-        return {"problem": f"ended with {done.returncode}: {last[0][:300]}"}
-    return found
+    words = ["--row", row, "--case", arguments.case, "--precision", arguments.precision, "--batch-sizes", size]
+    return row_in_a_process(__file__, [*words, *(["--small"] if arguments.small else [])])
 
 
 def config_of(row: str, arguments: argparse.Namespace) -> RunConfig:
@@ -125,27 +110,7 @@ def config_of(row: str, arguments: argparse.Namespace) -> RunConfig:
 
 
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware = measure(probe(device)) if device == "cuda" else probe(device)
-    problem = problem_for(config_of(row, arguments), torch.device(hardware.device))
-    request = Request(
-        precisions=(arguments.precision,), ways=("graph" if device == "cuda" else "eager",), schedule=SCHEDULE
-    )
-    flops = step_flops(problem)
-    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
-    measured = benched.rows[0]
-    if not measured.is_measured:
-        return {"problem": measured.reason}
-    return {
-        "ms": measured.ms,
-        "window_ms": list(measured.window_ms),
-        "peak_gb": (measured.peak_bytes or 0) / 1e9,
-        "loss": measured.loss,
-        "flops": flops,
-        "floor_ms": measured.floor_ms,
-        "remarks": list(measured.remarks),
-        "warnings": list(benched.warnings),
-    }
+    return halfstep_row(config_of(row, arguments), arguments.precision)
 
 
 # --- as the public code writes it ---
