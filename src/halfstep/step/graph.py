@@ -13,6 +13,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
+import gc
+
 import torch
 from torch import Tensor
 
@@ -97,6 +99,8 @@ class GraphedStep:
     def _captured(self, loss_fn: LossFn, pool: Pool) -> Facts:
         stream = torch.cuda.current_stream(self.step.device)
         reason = ""
+        # A cycle that still holds an earlier step's autograd graph ties its gradients to the stream of that step.
+        gc.collect()
         with opened_for_capture(self.step) as self.passes:
             try:
                 # Other threads (a loader's, a logger's) may use the device meanwhile.
