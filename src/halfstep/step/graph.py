@@ -10,10 +10,9 @@ Capturing runs nothing: weights, counters and generators are the same before and
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any, TypeAlias
-
-import gc
 
 import torch
 from torch import Tensor
