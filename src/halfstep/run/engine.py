@@ -23,7 +23,6 @@ from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
-from halfstep.step import ranks
 from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
@@ -206,8 +205,9 @@ class Engine:
         if known is not None:
             del self.graphs[shape]
             self._in_a_row = 1  # loaded state may be that of a beginning, which no capture can begin with
-        uncaptured = UNCAPTURED if self.guarded.ranks is None else ranks.UNCAPTURED
-        return self._capture(shape, window) if self._in_a_row > uncaptured and self._has_code(window) else None
+        is_warm = self.guarded.ranks is None or self.guarded.ranks.can_be_captured
+        is_ready = is_warm and self._in_a_row > UNCAPTURED and self._has_code(window)
+        return self._capture(shape, window) if is_ready else None
 
     def _has_code(self, window: list[Batch]) -> bool:
         return all(self._runs_compiled(batch) for batch in window if self._is_full(batch))

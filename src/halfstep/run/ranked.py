@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
@@ -19,7 +19,7 @@ from halfstep.step.facts import Reading
 from halfstep.step.phase_facts import PhasedReading
 from halfstep.step.phases import without_gradients_of_others
 from halfstep.step.ranks import Ranks, World, agreed, wrapped_regions
-from halfstep.tune.modes import Region
+from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.workload import Workload
 
 OWN = ("device", "log.", "data.num_workers")
@@ -43,12 +43,23 @@ def connected(
     with without_gradients_of_others(model, own):
         wrapped = wrapped_regions(
             model,
-            {"eager": eager, "compiled": compiled},
+            {"eager": eager, "compiled": uncut(compiled)},
             device,
             reduce=config.train.reduce,
             find_unused=config.train.find_unused,
         )
     return partial(wrapped, "eager"), partial(wrapped, "compiled"), Ranks(world, [wrapped], device)
+
+
+def uncut(region: Region) -> Region:
+    """Compiled whole. Inside DDP the compiler cuts a region at its buckets, so that sums overlap with backward: it
+    fuses less, and fails where kernels are autograd functions of their own, as ours are."""
+
+    def whole(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            return region(batch)
+
+    return whole
 
 
 def synchronised(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:

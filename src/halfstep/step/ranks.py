@@ -39,6 +39,8 @@ GRACE_S = 3.0
 """How long who lost a rank waits for that one's own words."""
 UNCAPTURED = 11
 """Windows that DDP must have run before a CUDA graph may hold it, by torch's notes on CUDA graphs."""
+NEVER = 2**30
+"""Iterations of DDP between two of which it takes the time, after its first ten."""
 LOST = ("connection", "timed out", "timeout", "broken pipe", "peer", "nccl", "gloo", "socket")
 """Words in the errors of a collective whose other side is gone."""
 
@@ -230,11 +232,17 @@ class Ranks:
         """1 where somebody asked this rank to stop; written by the host between steps."""
         self._own = torch.zeros(world.size, dtype=torch.float64, device=device)
         self._own[world.rank] = 1
+        self._num_reduced = 0
         self._is_synced = any(isinstance(m, nn.SyncBatchNorm) for w in self.wrapped for m in w.modules())
 
     @property
     def size(self) -> int:
         return self.world.size
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether DDP has settled its buckets and measured its first iterations."""
+        return self._num_reduced >= UNCAPTURED
 
     def ask(self) -> None:
         """Have the next step tell all ranks that the run is to end."""
@@ -243,6 +251,7 @@ class Ranks:
     @contextmanager
     def reducing(self, *, is_last: bool) -> Iterator[None]:
         """Around forward and backward: gradients travel with the window's last micro-batch only."""
+        self._num_reduced += is_last
         with ExitStack() as quiet:
             for wrapped in () if is_last else self.wrapped:
                 quiet.enter_context(wrapped.no_sync())
@@ -348,6 +357,7 @@ def wrapped_regions(
                 inside, device_ids=[device.index], find_unused_parameters=find_unused, gradient_as_bucket_view=False
             )
         torch.cuda.current_stream(device).wait_stream(side)
+    wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # it waits for the device, which no capture survives
     formats = {p.dtype for p in model.parameters() if p.requires_grad}
     if formats != {SUMMED_IN[reduce]}:
         # A lambda: of annotations torch takes none but its own class, and ours are texts.

@@ -1,0 +1,119 @@
+"""What a process group costs: steps of a world of one by NCCL, captured, against steps without ranks.
+
+    python benchmarks/ranks_cost.py [--only unet,gpt2] [--rounds 7] [--out DIR]
+
+Both train in one process and take turns: a round is a window of steps of each, so that clocks and heat are shared.
+The cost is the median over rounds of the ratio of their times. A world of one sends nothing: what is left is DDP's
+buckets, two sums and the flags. `--small` is for trying the script on a CPU, where steps are eager and talk by gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import socket
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from halfstep.bench.problem import problem_for, random_workload
+from halfstep.bench.settings import Way, bench_config, in_precision, run_by
+from halfstep.config.schema import RunConfig
+from halfstep.data.prefetch import prefetch
+from halfstep.hardware.probe import probe
+from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.phased_engine import engine_for
+from halfstep.run.rehearse import rehearsal
+from halfstep.step.randomness import seed_everything
+from halfstep.step.ranks import World
+from halfstep.tune.choose import tuned
+from recording import finish_device_work, store
+
+CASES = {
+    "unet": ("U-Net 31M, 512×512, 8", {"batch_size": 8, "image_size": 512}),
+    "gpt2": ("GPT-2 124M, 16×1024", {"batch_size": 16}),
+    "resnet50": ("ResNet-50, 224, 64", {"batch_size": 64, "image_size": 224}),
+}
+GOAL = 1.03
+WARM_UP, STEPS = 20, 20
+"""DDP asks for eleven steps before a capture."""
+
+
+class Training:
+    """One of the two that take turns."""
+
+    def __init__(self, config: RunConfig, world: World | None, device: torch.device) -> None:
+        seed_everything(config.train.seed)
+        workload, hardware = random_workload(config), probe(str(device))
+        plan = tuned(config, workload, plan_for(config, workload, hardware), lambda line: None, rehearsal)
+        parts = assemble(config, workload, plan, world)
+        assert parts.way is not None, "the plan was tuned"
+        self.remarks: list[str] = []
+        self.engine = engine_for(parts, parts.way, lambda text, level: self.remarks.append(text))
+        self._batches = prefetch(itertools.repeat(problem_for(config, device).host_batch), device)
+        self.loss = float("nan")
+
+    def window_ms(self, steps: int) -> float:
+        """Milliseconds a step."""
+        finish_device_work()
+        start = time.perf_counter()
+        for batch in itertools.islice(self._batches, steps):
+            facts = self.engine([batch])
+            self.engine.parts.guard.watch(facts)
+        finish_device_work()
+        elapsed_s = time.perf_counter() - start
+        self.loss = facts.read().loss
+        return elapsed_s / steps * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="unet,gpt2")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    arguments = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        where = f"tcp://127.0.0.1:{one.getsockname()[1]}"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=where, rank=0, world_size=1)
+    found = {}
+    for name in arguments.only.split(","):
+        title, size = CASES[name]
+        found[name] = {"title": title, **cost_of(name, size, device, arguments)}
+        print(name, found[name], flush=True)
+        store("ranks_cost", {"backend": backend, "goal": GOAL, "cases": found}, device, arguments.out)
+    dist.destroy_process_group()
+
+
+def cost_of(name: str, size: dict[str, int], device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
+    way: Way = "graph" if device.type == "cuda" else "eager"
+    config = bench_config(name, (), {"batch_size": 2} if arguments.small else size, small=arguments.small)
+    config = run_by(in_precision(config, "bf16" if way == "graph" else "fp32", simulate=False), way)
+    both = {"without": Training(config, None, device), "world_of_one": Training(config, World(), device)}
+    warm_up, steps = (1, 1) if arguments.small else (WARM_UP, STEPS)
+    for training in both.values():
+        training.window_ms(warm_up)
+    rounds = [{which: training.window_ms(steps) for which, training in both.items()} for _ in range(arguments.rounds)]
+    ratios = [one["world_of_one"] / one["without"] for one in rounds]
+    return {
+        "ms": {which: statistics.median(one[which] for one in rounds) for which in both},
+        "cost": statistics.median(ratios) - 1,
+        "cost_min": min(ratios) - 1,
+        "cost_max": max(ratios) - 1,
+        "rounds": len(rounds),
+        "steps_a_round": steps,
+        "ways": {which: training.engine.way for which, training in both.items()},
+        "captured": {which: len(training.engine.graphs) for which, training in both.items()},
+        "losses": {which: training.loss for which, training in both.items()},
+        "remarks": {which: training.remarks for which, training in both.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
