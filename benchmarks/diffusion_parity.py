@@ -35,8 +35,7 @@ def main() -> None:
         "train.epochs": arguments.epochs,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        metrics = ("mse", "raw_mse", "mse/0-249", "mse/750-999")
-        compare(arguments, "diffusion", settings, Path(scratch), metrics=metrics, of_loss=True)
+        compare(arguments, "diffusion", settings, Path(scratch))
 
 
 if __name__ == "__main__":

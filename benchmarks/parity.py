@@ -1,81 +1,45 @@
-"""Does low precision cost accuracy? Runs of several precisions with the same seeds by `halfstep train`, compared."""
+"""Does low precision cost accuracy? What all `*_parity.py` share: `halfstep compare` with its result stored here."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import shutil
-import statistics
-import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from equivalence import equivalence
 from halfstep.report.metrics_file import read
-from halfstep.run.train import train
-from halfstep.workloads import from_dict
+from halfstep.use.compare import Comparison, Request, new_comparison, run_comparison
+from halfstep.use.compare_run import Row
+from halfstep.use.equivalence import FEWEST_SEEDS, default_margin, verdicts
 from recording import shown_settings, store
 
 Settings = Mapping[str, object]
 
 ALWAYS: Settings = {
-    "precision.strict": True,
     # One validation and one checkpoint, at the end.
     "train.validate_every": 10_000,
     "train.checkpoint_every": 100_000,
     "train.early_stopping_patience": 0,
-    "log.quiet": True,
 }
 
 
-def parity_flags(description: str | None, *, name: str) -> argparse.ArgumentParser:
+def parity_flags(description: str | None, *, name: str, needs_data: bool = True) -> argparse.ArgumentParser:
     """What every comparison can be told; `--set` takes any setting of `halfstep train`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", required=needs_data)
     parser.add_argument("--precisions", default="fp32,bf16,fp16", help="the first one is the baseline")
-    parser.add_argument("--seeds", type=at_least_one, default=5)
-    parser.add_argument(
-        "--at-once", type=at_least_one, default=1, metavar="N", help="processes, each with a seed of its own"
-    )
+    parser.add_argument("--seeds", type=int, default=FEWEST_SEEDS)
+    parser.add_argument("--margin", type=float, help="in the metric's unit; from five pilot runs unless given")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs beside each other")
     parser.add_argument("--simulate", action="store_true", help="numerics only, for a machine without the formats")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--name", default=name)
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     return parser
-
-
-def at_least_one(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r}, where a number from 1 on is wanted")
-    return int(word)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """What is trained with each seed: one run in each precision."""
-
-    workload: str
-    settings: Settings
-    precisions: tuple[str, ...]
-    simulate: bool
-    overrides: list[str]
-    folder: Path
-    metrics: tuple[str, ...]
-
-    def runs_of(self, seed: int) -> dict[str, dict[str, Any]]:
-        found = {}
-        for name in self.precisions:
-            chosen = {"precision": name, "precision.simulate": self.simulate and name != "fp32", "train.seed": seed}
-            loaded = from_dict(self.workload, {**ALWAYS, **self.settings, **chosen}, overrides=self.overrides)
-            found[name] = one_run(loaded, self.folder / f"run{seed}", self.metrics)
-            print(name, seed, json.dumps(found[name]), flush=True)
-        return found
 
 
 def compare(
@@ -84,75 +48,83 @@ def compare(
     settings: Settings,
     folder: Path,
     *,
-    metrics: tuple[str, ...],
-    of_loss: bool = False,
-) -> None:
-    """Train every precision with every seed, judge the first metric, store all; a killed run keeps its whole seeds.
+    also: tuple[str, ...] = (),
+    best: bool = False,
+) -> Comparison:
+    """Train every precision with every seed and judge the headline metric; a killed call keeps what was whole.
 
-    The margin of a percentage is in points; `of_loss` takes max(1 % of the baseline's mean, twice its deviation).
+    Metrics named in `also` are judged as well, with a margin from the same pilot; without a pilot they are kept alone.
     """
-    comparison = Comparison(
-        workload=workload,
-        settings=settings,
-        precisions=tuple(arguments.precisions.split(",")),
-        simulate=arguments.simulate,
-        overrides=arguments.set,
-        folder=folder,
-        metrics=metrics,
+    request = Request(
+        target=workload,
+        overrides=tuple(said({**ALWAYS, **settings}) + arguments.set),
+        rows=tuple(row_of(name, simulate=arguments.simulate) for name in arguments.precisions.split(",")),
+        looks=(arguments.seeds,),
+        margin=arguments.margin,
+        at_once=arguments.at_once,
+        best=best,
     )
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in comparison.precisions}
-    for found in seed_by_seed(comparison, arguments.seeds, arguments.at_once):
-        for name, run in found.items():
-            runs[name].append(run)
-        judge(arguments, runs, headline=metrics[0], of_loss=of_loss)
+    where, comparison = new_comparison(request, folder / "comparison")
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        if comparison.margin is not None and comparison.whole_seeds():
+            keep(arguments, where, comparison, also)
+
+    run_comparison(where, comparison, say)
+    for name, verdict in comparison.verdicts().items():
+        print(f"{name}: {verdict} ({verdict.low:+.4g} to {verdict.high:+.4g}, margin {verdict.margin:.4g})")
+    return comparison
 
 
-def seed_by_seed(comparison: Comparison, num_seeds: int, at_once: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """In order. The first one runs alone: it packs the pictures for all."""
-    yield comparison.runs_of(0)
-    if at_once == 1:
-        yield from map(comparison.runs_of, range(1, num_seeds))
-        return
-    # Not forked: a process that has used the GPU cannot hand it down.
-    with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as processes:
-        yield from processes.map(comparison.runs_of, range(1, num_seeds))
+def said(settings: Settings) -> list[str]:
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
 
 
-def judge(
-    arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], *, headline: str, of_loss: bool = False
-) -> None:
-    """Print and store what the runs so far say."""
-    found = {name: [run[headline] for run in done] for name, done in runs.items()}
-    baseline, *others = found
-    margin = {"margin": max(0.01 * statistics.mean(found[baseline]), 2 * spread(found[baseline]))} if of_loss else {}
-    verdicts = {name: equivalence(found[baseline], found[name], **margin) for name in others}
-    for name, values in found.items():
-        print(f"{name}: {headline} {statistics.mean(values):.4f} +- {spread(values):.4f}", verdicts.get(name, ""))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    store(
-        arguments.name,
-        {"settings": shown_settings(arguments), "runs": runs, "verdicts": verdicts},
-        device,
-        arguments.out,
-    )
+def row_of(precision: str, *, simulate: bool) -> Row:
+    how = "precision.simulate=true" if simulate and precision != "fp32" else "precision.strict=true"
+    return Row(name=precision, overrides=(f"precision={precision}", how))
 
 
-def spread(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def one_run(loaded: Any, out: Path, metrics: tuple[str, ...]) -> dict[str, Any]:
-    start = time.perf_counter()
-    records = read(train(loaded, out=out) / "metrics.jsonl")
-    seconds = time.perf_counter() - start
-    shutil.rmtree(out)
-    last = [record for record in records if record["kind"] == "val"][-1]
-    steps = [record for record in records if record["kind"] == "train"]
-    memory = max((record["memory_bytes"] for record in steps), default=None)
-    return {
-        **{name: last[name] for name in metrics},
-        "loss": last["loss"],
-        "skipped": max((record["skipped"] for record in steps), default=0),
-        "seconds": seconds,
-        "peak_memory_gb": memory / 1e9 if memory is not None else "no step was reported",
+def keep(arguments: argparse.Namespace, where: Path, comparison: Comparison, also: tuple[str, ...]) -> None:
+    """What the runs so far say, with the last validation of each."""
+    rows = [row.name for row in comparison.request.rows]
+    runs = {name: [run_record(where, run) for run in comparison.outcomes(name)] for name in rows}
+    judged = {comparison.metric: {name: as_json(found) for name, found in comparison.verdicts().items()}}
+    if comparison.pilot:
+        judged |= {metric: others(where, comparison, runs, metric) for metric in also}
+    record = {
+        "settings": shown_settings(arguments),
+        "metric": comparison.metric,
+        "margin_from": comparison.margin_from,
+        "runs": runs,
+        "verdicts": judged[comparison.metric],
+        "also": {metric: found for metric, found in judged.items() if metric != comparison.metric},
     }
+    store(arguments.name, record, torch.device("cuda" if torch.cuda.is_available() else "cpu"), arguments.out)
+
+
+def run_record(where: Path, run: Any) -> dict[str, Any]:
+    last = last_validation(where / "runs" / f"{run.row}-{run.seed}")
+    summary = {key: run.summary.get(key) for key in ("skipped", "elapsed_s")}
+    return {"seed": run.seed, **last, "judged": run.value, **summary, "stopped": run.stopped}
+
+
+def last_validation(folder: Path) -> dict[str, float]:
+    validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
+    return {key: value for key, value in (validations or [{}])[-1].items() if isinstance(value, float)}
+
+
+def others(where: Path, comparison: Comparison, runs: dict[str, list[Any]], metric: str) -> dict[str, Any]:
+    count = comparison.whole_seeds()
+    pilot = [last_validation(where / "runs" / f"pilot-{number}")[metric] for number in range(len(comparison.pilot))]
+    margin = default_margin(pilot, in_points=metric != "loss" and all(0 <= value <= 1 for value in pilot))
+    values = {name: [run[metric] for run in found[:count]] for name, found in runs.items()}
+    baseline = values.pop(comparison.request.baseline.name)
+    return {name: as_json(found) for name, found in verdicts(baseline, values, margin).items()}
+
+
+def as_json(verdict: Any) -> dict[str, Any]:
+    found = asdict(verdict)
+    return {"verdict": str(verdict), "mean_difference": found["mean"], "interval_90": [found["low"], found["high"]],
+            "margin": found["margin"], "seeds": found["num_seeds"], "why": found["why"]}  # fmt: skip

@@ -34,7 +34,7 @@ def main() -> None:
             "train.batch_size": arguments.batch,
             "train.epochs": arguments.epochs,
         }
-        compare(arguments, arguments.workload, settings, Path(scratch), metrics=("top1", "top5"))
+        compare(arguments, arguments.workload, settings, Path(scratch))
 
 
 if __name__ == "__main__":

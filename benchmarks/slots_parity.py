@@ -28,8 +28,7 @@ SETTINGS = {"slotcontrast": SLOTCONTRAST, "steve": STEVE}
 
 
 def main() -> None:
-    parser = parity_flags(__doc__, name="slots_parity")
-    next(action for action in parser._actions if action.dest == "data").required = False
+    parser = parity_flags(__doc__, name="slots_parity", needs_data=False)
     parser.add_argument("--workload", choices=sorted(SETTINGS), default="slotcontrast")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8)
@@ -49,7 +48,7 @@ def main() -> None:
             "train.validate_every_steps": 0,
             "train.epochs": 10_000,
         }
-        compare(arguments, arguments.workload, settings, Path(scratch), metrics=("fg_ari", "mbo"))
+        compare(arguments, arguments.workload, settings, Path(scratch), also=("loss",))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main() -> None:
             "train.max_steps": arguments.steps,
             "train.epochs": 10_000,
         }
-        compare(arguments, "unet", settings, Path(scratch), metrics=("iou", "dice"))
+        compare(arguments, "unet", settings, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -78,10 +78,19 @@ def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path) -> None:
     row = Row(name="wild", overrides=("optimizer.lr=1e30", "train.clip_norm=0", "guard.max_consecutive=1"))
-    outcome = one_run(MOONS, SMALL, row, 0, tmp_path / "wild")
+    outcome = one_run(row, 0, tmp_path / "wild", target=MOONS, overrides=SMALL)
     assert math.isnan(outcome.value)
     assert outcome.stopped
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).stopped == outcome.stopped
+
+
+def test_judged_by_its_best_validation_a_run_counts_as_its_best_checkpoint_would(tmp_path: Path) -> None:
+    row = Row(name="unlearns", overrides=("optimizer.lr=3", "train.clip_norm=0", "train.validate_every_steps=1"))
+    last, best = (
+        one_run(row, 0, tmp_path / str(best), target=MOONS, overrides=SMALL, best=best) for best in (False, True)
+    )
+    assert last.curve[-1][2] == last.value
+    assert max(value for _, _, value in last.curve) == best.value > last.value
 
 
 def outcome(row: str, seed: int, values: list[float]) -> Outcome:
@@ -143,11 +152,11 @@ def test_budgets_are_read_in_seconds_minutes_and_hours() -> None:
 def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_its_time(tmp_path: Path) -> None:
     # A schedule that does not follow the length of the run: cut short it trains as the whole one does.
     row = Row(name="plain", overrides=("precision=fp32", "schedule.name=constant"))
-    whole = one_run(MOONS, SMALL, row, 0, tmp_path / "whole")
+    whole = one_run(row, 0, tmp_path / "whole", target=MOONS, overrides=SMALL)
     cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0"]
     train(load(MOONS, overrides=[*cut, *row.overrides, "log.curves=false"]), out=tmp_path / "cut")
     (tmp_path / "cut" / "report" / "summary.json").unlink()
-    resumed = one_run(MOONS, SMALL, row, 0, tmp_path / "cut")
+    resumed = one_run(row, 0, tmp_path / "cut", target=MOONS, overrides=SMALL)
     assert resumed.value == whole.value
     assert (whole.alone, resumed.alone) == (True, False)
 
@@ -156,6 +165,6 @@ def test_a_run_killed_before_its_summary_gets_one_when_it_is_resumed(tmp_path: P
     words = [*SMALL, "train.seed=0", "precision=fp32", "log.curves=false", "log.quiet=true"]
     out = train(load(MOONS, overrides=words), out=tmp_path / "run")
     (out / "report" / "summary.json").unlink()
-    found = one_run(MOONS, SMALL, Row(name="plain", overrides=("precision=fp32",)), 0, out)
+    found = one_run(Row(name="plain", overrides=("precision=fp32",)), 0, out, target=MOONS, overrides=SMALL)
     assert math.isfinite(found.value)
     assert found.summary["metric"] == "accuracy"

@@ -41,6 +41,7 @@ def command(
     budget: Annotated[str | None, typer.Option(metavar="30m", help="Stop after this time: 90s, 30m, 8h.")] = None,
     price: Annotated[float | None, typer.Option(help="Price of one hour of the device.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Runs beside each other: metrics only, no times.")] = 1,
+    best: Annotated[bool, typer.Option("--best", help="Judge each run's best validation, not its last.")] = False,
     simulate: Annotated[bool, typer.Option("--simulate", help="Numerics of formats that this device lacks.")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder.", show_default="runs/compare-WORKLOAD-TIME")
@@ -90,6 +91,7 @@ def command(
             budget_s=None if budget is None else seconds_of(budget),
             at_once=at_once,
             price=price,
+            best=best,
         )
         folder, comparison = new_comparison(request, out)
     screen = Console(stderr=True)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class Request:
     at_once: int = 1
     price: float | None = None
     """Of an hour of the device."""
+    best: bool = False
+    """Judge each run by its best validation instead of its last one."""
 
     @property
     def baseline(self) -> Row:
@@ -175,10 +178,9 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
     """From runs of the baseline that the comparison never sees."""
     request = comparison.request
     say(f"pilot: {FEWEST_SEEDS} runs of {request.baseline.name} fix the margin (--margin X spares them)")
-    for number in range(len(comparison.pilot), FEWEST_SEEDS):
-        seed = PILOT_SEED + number
-        place = folder / "runs" / f"pilot-{number}"
-        outcome = one_run(request.target, request.overrides, request.baseline, seed, place)
+    missing = range(len(comparison.pilot), FEWEST_SEEDS)
+    jobs = [(request.baseline, PILOT_SEED + number, folder / "runs" / f"pilot-{number}") for number in missing]
+    for outcome in _outcomes(request, jobs):
         comparison.pilot.append(outcome)
         _write(folder, comparison)
         say(_said(comparison, outcome))
@@ -202,25 +204,27 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
 
 
 def _missing(folder: Path, comparison: Comparison, count: int) -> Iterator[Outcome]:
-    """The runs that are missing up to this many seeds, one seed after the other, or several beside each other."""
+    """The runs that are missing up to this many seeds, seed by seed."""
     request = comparison.request
     jobs = [
-        (request.target, request.overrides, row, seed, folder / "runs" / f"{_file_name(row.name)}-{seed}")
+        (row, seed, folder / "runs" / f"{_file_name(row.name)}-{seed}")
         for seed in range(count)
         for row in request.rows
         if comparison.outcome(row.name, seed) is None
     ]
-    if request.at_once == 1:
-        for job in jobs:
-            yield one_run(*job)
+    return _outcomes(request, jobs)
+
+
+def _outcomes(request: Request, jobs: Sequence[tuple[Row, int, Path]]) -> Iterator[Outcome]:
+    """One after the other, or as many at once as were asked for."""
+    is_alone = request.at_once == 1
+    run = partial(one_run, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
+    if is_alone:
+        yield from (run(*job) for job in jobs)
         return
     # Not forked: a process that has used the GPU cannot hand it down.
     with ProcessPoolExecutor(request.at_once, mp_context=multiprocessing.get_context("spawn")) as processes:
-        yield from processes.map(_beside_others, jobs)
-
-
-def _beside_others(job: tuple[Any, ...]) -> Outcome:
-    return one_run(*job, alone=False)
+        yield from processes.map(run, *zip(*jobs, strict=True)) if jobs else ()
 
 
 def _end(folder: Path, comparison: Comparison, why: str) -> None:

@@ -37,7 +37,7 @@ class Outcome:
     row: str
     seed: int
     value: float
-    """The headline metric at the last validation; NaN where the guard stopped the run."""
+    """The headline metric at the last validation, or at the best one; NaN where the guard stopped the run."""
     curve: tuple[tuple[int, float, float], ...]
     """(step, seconds, value) of each validation."""
     summary: dict[str, Any]
@@ -62,7 +62,9 @@ def loaded_for(target: str, overrides: Sequence[str], row: Row, seed: int) -> Lo
     return load(target, overrides=list(said.values()))
 
 
-def one_run(target: str, overrides: Sequence[str], row: Row, seed: int, folder: Path, *, alone: bool = True) -> Outcome:
+def one_run(
+    row: Row, seed: int, folder: Path, *, target: str, overrides: Sequence[str], best: bool = False, alone: bool = True
+) -> Outcome:
     """Train this row with this seed; what an interruption left of it goes on from its checkpoint."""
     loaded = loaded_for(target, overrides, row, seed)
     stopped, is_resumed = "", bool(list(folder.glob("checkpoints/step-*")))
@@ -76,16 +78,18 @@ def one_run(target: str, overrides: Sequence[str], row: Row, seed: int, folder: 
                 train(loaded, out=folder)
         except TrainingStopped as error:
             stopped = error.what
-    outcome = _outcome(folder, row, seed, alone=alone and not is_resumed, stopped=stopped)
+    outcome = _outcome(folder, row, seed, best=best, alone=alone and not is_resumed, stopped=stopped)
     _keep_the_records(folder)
     return outcome
 
 
-def _outcome(folder: Path, row: Row, seed: int, *, alone: bool, stopped: str) -> Outcome:
+def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, stopped: str) -> Outcome:
     summary = {} if stopped else read_summary(folder) or {}
     validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
     curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
     value = curve[-1][2] if curve else math.nan
+    if best and curve:
+        value = (max if summary["mode"] == "max" else min)(point[2] for point in curve)
     return Outcome(
         row=row.name,
         seed=seed,
