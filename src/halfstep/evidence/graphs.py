@@ -63,12 +63,16 @@ class GraphRecorder:
 
 def seen_in(graphs: list[Graph], model: nn.Module, frozen: Mapping[str, nn.Module], twin: Seen) -> Seen:
     """The same record as of an eager step."""
-    names = {name for name, _ in model.named_modules()}
-    names |= {f"{part}.{name}".rstrip(".") for part, module in frozen.items() for name, _ in module.named_modules()}
-    reader = _Reader(names, twin)
+    reader = _Reader(names_in(model, frozen), twin)
     for direction, graph in graphs:
         reader.read(direction, graph)
     return reader.seen
+
+
+def names_in(model: nn.Module, frozen: Mapping[str, nn.Module]) -> set[str]:
+    """All module paths, those of frozen parts behind the part's name."""
+    names = {name for name, _ in model.named_modules()}
+    return names | {f"{part}.{name}".rstrip(".") for part, m in frozen.items() for name, _ in m.named_modules()}
 
 
 class _Reader:
@@ -86,7 +90,7 @@ class _Reader:
         for node in graph.graph.nodes:
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            module = self._module(node)
+            module = module_of(node, self.names)
             if direction == "forward":
                 self._forward_modules[node.name] = module
             if is_product(node.target):
@@ -122,12 +126,14 @@ class _Reader:
             if isinstance(value, Tensor) and value.is_floating_point() and node.name in self._forward_modules:
                 self.seen.kept[self._forward_modules[node.name], format_of(value.dtype)] += value.nbytes
 
-    def _module(self, node: fx.Node) -> str:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        for path, *_ in reversed(list(stack.values())):
-            if (name := module_name(str(path), self.names)) is not None:
-                return name or ROOT
-        return OUTSIDE
+
+def module_of(node: fx.Node, names: set[str]) -> str:
+    """The innermost module whose forward made the node, or the node that it is the gradient of."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, *_ in reversed(list(stack.values())):
+        if (name := module_name(str(path), names)) is not None:
+            return name or ROOT
+    return OUTSIDE
 
 
 def module_name(path: str, names: set[str]) -> str | None:

@@ -21,6 +21,7 @@ WORTH_NAMING = 0.005
 """Share of the FLOPs from which a module is named in the summary."""
 MOST_ROWS = 24
 """A screen; --json has all."""
+MOST_KERNELS = 12
 MOST_ALIKE = 6
 """Findings of one reason that are named one by one."""
 
@@ -34,6 +35,8 @@ class LedgerRow:
     forward: str = "-"
     backward: str = "-"
     flops_share: float = 0.0
+    time_share: float = 0.0
+    """Of a captured step's time on the device; kernels of several modules count for each in equal parts."""
     casts: int = 0
     cast_bytes: int = 0
     kept: str = "-"
@@ -46,6 +49,20 @@ class LedgerRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRow:
+    """One kernel of a captured step, and all modules that it works for."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Empty where no launch of the uncaptured step matches."""
+    direction: str
+    format: str
+    """Of the operands of matmuls, convolutions and attention; kernels do not tell it of anything else."""
+    calls: int
+    time_share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
     """What ran, in one mode."""
 
@@ -55,6 +72,12 @@ class Ledger:
     summary: str
     notes: tuple[str, ...] = ()
     step: int | None = None
+    kernels: tuple[KernelRow, ...] = ()
+    """Of a captured step, those that took longest first; those of no known module among them."""
+
+    @property
+    def unmapped_share(self) -> float:
+        return sum(row.time_share for row in self.kernels if not row.modules)
 
     @property
     def differences(self) -> tuple[Finding, ...]:
@@ -68,6 +91,8 @@ class Ledger:
             "rows": [{"mode": self.mode, **dataclasses.asdict(row)} for row in self.rows],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "notes": list(self.notes),
+            "unmapped_share": self.unmapped_share,
+            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
         }
 
     def __str__(self) -> str:
@@ -198,7 +223,7 @@ def summed_up(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
     for name, flops in formats.most_common():
         apart = _apart(expected, seen, name, total) if name != formats.most_common(1)[0][0] else ""
         of = "of FLOPs in " if not parts else ""
-        parts.append(f"{_percent(flops / total)} {of}{name}{apart}")
+        parts.append(f"{percent(flops / total)} {of}{name}{apart}")
     unknown = sorted({p.operation for p in seen.calls if not seen.flops[p]})
     parts += [f"of unknown cost: {', '.join(unknown)}"] if unknown else []
     num = sum(finding.level == "differs" for finding in found)
@@ -213,7 +238,7 @@ def _apart(expected: Expected, seen: Seen, name: str, total: int) -> str:
         if product.format == name:
             by_module[product.module, _kind(expected, product)] += flops
     named = [(key, flops / total) for key, flops in by_module.most_common() if flops / total >= WORTH_NAMING]
-    shown = ", ".join(f"{_percent(share)} {module} ({kind})" for (module, kind), share in named[:4])
+    shown = ", ".join(f"{percent(share)} {module} ({kind})" for (module, kind), share in named[:4])
     return f": {shown}" if shown else ""
 
 
@@ -231,25 +256,46 @@ def _kind(expected: Expected, product: Product) -> str:
     return f"{product.function} unaware of autocast" if product.function else "differs"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
 def rendered(ledger: Ledger) -> str:
     """The summary, the rows with most FLOPs and those that differ, then what differs and how to mend it."""
-    is_shown = sorted(ledger.rows, key=lambda row: (not row.verdict.startswith(("differs", "costs")), -row.flops_share))
-    chosen = {row.module for row in is_shown[:MOST_ROWS] if row.flops_share or row.verdict != "as planned"}
+    by_weight = sorted(
+        ledger.rows,
+        key=lambda row: (not row.verdict.startswith(("differs", "costs")), -max(row.flops_share, row.time_share)),
+    )
+    is_busy = {row.module for row in ledger.rows if row.flops_share or row.time_share or row.verdict != "as planned"}
+    chosen = {row.module for row in by_weight[:MOST_ROWS]} & is_busy
     rows = [row for row in ledger.rows if row.module in chosen]
-    titles = ("module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state")
-    body = [
-        (r.module, r.planned, r.forward, r.backward, _percent(r.flops_share), str(r.casts or "-"), r.kept, r.weights,
+    titles: tuple[str, ...] = (
+        "module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state",
+    )  # fmt: skip
+    body: list[tuple[str, ...]] = [
+        (r.module, r.planned, r.forward, r.backward, percent(r.flops_share), str(r.casts or "-"), r.kept, r.weights,
          r.gradients, r.optimizer_state)
         for r in rows
     ]  # fmt: skip
+    if ledger.kernels:
+        titles = (*titles, "time")
+        body = [(*cells, percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
     hidden = len(ledger.rows) - len(rows)
     more = [f"and {hidden} more modules as planned or without matmuls (--json has all)"] if hidden else []
     lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *_table([titles, *body]), *more]
-    return "\n".join([*lines, *_told(ledger.findings)])
+    return "\n".join([*lines, *_listed(ledger.kernels), *_told(ledger.findings)])
+
+
+def _listed(kernels: Sequence[KernelRow]) -> list[str]:
+    """Those that take most of the time, and of those that are not mapped the longest."""
+    known, unmapped = ([k for k in kernels if bool(k.modules) is is_known] for is_known in (True, False))
+    shown = [*known[:MOST_KERNELS], *unmapped[:MOST_ALIKE]]
+    body = [
+        (k.name[:60], ", ".join(k.modules[:4]) + (f" and {len(k.modules) - 4} more" if len(k.modules) > 4 else "")
+         or "not mapped", k.direction, k.format or "-", str(k.calls), percent(k.time_share))
+        for k in shown
+    ]  # fmt: skip
+    return ["", *_table([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
 
 
 def _told(found: Sequence[Finding]) -> list[str]:

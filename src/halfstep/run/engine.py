@@ -125,7 +125,7 @@ class Engine:
                     self._before_compiling()
                 outputs: list[Any] = []
                 with cudnn_trials(self._tries_algorithms(pieces)), self._compiler_warnings.in_one_line():
-                    facts = self.guarded.compute(self._loss_into(outputs), pieces)
+                    facts = self.guarded.compute(self.loss_into(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)
             except HalfstepError:
@@ -164,7 +164,9 @@ class Engine:
         self._in_a_row = 0
         torch.cuda.empty_cache()
 
-    def _loss_into(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
+    def loss_into(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
+        """The loss of a batch in the way its steps run now; the model's outputs go into the list."""
+
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
             with chains(on=self.way == "graph"):
@@ -218,7 +220,7 @@ class Engine:
             return None
         outputs: list[Any] = []
         try:
-            step = GraphedStep(self.guarded, self._loss_into(outputs), window, self.graphs.pool_for(self.parts.device))
+            step = GraphedStep(self.guarded, self.loss_into(outputs), window, self.graphs.pool_for(self.parts.device))
         except CaptureFailed as error:
             self._stay_uncaptured(str(error))
             return None

@@ -1,23 +1,31 @@
-"""The ledger of a run: the first step in each mode it reaches is observed on the side, then every so many steps."""
+"""The ledger of a run: the first step in each mode it reaches is observed, then every so many steps.
+
+Eager and compiled code are observed on the side. Of a captured step the profiler records a replay, which is a step of
+the run, and one uncaptured step of the same code on the side, by which its kernels are told apart.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from halfstep.disk import write_whole
 from halfstep.errors import HalfstepError
+from halfstep.evidence.captured import matched
+from halfstep.evidence.captured_ledger import captured_ledger
 from halfstep.evidence.graphs import GraphRecorder, num_of, seen_in
 from halfstep.evidence.ledger import Ledger, Weights, ledger_of
 from halfstep.evidence.side import observe, undone
+from halfstep.evidence.trace import Event, Kernel, replays_of
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
+from halfstep.run.captured import Recording, uncaptured
 from halfstep.run.engine import Engine, prepared_window
 from halfstep.run.frozen import modules_of
 from halfstep.run.phased_engine import PhasedEngine
@@ -27,6 +35,7 @@ from halfstep.tune.modes import Batch, Notice, Region
 from halfstep.tune.own_thread import in_own_thread
 
 AnyEngine = Engine | PhasedEngine
+CAPTURED = "captured"
 
 
 def engines_of(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
@@ -37,34 +46,59 @@ def engines_of(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
         yield "", engine
 
 
-def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Ledger]:
-    """What the code of each phase does with this window, as it is and, where steps run compiled, as the compiler has
-    it. Nothing of the run is changed."""
-    found = []
+def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch], replay: Sequence[Event] = ()) -> list[Ledger]:
+    """What the code of each phase does with this window, as it is, where steps run compiled as the compiler has it, and
+    where one was replayed as it was captured. Nothing of the run is changed."""
+    found, replayed = [], _replays(parts, engine, replay)
     for phase, own in engines_of(engine):
+        prepared = split_window(prepared_window(parts, window), own.pieces)
         # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is no step.
-        work = partial(_ledgers_of_one, parts, own, window, f", {phase}" if phase else "")
-        found += in_own_thread(work, parts.device) if parts.device.type == "cuda" else work()
+        work = partial(_ledgers_of_one, parts, own, prepared, phase)
+        ledgers, islands = in_own_thread(work, parts.device) if parts.device.type == "cuda" else work()
+        found += ledgers
+        if phase in replayed:
+            kernels = matched(replayed[phase], uncaptured(own, prepared))
+            found.append(
+                captured_ledger(
+                    parts.plan, kernels, ledgers[-1], own.guarded.model, islands, modules_of(parts.workload.frozen),
+                    mode=_named("captured", phase),
+                )
+            )  # fmt: skip
     return found
 
 
-def _ledgers_of_one(parts: Assembly, engine: Engine, window: list[Batch], phase: str) -> list[Ledger]:
-    prepared = split_window(prepared_window(parts, window), engine.pieces)
+def _replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dict[str, list[Kernel]]:
+    """The kernels of each phase that was replayed: they come in the order of the phases."""
+    iteration = parts.step.attempted - 1
+    due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
+    captured = [name for name, own in engines_of(engine) if name in due and own.way == "graph"]
+    return dict(zip(captured, replays_of(events), strict=False))
+
+
+def _named(mode: str, phase: str) -> str:
+    return f"{mode}, {phase}" if phase else mode
+
+
+def _ledgers_of_one(
+    parts: Assembly, engine: Engine, prepared: list[Batch], phase: str
+) -> tuple[list[Ledger], set[str]]:
+    """Those of its code, and the modules that have islands."""
     step, frozen = engine.guarded, modules_of(parts.workload.frozen)
     observer, weights = observe(step, loss_alone(engine.parts.eager), prepared, frozen)
     weights = weights.with_states(Weights.of(step.model, step.optimizers))
     to_ledger = partial(
         ledger_of, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
     )
-    eager = to_ledger(observer, mode=f"eager{phase}")
+    islands = {product.module for product in observer.seen.calls if product.is_island}
+    eager = to_ledger(observer, mode=_named("eager", phase))
     if engine.way == "eager":
-        return [eager]
+        return [eager], islands
     recorder = GraphRecorder()
     with undone(step), chains(on=False):
         step.compute(loss_alone(recorder.compiled(engine.parts.eager)), prepared)
     seen = seen_in(recorder.graphs, step.model, frozen, observer.seen)
     notes = _notes(engine, num_of(recorder.graphs)["forward"])
-    return [eager, to_ledger(seen, mode=f"compiled{phase}", notes=notes)]
+    return [eager, to_ledger(seen, mode=_named("compiled", phase), notes=notes)], islands
 
 
 def _notes(engine: Engine, num_graphs: int) -> list[str]:
@@ -73,8 +107,8 @@ def _notes(engine: Engine, num_graphs: int) -> list[str]:
         notes.append(f"{num_graphs - 1} graph breaks: what runs between the graphs is in the eager rows alone")
     if engine.way == "graph":
         notes.append(
-            "steps are captured as a CUDA graph of this code; layers that run as chains of kernels of our own are "
-            "shown as torch's layers: the captured kernels themselves are not observed"
+            "layers that run as chains of kernels of our own are shown as torch's layers here; "
+            "the captured rows show their kernels"
         )
     return notes
 
@@ -95,7 +129,8 @@ def as_document(ledgers: list[Ledger]) -> dict[str, Any]:
         "summary": summary,
         "rows": [row for one in each for row in one["rows"]],
         "findings": [{"mode": one["mode"], **found} for one in each for found in one["findings"]],
-        "observed": [{key: one[key] for key in ("mode", "step", "summary", "notes")} for one in each],
+        "observed": [{key: one[key] for key in ("mode", "step", "summary", "notes", "unmapped_share")} for one in each],
+        "kernels": [{"mode": one["mode"], **kernel} for one in each for kernel in one["kernels"]],
     }
 
 
@@ -108,21 +143,31 @@ class RunLedger:
         self.every = parts.config.log.ledger_every
         self.seen: dict[str, Ledger] = {}
         self._modes: set[str] = set()
+        self._replay: Recording | None = None
+
+    def around(self, engine: AnyEngine) -> AbstractContextManager[object]:
+        """Around a step of the run: a replay that is to be observed is recorded."""
+        self._replay = None
+        is_due = bool(engine.graphs) and self._is_due(CAPTURED, self.parts.step.attempted + 1)
+        if not is_due:
+            return nullcontext()
+        self._replay = Recording(self.parts.device)
+        return self._replay
 
     def look(self, engine: AnyEngine, window: list[Batch]) -> None:
         """After a step of this window: what failed to be observed is said, and the run goes on."""
-        mode, attempted = self._mode(engine), self.parts.step.attempted
-        if mode in self._modes and not (self.every and attempted % self.every == 0):
+        mode, attempted = CAPTURED if self._replay else engine.way, self.parts.step.attempted
+        if not self._is_due(mode, attempted):
             return
         self._modes.add(mode)
         try:
-            found = ledgers_of(self.parts, engine, window)
+            found = ledgers_of(self.parts, engine, window, self._replay.events() if self._replay else ())
             self._keep(found)
-        except (HalfstepError, RuntimeError, torch.OutOfMemoryError) as error:
+        except (HalfstepError, RuntimeError, OSError, ValueError) as error:
             self.notice(f"the ledger could not observe step {attempted}: {first_line(error)}", "warning")
 
-    def _mode(self, engine: AnyEngine) -> str:
-        return "captured" if engine.graphs else engine.way
+    def _is_due(self, mode: str, attempted: int) -> bool:
+        return mode not in self._modes or bool(self.every) and attempted % self.every == 0
 
     def _keep(self, found: list[Ledger]) -> None:
         known = {finding for ledger in self.seen.values() for finding in ledger.differences}

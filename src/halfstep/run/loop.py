@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -160,7 +161,8 @@ class Loop:
         if parts.world is not None and self.interrupts:
             parts.ask_to_stop()
         try:
-            facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
+            with self.ledger.around(self.engine) if self.ledger is not None else nullcontext():
+                facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
         except Exception as error:
             if parts.recorder is not None:
                 parts.recorder.failed(error, window)

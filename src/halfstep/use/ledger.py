@@ -11,8 +11,10 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import CheckpointError
 from halfstep.evidence.ledger import Ledger
+from halfstep.evidence.trace import Event
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
+from halfstep.run.captured import Recording
 from halfstep.run.frozen import identified
 from halfstep.run.ledger import AnyEngine, ledgers_of
 from halfstep.run.phased_engine import engine_for
@@ -23,6 +25,9 @@ from halfstep.tune.modes import Batch, Level
 from halfstep.use.open_run import as_trained, open_run, plan_for_use, with_weights
 from halfstep.workloads import load
 
+MOST_STEPS = 8
+"""More than it takes to capture one."""
+
 
 def is_run(word: str) -> bool:
     return (Path(word) / "config.yaml").is_file()
@@ -31,7 +36,20 @@ def is_run(word: str) -> bool:
 def ledger(word: str, *, flags: Mapping[str, object], overrides: Sequence[str]) -> list[Ledger]:
     """Of a run's folder with its weights and stored plan, or of what would be trained."""
     with at_hand(word, flags=flags, overrides=overrides) as (parts, engine, window):
-        return ledgers_of(parts, engine, window)
+        return ledgers_of(parts, engine, window, _replay(parts, engine, window))
+
+
+def _replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
+    """Steps until one is captured, where steps are, and the record of one more; the assembly is our own."""
+    if engine.way == "graph":
+        for _ in range(MOST_STEPS):
+            if not engine.graphs:
+                engine(window)
+    if not engine.graphs:
+        return []
+    with Recording(parts.device) as recording:
+        engine(window)
+    return recording.events()
 
 
 @contextmanager

@@ -1,0 +1,178 @@
+"""Kernels of a replayed graph find their modules by an uncaptured step of the same code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from halfstep.evidence.captured import COMMITTING, COMPUTING, GUARDING, Place, Placed, matched, placed
+from halfstep.evidence.captured_ledger import captured_ledger
+from halfstep.evidence.compiled_sites import CompiledCode, NodeRecorder
+from halfstep.evidence.graphs import names_in
+from halfstep.evidence.ledger import Ledger, LedgerRow
+from halfstep.evidence.owners import owners_of_nodes
+from halfstep.evidence.trace import Kernel, replays_of
+from halfstep.kernels.weights import cast_together
+from tiny_training import plan
+
+NO_CODE = CompiledCode([], [])
+
+
+def kernel(name: str, *, start: float, shape: tuple[int, ...] = (1,), time: float = 1.0) -> Kernel:
+    return Kernel(name, shape, start, time, -1)
+
+
+def of(name: str, *modules: str, shape: tuple[int, ...] = (1,), format: str = "") -> Placed:
+    return Placed(kernel(name, start=0.0, shape=shape), Place(modules, "forward", "mm" if format else "", format))
+
+
+def modules(found: list[Placed]) -> list[tuple[str, ...]]:
+    return [one.place.modules if one.place else () for one in found]
+
+
+def replayed(*names: str) -> list[Kernel]:
+    return [kernel(name, start=float(number)) for number, name in enumerate(names)]
+
+
+def test_kernels_of_one_name_are_told_apart_by_shape_and_order() -> None:
+    reference = [of("gemm", "a", shape=(8,)), of("relu", "a"), of("gemm", "b", shape=(4,)), of("relu", "b")]
+    replay = [
+        kernel("gemm", start=0, shape=(4,)), kernel("relu", start=1), kernel("gemm", start=2, shape=(8,)),
+        kernel("relu", start=3),
+    ]  # fmt: skip
+    assert modules(matched(replay, reference)) == [("b",), ("a",), ("a",), ("b",)]
+
+
+def test_what_only_the_replay_runs_is_not_mapped_in_between_and_is_the_commit_at_the_end() -> None:
+    reference = [of("conv", "a"), of("conv", "b"), of("norm", GUARDING)]
+    found = matched(replayed("conv", "memset", "conv", "norm", "adamw", "memcpy"), reference)
+    assert modules(found) == [("a",), (), ("b",), (GUARDING,), (COMMITTING,), (COMMITTING,)]
+
+
+def test_a_kernel_that_one_of_them_lacks_does_not_shift_the_others() -> None:
+    reference = [of("copy", "a"), of("conv", "a"), of("copy", "b"), of("gemm", "b"), of("copy", "c"), of("pool", "c")]
+    found = matched(replayed("conv", "copy", "gemm", "copy", "pool"), reference)
+    assert modules(found) == [("a",), ("b",), ("b",), ("c",), ("c",)]
+
+
+def test_another_launch_shape_still_matches_by_name() -> None:
+    found = matched([kernel("dgrad", start=0, shape=(2,))], [of("dgrad", "a", "b", shape=(16,))])
+    assert modules(found) == [("a", "b")]
+
+
+def test_only_kernels_of_graph_launches_are_of_the_replay() -> None:
+    events = [
+        _host("cudaGraphLaunch", 5, 1, cat="cuda_runtime", correlation=7),
+        _host("cudaLaunchKernel", 1, 1, cat="cuda_runtime", correlation=3),
+        _device("augment", 3, correlation=3), _device("conv", 10, correlation=7), _device("adamw", 12, correlation=7),
+    ]  # fmt: skip
+    assert [[k.name for k in replay] for replay in replays_of(events)] == [["conv", "adamw"]]
+
+
+def test_a_kernel_belongs_to_the_operation_around_its_launch_or_to_the_one_that_reads_it() -> None:
+    computing = _host(COMPUTING, 0, 50)
+    events = [
+        computing,
+        _host("aten::convolution", 10, 5, **{"Sequence number": 4, "Input type": ["c10::BFloat16", "c10::BFloat16"]}),
+        *_launch("statistics", 8, 1), *_launch("conv", 12, 2), *_launch("norm", 60, 3),
+        _host("autograd::engine::evaluate_function: ConvolutionBackward0", 30, 9, tid=2, **{"Sequence number": 4}),
+        *_launch("dgrad", 33, 4, tid=2),
+    ]  # fmt: skip
+    places = {one.kernel.name: one.place for one in placed(events, {4: ("encoder.0",)}, NO_CODE)}
+    assert places["conv"] == Place(("encoder.0",), "forward", "convolution", "bf16")
+    assert places["statistics"] == Place(("encoder.0",), "forward")
+    assert places["dgrad"] == Place(("encoder.0",), "backward")
+    assert places["norm"] == Place((GUARDING,), "step")
+
+
+def test_autograd_nodes_lead_to_modules_through_casts_and_one_without_weights_to_what_is_around_it() -> None:
+    model = nn.ModuleDict({"stem": nn.Conv2d(3, 8, 3), "body": nn.ModuleDict({"norm": nn.BatchNorm2d(8),
+                           "conv": nn.Conv2d(8, 4, 1)})})  # fmt: skip
+    stem, norm, conv = model["stem"], model["body"]["norm"], model["body"]["conv"]  # type: ignore[index]
+    half = cast_together([stem.weight, conv.weight], torch.bfloat16)
+    y = nn.functional.conv2d(torch.randn(2, 3, 8, 8).bfloat16(), half[0])
+    z = norm(y.float()).relu()
+    out = nn.functional.conv2d(z.bfloat16(), half[1])
+    owners = owners_of_nodes(out.float().square().mean(), model)
+    assert owners[y.grad_fn._sequence_nr()] == ("stem",)  # type: ignore[union-attr]
+    assert owners[z.grad_fn._sequence_nr()] == ("body",)
+    assert owners[out.grad_fn._sequence_nr()] == ("body.conv",)  # type: ignore[union-attr]
+    assert owners[half[0].grad_fn._sequence_nr()] == ("stem", "body.conv")  # type: ignore[union-attr]
+    assert owners[max(owners)] == ("(outside the model)",)
+
+
+def test_the_profilers_numbers_are_those_of_the_nodes() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler, record_function(COMPUTING):
+        loss = model(torch.randn(3, 4)).sum()
+        owners = owners_of_nodes(loss, model)
+        loss.backward()
+    numbers = {event.sequence_nr for event in profiler.events() if event.sequence_nr >= 0}
+    assert numbers >= owners.keys()
+
+
+def test_a_call_of_compiled_code_has_the_modules_of_the_nodes_above_it() -> None:
+    source = """
+    def call(self, args):
+        # Topologically Sorted Source Nodes: [input_1], Original ATen: [aten.convolution]
+        buf0 = extern_kernels.convolution(primals_2, primals_1)
+        # Topologically Sorted Source Nodes: [input_1, relu], Original ATen: [aten.convolution, aten.relu]
+        stream0 = get_raw_stream(0)
+        triton_poi_fused_convolution_relu_0.run(buf0, 4, stream=stream0)
+        # Topologically Sorted Source Nodes: [input_2], Original ATen: [aten.addmm]
+        extern_kernels.bias_addmm(primals_4, buf0, out=buf1)
+        # Topologically Sorted Source Nodes: [gelu], Original ATen: [aten.relu]
+        triton_poi_fused_convolution_relu_0.run(buf1, 4, stream=stream0)
+    """
+    code = CompiledCode([source], [{"input_1": "0", "relu": "1", "input_2": "2", "gelu": "3"}])
+    calls = ["convolution", "triton_poi_fused_convolution_relu_0", "addmm", "triton_poi_fused_convolution_relu_0", "x"]
+    assert code.modules(calls) == [("0",), ("0", "1"), ("2",), ("3",), ()]
+
+
+def test_nodes_traced_on_the_side_know_their_modules_forward_and_backward() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    recorder = NodeRecorder(names_in(model, {}))
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    recorder.traced(region)(torch.randn(3, 4)).backward()
+    forward, backward = recorder.graphs
+    assert {"0", "1", "2"} <= set(forward.values())
+    assert {backward[name] for name in backward if name.startswith("mm")} == {"0", "2"}
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp32"])
+def test_the_ledger_shows_time_formats_what_is_unmapped_and_what_differs(format: str) -> None:
+    code = Ledger(mode="compiled", rows=(LedgerRow(module="0", planned="bf16"),), findings=(), summary="")
+    found = [
+        Placed(kernel("gemm", start=0, time=6.0), Place(("0",), "forward", "mm", format)),
+        Placed(kernel("fused", start=1, time=3.0), Place(("0", "1"), "forward")),
+        Placed(kernel("memset", start=2, time=1.0), None),
+    ]
+    seen = captured_ledger(plan("bf16", "cpu"), found, code, nn.Sequential(nn.Linear(2, 2), nn.ReLU()), set())
+    assert seen.unmapped_share == pytest.approx(0.1)
+    assert {row.module: row.time_share for row in seen.rows} == pytest.approx({"0": 0.75, "1": 0.15})
+    assert [finding.module for finding in seen.differences] == ([] if format == "bf16" else ["0"])
+    assert "90% of their time mapped" in seen.summary
+    assert "0, 1" in str(seen)
+    assert "not mapped" in str(seen)
+
+
+def _host(name: str, ts: float, dur: float, *, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def _device(name: str, ts: float, *, correlation: int) -> dict[str, Any]:
+    args = {"correlation": correlation, "grid": [1, 1, 1], "block": [32, 1, 1]}
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": 1.0, "tid": 7, "args": args}
+
+
+def _launch(name: str, ts: float, correlation: int, *, tid: int = 1) -> list[dict[str, Any]]:
+    call = _host("cudaLaunchKernel", ts, 0.5, cat="cuda_runtime", tid=tid, correlation=correlation)
+    return [call, _device(name, ts + 100, correlation=correlation)]

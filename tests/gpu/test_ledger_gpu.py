@@ -1,0 +1,59 @@
+"""The ledger on a GPU: eager, compiled and captured steps are seen, and none of it changes a bit of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep.run.train import train
+from halfstep.workloads import load
+from tiny_training import assert_same_bits
+from whole_runs import newest
+
+pytestmark = pytest.mark.gpu
+
+SMALL: dict[str, dict[str, Any]] = {
+    "unet": {"data.image_size": 64, "model.base_channels": 32, "model.depth": 2, "train.batch_size": 4},
+    "resnet18": {"data.image_size": 64, "train.batch_size": 8},
+    "gpt2": {"model.depth": 2, "model.dim": 128, "model.heads": 2, "model.context": 64, "train.batch_size": 8},
+}
+MODES = {"off": {"eager"}, "compile": {"eager", "compiled"}, "graph": {"eager", "compiled", "captured"}}
+
+
+def trained(workload: str, out: Path, **settings: Any) -> Path:
+    always = {
+        "device": "cuda", "precision.default": "bf16", "log.quiet": True, "log.curves": False, "train.max_steps": 8,
+        "data.num_workers": 0, "train.deterministic": True,
+    }  # fmt: skip
+    given = {**always, **SMALL[workload], **{key.replace("__", "."): value for key, value in settings.items()}}
+    return train(load(workload, overrides=[f"{key}={json.dumps(value)}" for key, value in given.items()]), out=out)
+
+
+def observed(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "report" / "ledger.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("fast", ["graph", "compile", "off"])
+@pytest.mark.parametrize("workload", SMALL)
+def test_a_run_with_a_ledger_ends_with_the_same_weights_and_has_seen_every_mode(
+    workload: str, fast: str, tmp_path: Path
+) -> None:
+    seen = trained(workload, tmp_path / "seen", train__fast=fast, log__ledger=True)
+    plain = trained(workload, tmp_path / "plain", train__fast=fast)
+    assert_same_bits(dict(newest(seen).model), dict(newest(plain).model))
+    modes = {one["mode"] for one in observed(seen)["observed"]}
+    assert modes == MODES[fast]
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_nearly_all_time_of_a_captured_step_is_mapped_to_modules(workload: str, tmp_path: Path) -> None:
+    run = trained(workload, tmp_path / "run", train__fast="graph", log__ledger=True)
+    (captured,) = (one for one in observed(run)["observed"] if one["mode"] == "captured")
+    assert captured["unmapped_share"] <= 0.05
+    rows = [row for row in observed(run)["rows"] if row["mode"] == "captured"]
+    assert sum(row["time_share"] for row in rows) == pytest.approx(1 - captured["unmapped_share"], abs=1e-6)
+    assert "bf16" in {row["forward"] for row in rows}
