@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from halfstep.bench.problem import problem_for, random_workload
-from halfstep.bench.settings import Way, bench_config, in_precision, run_by
+from halfstep.bench.settings import Mode, bench_config, in_precision, run_by
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.probe import probe
@@ -50,9 +50,9 @@ class Training:
         workload, hardware = random_workload(config), probe(str(device))
         plan = tuned(config, workload, plan_for(config, workload, hardware), lambda line: None, rehearsal)
         parts = assemble(config, workload, plan, world)
-        assert parts.way is not None, "the plan was tuned"
+        assert parts.mode is not None, "the plan was tuned"
         self.remarks: list[str] = []
-        self.engine = engine_for(parts, parts.way, lambda text, level: self.remarks.append(text))
+        self.engine = engine_for(parts, parts.mode, lambda text, level: self.remarks.append(text))
         self._batches = prefetch(itertools.repeat(problem_for(config, device).host_batch), device)
         self.loss = float("nan")
 
@@ -92,9 +92,9 @@ def main() -> None:
 
 
 def cost_of(name: str, size: dict[str, int], device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    way: Way = "graph" if device.type == "cuda" else "eager"
+    mode: Mode = "graph" if device.type == "cuda" else "eager"
     config = bench_config(name, (), {"batch_size": 2} if arguments.small else size, small=arguments.small)
-    config = run_by(in_precision(config, "bf16" if way == "graph" else "fp32", simulate=False), way)
+    config = run_by(in_precision(config, "bf16" if mode == "graph" else "fp32", simulate=False), mode)
     both = {"without": Training(config, None, device), "world_of_one": Training(config, World(), device)}
     warm_up, steps = (1, 1) if arguments.small else (WARM_UP, STEPS)
     for training in both.values():
@@ -108,7 +108,7 @@ def cost_of(name: str, size: dict[str, int], device: torch.device, arguments: ar
         "cost_max": max(ratios) - 1,
         "rounds": len(rounds),
         "steps_a_round": steps,
-        "ways": {which: training.engine.way for which, training in both.items()},
+        "modes": {which: training.engine.mode for which, training in both.items()},
         "captured": {which: len(training.engine.graphs) for which, training in both.items()},
         "losses": {which: training.loss for which, training in both.items()},
         "remarks": {which: training.remarks for which, training in both.items()},

@@ -146,16 +146,16 @@ def conditions(problems: dict[str, Any], starts: dict[str, Any]) -> str:
         by_command.setdefault(found["command"], []).append(found)
     lines = [f"- `{command}`: {'; '.join(map(held_down, cases))}" for command, cases in by_command.items()]
     lines += [
-        f"- `python benchmarks/speed.py --cold-start {','.join(names)} --ways {way}`: first steps"
-        for way, names in by_way(starts).items()
+        f"- `python benchmarks/speed.py --cold-start {','.join(names)} --modes {mode}`: first steps"
+        for mode, names in by_mode(starts).items()
     ]
     return "\n".join(["Commands, and where the device held its clocks down:", "", *lines])
 
 
-def by_way(starts: dict[str, Any]) -> dict[str, list[str]]:
+def by_mode(starts: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, start in starts.items():
-        found.setdefault(start["way"], []).append(name)
+        found.setdefault(start["mode"], []).append(name)
     return found
 
 
@@ -193,8 +193,8 @@ def memory(*rows: dict[str, Any] | None) -> str:
 def start_times(starts: dict[str, Any] | None, own: dict[str, Any] | None) -> str:
     if not starts:
         return "not measured"
-    way = "" if own is None or own["variant"] == starts["way"] else f", {starts['way']}"
-    return f"{starts['cold']['s']:.0f} s / {starts['warm']['s']:.0f} s{way}"
+    mode = "" if own is None or own["variant"] == starts["mode"] else f", {starts['mode']}"
+    return f"{starts['cold']['s']:.0f} s / {starts['warm']['s']:.0f} s{mode}"
 
 
 def tables() -> str:

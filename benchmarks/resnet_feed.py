@@ -60,7 +60,7 @@ class Ways:
 
     def __init__(self, parts: Assembly) -> None:
         self.parts, self.numbers = parts, itertools.count()
-        self.engine = Engine(parts, parts.way or "eager", lambda text, level: print(text))
+        self.engine = Engine(parts, parts.mode or "eager", lambda text, level: print(text))
         self.stored = next(prefetch(parts.train_loader.epoch(0), parts.device))
         self.finished = self.prepared(self.stored)
 
@@ -154,7 +154,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         parts = assembled(arguments, Path(scratch))
         ways = Ways(parts)
-        results = summarised(measured(ways, arguments), arguments.batch) | {"way": ways.engine.way}
+        results = summarised(measured(ways, arguments), arguments.batch) | {"mode": ways.engine.mode}
     for name, row in results["images_per_s"].items():
         print(f"{name:9} {row['median']:8.1f} images/s ({row['slowest']:.1f} to {row['fastest']:.1f})")
     for name, row in results["packed_slower_than"].items():

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from capture import captured
 from halfstep.kernels import chain, normalise_triton
-from halfstep.kernels.beside import Beside
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import gradient_sums, normalisation
 from halfstep.kernels.row_convolution import convolved_rows, row_gradient, works_on
+from halfstep.kernels.side_stream import SideStream
 from halfstep.measure.energy import EnergyMeter
 from halfstep.models.unet import UNet
 from recording import store
@@ -65,7 +65,7 @@ def kernels() -> dict[str, tuple[Step, Step]]:
 
 
 def library_gradient(dy: Tensor, z: Tensor, w: Tensor) -> Tensor:
-    dz, _ = chain.convolution_gradients(Beside(dy.device), dy, z, w, 1, 1, (True, False))
+    dz, _ = chain.convolution_gradients(SideStream(dy.device), dy, z, w, 1, 1, (True, False))
     assert dz is not None
     return dz
 

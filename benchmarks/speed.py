@@ -1,7 +1,7 @@
 """halfstep against plain PyTorch, Lightning and Accelerate: one training step in bf16, same model, batch and clipping.
 
-    python benchmarks/speed.py [--only unet,resnet50_64] [--at-once 16] [--seconds 300] [--ways auto] [KEY=VALUE]
-    python benchmarks/speed.py [--only unet,resnet50_64] [--warm 5] [--seconds 540] [--ways auto] [KEY=VALUE]
+    python benchmarks/speed.py [--only unet,resnet50_64] [--at-once 16] [--seconds 300] [--modes auto] [KEY=VALUE]
+    python benchmarks/speed.py [--only unet,resnet50_64] [--warm 5] [--seconds 540] [--modes auto] [KEY=VALUE]
     python benchmarks/speed.py --cold-start unet
 
 Lightning and Accelerate run as documented with the compiler on, Lightning and plain PyTorch tuned by hand, and plain
@@ -60,9 +60,9 @@ def main() -> None:
     against = words(arguments.against)
     if unknown := set(against) - set(PEERS):
         parser.error(f"peers are {', '.join(PEERS)}, not {', '.join(sorted(unknown))}")
-    ways = words(arguments.ways)
-    if not ways or set(ways) - set(FAST):
-        parser.error(f"--ways takes {', '.join(FAST)}, not {arguments.ways!r}")
+    modes = words(arguments.modes)
+    if not modes or set(modes) - set(FAST):
+        parser.error(f"--modes takes {', '.join(FAST)}, not {arguments.modes!r}")
     cases = {
         name: dataclasses.replace(case, against=wanted(case, against), words=(*case.words, *arguments.settings))
         for name, case in CASES.items()
@@ -78,17 +78,17 @@ def main() -> None:
     deadline = began + arguments.seconds if arguments.seconds else None
     with own_decisions():
         if arguments.warm:
-            fill_caches(chosen, ways, hardware, at_once=arguments.warm, deadline=deadline)
+            fill_caches(chosen, modes, hardware, at_once=arguments.warm, deadline=deadline)
         if arguments.at_once:
-            found = measured_in_turn(chosen, ways, hardware, deadline, at_once=arguments.at_once)
+            found = measured_in_turn(chosen, modes, hardware, deadline, at_once=arguments.at_once)
         else:
             found = (
-                (name, measured(case, ways, hardware, deadline, cases.get(case.goal.beside)))
+                (name, measured(case, modes, hardware, deadline, cases.get(case.goal.beside)))
                 for name, case in chosen.items()
             )
         problems = stored_problems(found, hardware, arguments.out)
         for name in started:
-            first = starts(cases[name], ways[0], hardware)
+            first = starts(cases[name], modes[0], hardware)
             print(f"{name}: first step after {first['cold']['s']:.1f} s cold, {first['warm']['s']:.1f} s warm")
             stored = stored_parts(arguments.out, hardware)
             store_parts(stored | {"starts": stored["starts"] | {name: first}}, hardware, arguments.out)
@@ -100,7 +100,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of halfstep's run: train.tune_kernels=true")
     parser.add_argument("--only", default="", help=f"of {', '.join(CASES)}; all unless --cold-start is given")
-    parser.add_argument("--ways", default="auto", help="eager, compile, graph or auto, several with commas")
+    parser.add_argument("--modes", "--ways", default="auto", help="eager, compile, graph or auto, several with commas")
     parser.add_argument("--against", default=",".join(PEERS), help=f"peers, of {', '.join(PEERS)}")
     parser.add_argument(
         "--warm", type=int, nargs="?", const=AT_ONCE, default=0, metavar="N", help=f"compile N rows at once, {AT_ONCE}"
@@ -134,10 +134,10 @@ def stored_problems(
 
 
 def measured(
-    case: Case, ways: tuple[Any, ...], hardware: Hardware, deadline: float | None, beside: Case | None = None
+    case: Case, modes: tuple[Any, ...], hardware: Hardware, deadline: float | None, beside: Case | None = None
 ) -> dict[str, Any]:
     """One case's rows, as `halfstep bench --save` would write them, and halfstep's own of the case beside."""
-    problem, request = problem_of(case, hardware), request_of(case, ways, deadline)
+    problem, request = problem_of(case, hardware), request_of(case, modes, deadline)
     flops = step_flops(problem)
     benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
     if benched.is_stopped:
@@ -145,26 +145,26 @@ def measured(
     said = circumstances(problem, request, hardware, flops, command())
     found = {**said, **results(benched), "title": case.title}
     if beside is not None:
-        found["beside"] = measured(dataclasses.replace(beside, against=()), ways, hardware, deadline)["rows"]
+        found["beside"] = measured(dataclasses.replace(beside, against=()), modes, hardware, deadline)["rows"]
     return found
 
 
 def measured_in_turn(
-    cases: dict[str, Case], ways: tuple[Any, ...], hardware: Hardware, deadline: float | None, *, at_once: int
+    cases: dict[str, Case], modes: tuple[Any, ...], hardware: Hardware, deadline: float | None, *, at_once: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The same of all cases, a process for each row; a case is given out once its last row is there."""
     rows: dict[str, list[Row]] = {name: [] for name in cases}
 
     def known(case: Case) -> tuple[dict[str, Any], int]:
-        problem, request = problem_of(case, hardware), request_of(case, ways, deadline)
+        problem, request = problem_of(case, hardware), request_of(case, modes, deadline)
         flops = step_flops(problem)
         return circumstances(problem, request, hardware, flops, command()), flops
 
     with ThreadPoolExecutor(1) as beside:  # while the rows compile
         before = {name: beside.submit(known, case) for name, case in cases.items()}
-        for name, row in rows_in_turn(cases, ways, hardware, at_once=at_once, deadline=deadline):
+        for name, row in rows_in_turn(cases, modes, hardware, at_once=at_once, deadline=deadline):
             rows[name].append(row)
-            if len(rows[name]) == len(row_requests(cases[name], ways)):
+            if len(rows[name]) == len(row_requests(cases[name], modes)):
                 said, flops = before[name].result()
                 benched = concluded(rows[name], flops, hardware)
                 yield name, {**said, **results(benched), "title": cases[name].title}

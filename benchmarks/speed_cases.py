@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from halfstep.bench.bench import Request
-from halfstep.bench.laps import Schedule
 from halfstep.bench.peers import peer_name, variants_of
 from halfstep.bench.problem import problem_for
 from halfstep.bench.runner import Problem
 from halfstep.bench.settings import bench_config
+from halfstep.bench.step_timer import Schedule
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 
@@ -95,14 +95,16 @@ def problem_of(case: Case, hardware: Hardware) -> Problem:
     return problem_for(config_of(case), torch.device(hardware.device))
 
 
-def request_of(case: Case, ways: tuple[Any, ...], deadline: float | None = None) -> Request:
+def request_of(case: Case, modes: tuple[Any, ...], deadline: float | None = None) -> Request:
     """Its rows."""
-    return Request(precisions=(case.precision,), ways=ways, against=case.against, schedule=SCHEDULE, deadline=deadline)
+    return Request(
+        precisions=(case.precision,), modes=modes, against=case.against, schedule=SCHEDULE, deadline=deadline
+    )
 
 
-def row_requests(case: Case, ways: tuple[Any, ...]) -> dict[str, Request]:
+def row_requests(case: Case, modes: tuple[Any, ...]) -> dict[str, Request]:
     """A request of its own for each row, under the row's name."""
-    ours = {f"halfstep {way}": request_of(replace(case, against=()), (way,)) for way in ways}
+    ours = {f"halfstep {mode}": request_of(replace(case, against=()), (mode,)) for mode in modes}
     peers = [(peer_name(word), variant) for word in case.against for variant in variants_of(word)]
     return ours | {
         f"{name} {variant}": request_of(replace(case, against=(f"{name}:{variant}",)), ()) for name, variant in peers

@@ -2,7 +2,7 @@
 
 Compiling is the host's work and can be shared; choosing between compiled kernels is the device's. A choice that was
 made while others used the device says little, so choices of the filling are forgotten: which block sizes the compiler
-took, and which way `auto` took. The timed process makes them again, on a quiet device, from kernels that are compiled.
+took, and which mode `auto` took. The timed process makes them again, on a quiet device, from kernels that are compiled.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def own_decisions() -> Iterator[None]:
 
 
 def fill_caches(
-    cases: dict[str, Case], ways: tuple[Any, ...], hardware: Hardware, *, at_once: int, deadline: float | None
+    cases: dict[str, Case], modes: tuple[Any, ...], hardware: Hardware, *, at_once: int, deadline: float | None
 ) -> None:
     """Every row of every case makes a few steps, each in a process of its own, so many at a time."""
     began = time.time()
     jobs = [
         (f"{name} {row}", case, request)
         for name, case in cases.items()
-        for row, request in row_requests(case, ways).items()
+        for row, request in row_requests(case, modes).items()
     ]
 
     def fill(job: tuple[str, Case, Request]) -> None:
@@ -93,12 +93,12 @@ def fill_one(case: Case, request: Request, facts: Facts) -> None:
         only_runner(case, request, Hardware.from_dict(facts)).train(FILLING_STEPS, lambda: None)
 
 
-def starts(case: Case, way: str, hardware: Hardware) -> dict[str, Any]:
+def starts(case: Case, mode: str, hardware: Hardware) -> dict[str, Any]:
     """halfstep's first start ever and its second, trials of `auto` included: two processes and one new cache."""
-    request = next(iter(row_requests(case, (way,)).values()))
+    request = next(iter(row_requests(case, (mode,)).values()))
     with tempfile.TemporaryDirectory() as folder:
         cold, warm = (in_own_process(start_once, case, request, hardware.to_dict(), folder) for _ in range(2))
-    return {"way": way, "date": time.strftime("%Y-%m-%d"), "cold": cold, "warm": warm}
+    return {"mode": mode, "date": time.strftime("%Y-%m-%d"), "cold": cold, "warm": warm}
 
 
 def start_once(case: Case, request: Request, facts: Facts, folder: str) -> dict[str, Any]:

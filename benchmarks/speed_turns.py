@@ -27,11 +27,11 @@ from torch._dynamo.callback import on_compile_end, on_compile_start
 from torch._inductor import config as inductor_config
 
 from halfstep.bench.bench import Request, measured, runners
-from halfstep.bench.laps import Pause, Schedule, wait_for
 from halfstep.bench.measure_row import not_measured
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem
-from halfstep.bench.settings import Way
+from halfstep.bench.settings import Mode
+from halfstep.bench.step_timer import Pause, Schedule, wait_for
 from halfstep.hardware.facts import Hardware
 from speed_cases import Case, problem_of, row_requests
 from speed_processes import Facts, own_decisions
@@ -43,10 +43,10 @@ READY = "ready"
 
 
 def rows_in_turn(
-    cases: dict[str, Case], ways: tuple[Any, ...], hardware: Hardware, *, at_once: int, deadline: float | None
+    cases: dict[str, Case], modes: tuple[Any, ...], hardware: Hardware, *, at_once: int, deadline: float | None
 ) -> Iterator[tuple[str, Row]]:
     """Each case's rows in order, so many compiled at once; those there was no time for say so."""
-    jobs = [(name, case, request) for name, case in cases.items() for request in row_requests(case, ways).values()]
+    jobs = [(name, case, request) for name, case in cases.items() for request in row_requests(case, modes).values()]
     its_cores = max(1, (os.cpu_count() or 1) // at_once)
     for first in range(0, len(jobs), at_once):
         with seated(jobs[first : first + at_once], hardware, its_cores) as seats:
@@ -101,7 +101,7 @@ class Seat:
 
     def _leave_out(self, reason: str) -> None:
         self.process.kill()  # the device must be quiet for the others
-        name, _, variant = (self.request.against or (f"halfstep:{self.request.ways[0]}",))[0].partition(":")
+        name, _, variant = (self.request.against or (f"halfstep:{self.request.modes[0]}",))[0].partition(":")
         self.row = not_measured(name, variant, self.precision, reason)
 
 
@@ -136,7 +136,7 @@ def sit(case: Case, request: Request, facts: Facts, line: Connection, lock: str,
     with own_decisions(), Path(lock).open("a") as file:
         device = OneAtATime(file, torch.device(hardware.device))
         beside_others: Any = inductor_config.patch(compile_threads=its_cores)
-        if request.ways == ("auto",):
+        if request.modes == ("auto",):
             with beside_others:
                 fill_for_auto(case, request, hardware, device)
             turn()
@@ -150,9 +150,9 @@ def sit(case: Case, request: Request, facts: Facts, line: Connection, lock: str,
 def fill_for_auto(case: Case, request: Request, hardware: Hardware, device: OneAtATime) -> None:
     """Compile what `auto` will try; how much memory may be saved is tried in its turn."""
     words = tuple(word for word in case.words if not word.startswith("train.memory="))
-    way: Way = "graph" if device.device.type == "cuda" else "compile"
+    mode: Mode = "graph" if device.device.type == "cuda" else "compile"
     problem = device.lent_to(problem_of(replace(case, words=words), hardware))
-    row_of(problem, replace(request, ways=(way,), schedule=FILLING), hardware)  # what goes wrong, its turn will tell
+    row_of(problem, replace(request, modes=(mode,), schedule=FILLING), hardware)  # what goes wrong, its turn will tell
 
 
 def row_of(problem: Problem, request: Request, hardware: Hardware, pause: Pause | None = None) -> Row:

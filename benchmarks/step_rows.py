@@ -12,8 +12,8 @@ import torch
 
 from halfstep.bench.bench import Request, bench
 from halfstep.bench.floor import step_flops
-from halfstep.bench.laps import Schedule
 from halfstep.bench.problem import problem_for
+from halfstep.bench.step_timer import Schedule
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
@@ -37,7 +37,7 @@ def halfstep_row(config: RunConfig, precision: str, *, warm_up: int = 10) -> dic
     hardware = measure(probe(device)) if device == "cuda" else probe(device)
     problem = problem_for(config, torch.device(hardware.device))
     schedule = Schedule(warm_up=warm_up, ramp=2, window=15)
-    request = Request(precisions=(precision,), ways=("graph" if device == "cuda" else "eager",), schedule=schedule)
+    request = Request(precisions=(precision,), modes=("graph" if device == "cuda" else "eager",), schedule=schedule)
     flops = step_flops(problem)
     benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
     measured = benched.rows[0]

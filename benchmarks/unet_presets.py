@@ -42,7 +42,7 @@ def measured(config: RunConfig, device: torch.device) -> dict[str, Any]:
     workload = random_workload(config)
     batch = KINDS.of(config.workload).make_batch(config, workload.store)
     parts = assemble(config, workload, plan_for(config, workload, probe(str(device))))
-    engine = Engine(parts, parts.way or "eager", lambda text, level: print(text))
+    engine = Engine(parts, parts.mode or "eager", lambda text, level: print(text))
     window = [{name: value.to(device) for name, value in batch.items()}] * config.train.accumulate
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -50,7 +50,7 @@ def measured(config: RunConfig, device: torch.device) -> dict[str, Any]:
     timed = time_steps(lambda: engine(window), warmup=6, steps=5, windows=4)
     samples = config.train.batch_size * config.train.accumulate
     peak = {"peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9} if device.type == "cuda" else {}
-    return {"way": engine.way, "measured": timed, "ms_a_sample": timed["ms"] / samples, **peak}
+    return {"mode": engine.mode, "measured": timed, "ms_a_sample": timed["ms"] / samples, **peak}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from halfstep.bench.apart import apart
 from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
-from halfstep.bench.laps import Laps, Schedule
+from halfstep.bench.step_timer import Schedule, StepTimer
 
 pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
@@ -58,12 +58,12 @@ def test_a_kernel_of_somebody_else_is_not_counted_beside_the_graph_it_belongs_to
 
 def test_a_start_is_not_called_cold_for_a_kernel_that_the_first_step_does_not_need(kernel: Any) -> None:
     with empty_cache():
-        laps = Laps(Schedule(warm_up=1, ramp=0, window=1), torch.device("cpu"))
-        for number in range(laps.schedule.steps):
+        timer = StepTimer(Schedule(warm_up=1, ramp=0, window=1), torch.device("cpu"))
+        for number in range(timer.schedule.steps):
             if number == 3:
                 assert start(kernel) == "cold"
-            laps()
-    assert laps.found().cache == ""
+            timer()
+    assert timer.found().cache == ""
 
 
 def test_whoever_listened_to_triton_before_still_hears(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:

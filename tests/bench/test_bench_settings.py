@@ -72,11 +72,11 @@ def test_what_halfstep_and_peers_both_have_may_be_stated_beside_them() -> None:
     assert bench_config("resnet50", words, {}, small=True, against=["plain"]).optimizer.betas == (0.5, 0.9)
 
 
-def test_precision_and_way_of_a_file_or_a_preset_are_rows_and_those_nobody_states_are_not(tmp_path: Path) -> None:
+def test_precision_and_mode_of_a_file_or_a_preset_are_rows_and_those_nobody_states_are_not(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("workload: unet\nprecision: bfloat16\ntrain:\n  fast: off\n")
     found = stated_rows(str(file), [], {})
-    assert {option: row.value for option, row in found.items()} == {"--precisions": "bf16", "--ways": "eager"}
+    assert {option: row.value for option, row in found.items()} == {"--precisions": "bf16", "--modes": "eager"}
     assert [row.where.rpartition("/")[2] for row in found.values()] == ["mine.yaml:2", "mine.yaml:4"]
     [(option, row)] = stated_rows("unet", ["preset=fast"], {}).items()
     assert (option, row.value, row.where) == ("--precisions", "bf16", "preset fast")

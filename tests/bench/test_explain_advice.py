@@ -28,7 +28,7 @@ def facts(**changes: Any) -> StepFacts:
     """A step with everything on."""
     tuned = StepFacts(
         precision="bf16",
-        way="graph",
+        mode="graph",
         channels_last=True,
         fused_optimizer=True,
         prefetches=True,
@@ -116,7 +116,7 @@ def test_a_copy_under_a_kernel_is_free_and_only_the_rest_is_exposed() -> None:
 
 def test_eager_is_told_to_compile_for_its_elementwise_kernels_and_casts() -> None:
     parts = step(kernel(Kind.CONV_FORWARD, 10), kernel(Kind.ELEMENTWISE, 5), kernel(Kind.CAST, 2))
-    change = only(advise(parts, facts(way="eager")))
+    change = only(advise(parts, facts(mode="eager")))
     assert change.setting == "train.fast=compile"
     assert change.gain_ms == pytest.approx(POINTWISE_SAVED * 5 + 2)
     assert change.gain_share == pytest.approx(change.gain_ms / 17)
@@ -124,13 +124,13 @@ def test_eager_is_told_to_compile_for_its_elementwise_kernels_and_casts() -> Non
 
 
 def test_gaps_are_what_a_graph_gains() -> None:
-    change = only(advise(step(kernel(Kind.MATMUL, 12), idle_ms=8), facts(way="compile")))
+    change = only(advise(step(kernel(Kind.MATMUL, 12), idle_ms=8), facts(mode="compile")))
     assert (change.setting, change.gain_ms, change.gain_share) == ("train.fast=graph", 8, 0.4)
 
 
 def test_idle_time_for_want_of_data_is_not_promised_to_a_graph() -> None:
     parts = step(kernel(Kind.MATMUL, 12), idle_ms=8, data_wait_ms=6)
-    changes = advise(parts, facts(way="compile", faster_data="data.num_workers=16"))
+    changes = advise(parts, facts(mode="compile", faster_data="data.num_workers=16"))
     assert [(c.setting, c.gain_ms) for c in changes] == [("data.num_workers=16", 6), ("train.fast=graph", 2)]
 
 
@@ -210,7 +210,7 @@ def test_peers_are_advised_in_words_of_their_own_loop(runner: str, precision: st
     parts = step(kernel(Kind.CONV_FORWARD, 60), kernel(Kind.LAYOUT, 20), idle_ms=8)
     rates = {"fp32": 50.0, "bf16": 400.0}
     changes = advise(
-        parts, facts(runner=runner, precision="fp32", way="compile", channels_last=False, matmul_tflops=rates)
+        parts, facts(runner=runner, precision="fp32", mode="compile", channels_last=False, matmul_tflops=rates)
     )
     assert [change.setting for change in changes] == [
         precision,
@@ -222,7 +222,7 @@ def test_peers_are_advised_in_words_of_their_own_loop(runner: str, precision: st
 def test_where_the_host_sets_the_pace_shorter_kernels_gain_nothing_and_fewer_launches_do() -> None:
     parts = step(kernel(Kind.CONV_FORWARD, 4, launches=50), kernel(Kind.ELEMENTWISE, 1, launches=50), idle_ms=15)
     rates = {"fp32": 50.0, "bf16": 400.0}
-    changes = advise(parts, facts(precision="fp32", way="eager", matmul_tflops=rates))
+    changes = advise(parts, facts(precision="fp32", mode="eager", matmul_tflops=rates))
     assert [c.setting for c in changes] == ["train.fast=graph", "train.fast=compile"]
     # 30 of 100 launches go, and the host needs the same time for each.
     assert [c.gain_ms for c in changes] == [15, pytest.approx(20 * 0.3)]
@@ -245,7 +245,7 @@ def test_three_changes_at_most_the_largest_first() -> None:
         exposed=3,
     )
     wasteful = facts(
-        way="eager",
+        mode="eager",
         precision="fp32",
         channels_last=False,
         fused_optimizer=False,
@@ -263,13 +263,13 @@ def test_twice_the_time_is_twice_the_gain() -> None:
         parts = step(
             kernel(Kind.ELEMENTWISE, 5 * scale), kernel(Kind.LAYOUT, 2 * scale), kernel(Kind.CONV_FORWARD, scale)
         )
-        return [c.gain_ms for c in advise(parts, facts(way="eager", channels_last=False))]
+        return [c.gain_ms for c in advise(parts, facts(mode="eager", channels_last=False))]
 
     assert gains(2.0) == pytest.approx([2 * gain for gain in gains(1.0)])
 
 
 def test_less_than_a_hundredth_of_the_step_is_not_worth_saying() -> None:
-    assert not advise(step(kernel(Kind.MATMUL, 100), kernel(Kind.CAST, 0.9)), facts(way="eager"))
+    assert not advise(step(kernel(Kind.MATMUL, 100), kernel(Kind.CAST, 0.9)), facts(mode="eager"))
 
 
 def test_layout_copies_that_remain_under_channels_last_are_named() -> None:

@@ -48,30 +48,30 @@ def hardware() -> Hardware:
     return dataclasses.replace(probe("cpu"), measurements=rates, bandwidth_gb_s=12.0)
 
 
-def ours(problem: Problem, hardware: Hardware, way: str = "eager", *, simulate: bool = False) -> Ours:
-    return Ours(problem, "bf16" if simulate else "fp32", way, hardware, simulate=simulate)  # type: ignore[arg-type]
+def ours(problem: Problem, hardware: Hardware, mode: str = "eager", *, simulate: bool = False) -> Ours:
+    return Ours(problem, "bf16" if simulate else "fp32", mode, hardware, simulate=simulate)  # type: ignore[arg-type]
 
 
 def test_halfsteps_own_step_is_known_to_be_fused_prefetched_and_in_its_layout(
     problem: Problem, hardware: Hardware
 ) -> None:
     facts = facts_of(ours(problem, hardware), problem, hardware, FLOPS)
-    assert (facts.way, facts.channels_last, facts.fused_optimizer, facts.prefetches) == ("eager", True, True, True)
+    assert (facts.mode, facts.channels_last, facts.fused_optimizer, facts.prefetches) == ("eager", True, True, True)
     assert (facts.batch_size, facts.bandwidth_gb_s) == (2, 12.0)
     assert facts.channels_last_speedup == pytest.approx(1.5)
     assert facts.floor_ms == pytest.approx(FLOPS / 0.1e12 * 1e3)
 
 
 @pytest.mark.parametrize(
-    ("variant", "way", "by_hand"),
+    ("variant", "mode", "by_hand"),
     [("documented", "compile", False), ("tuned", "compile", True), ("graphs", "graph", True)],
 )
 def test_a_peer_is_known_by_how_far_its_user_went(
-    problem: Problem, hardware: Hardware, variant: str, way: str, by_hand: bool
+    problem: Problem, hardware: Hardware, variant: str, mode: str, by_hand: bool
 ) -> None:
     [peer] = peers([f"plain:{variant}"], problem, "bf16")
     facts = facts_of(peer, problem, hardware, FLOPS)
-    assert (facts.way, facts.channels_last, facts.fused_optimizer) == (way, by_hand, by_hand)
+    assert (facts.mode, facts.channels_last, facts.fused_optimizer) == (mode, by_hand, by_hand)
     assert not facts.prefetches
 
 
@@ -104,10 +104,10 @@ def test_rows_are_explained_or_say_why_not(problem: Problem, hardware: Hardware)
     assert explained.data_wait_ms is None
 
 
-@pytest.mark.parametrize(("ways", "steps"), [(["eager", "auto"], 5), (["eager"], 2)])
-def test_what_no_row_could_be_explained_with_is_refused_at_once(ways: list[str], steps: int) -> None:
-    with pytest.raises(ConfigError, match="auto" if "auto" in ways else "2 steps"):
-        refuse_unexplainable(ways, steps)
+@pytest.mark.parametrize(("modes", "steps"), [(["eager", "auto"], 5), (["eager"], 2)])
+def test_what_no_row_could_be_explained_with_is_refused_at_once(modes: list[str], steps: int) -> None:
+    with pytest.raises(ConfigError, match="auto" if "auto" in modes else "2 steps"):
+        refuse_unexplainable(modes, steps)
 
 
 class SlowSamples:

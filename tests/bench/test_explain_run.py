@@ -26,7 +26,7 @@ STEPS = 4
 
 FACTS = StepFacts(
     precision="fp32",
-    way="eager",
+    mode="eager",
     channels_last=True,
     fused_optimizer=True,
     prefetches=False,
@@ -143,7 +143,7 @@ def test_the_picture_is_written(explanation: Explanation, tmp_path: Path) -> Non
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_pictures_title_names_model_batch_size_way_precision_and_device(
+def test_the_pictures_title_names_model_batch_size_mode_precision_and_device(
     explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Any] = []

@@ -17,13 +17,13 @@ from torch._dynamo.exc import TorchDynamoException
 
 from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings, runners
 from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
-from halfstep.bench.laps import Schedule
 from halfstep.bench.measure_row import measured_row, why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.problem import problem_for
 from halfstep.bench.row import Row
 from halfstep.bench.runner import AfterStep, Problem
 from halfstep.bench.settings import bench_config
+from halfstep.bench.step_timer import Schedule
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Measurement
 from halfstep.hardware.probe import probe
@@ -172,9 +172,9 @@ def test_a_row_with_less_memory_says_what_was_tried_for_it() -> None:
     assert others[0].startswith("recompute pointwise: ")
 
 
-def test_a_bench_has_a_row_for_each_precision_and_way_and_says_why_one_is_missing(problem: Problem) -> None:
+def test_a_bench_has_a_row_for_each_precision_and_mode_and_says_why_one_is_missing(problem: Problem) -> None:
     told: list[str] = []
-    request = Request(precisions=("fp32", "fp8"), ways=("eager", "graph"), schedule=SHORT)
+    request = Request(precisions=("fp32", "fp8"), modes=("eager", "graph"), schedule=SHORT)
     hardware = probe("cpu")
     found = bench(problem, request, hardware, flops=10**9, tell=told.append)
     rows = {row.label: row for row in found.rows}
@@ -194,7 +194,7 @@ def test_what_was_asked_to_be_simulated_is_although_the_device_has_the_format() 
     words = (*TINY, "precision.simulate=true")
     config = bench_config("unet", words, {"batch_size": 2}, small=True)
     hardware = dataclasses.replace(probe("cpu"), support={"bf16": "native"})
-    request = Request(precisions=("fp32", "bf16"), ways=("eager",), schedule=SHORT)
+    request = Request(precisions=("fp32", "bf16"), modes=("eager",), schedule=SHORT)
     found = {runner.precision: runner for runner in runners(problem_for(config, CPU), request, hardware)}
     assert isinstance(found["fp32"], Ours)
     assert isinstance(found["bf16"], Ours)
@@ -202,14 +202,14 @@ def test_what_was_asked_to_be_simulated_is_although_the_device_has_the_format() 
 
 
 def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:
-    request = Request(precisions=("tf32",), ways=("eager", "compile"), schedule=SHORT)
+    request = Request(precisions=("tf32",), modes=("eager", "compile"), schedule=SHORT)
     _, compiled = runners(problem, request, probe("cpu"))
     assert isinstance(compiled, Row)
     assert "tf32 is simulated here" in compiled.reason
-    assert "(--precisions fp32, or --ways eager)" in compiled.reason
+    assert "(--precisions fp32, or --modes eager)" in compiled.reason
 
 
-def test_a_way_that_could_not_run_is_no_row_of_that_way(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_that_could_not_run_is_no_row_of_that_mode(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> Callable[[object], object]:
         def refuse(batch: object) -> object:
             raise TorchDynamoException("no compiler here")
@@ -221,8 +221,8 @@ def test_a_way_that_could_not_run_is_no_row_of_that_way(problem: Problem, monkey
     assert row.reason.startswith("could not run as compile: not compiled, running eager: no compiler here")
 
 
-def test_auto_says_which_way_it_took(problem: Problem) -> None:
-    request = Request(precisions=("fp32",), ways=("auto",), schedule=SHORT, repeat_first=False)
+def test_auto_says_which_mode_it_took(problem: Problem) -> None:
+    request = Request(precisions=("fp32",), modes=("auto",), schedule=SHORT, repeat_first=False)
     [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert row.remarks[0].startswith("eager: trials are for CUDA")
 
@@ -230,21 +230,21 @@ def test_auto_says_which_way_it_took(problem: Problem) -> None:
 def test_the_floor_is_the_arithmetic_at_the_measured_rate(problem: Problem) -> None:
     rate = Measurement(op="matmul", format="fp32", tflops=2.0, error=0.0, speedup=1.0)
     hardware = dataclasses.replace(probe("cpu"), measurements=(rate,))
-    request = Request(precisions=("fp32",), ways=("eager",), schedule=SHORT, repeat_first=False)
+    request = Request(precisions=("fp32",), modes=("eager",), schedule=SHORT, repeat_first=False)
     [row] = bench(problem, request, hardware, flops=4 * 10**9, tell=lambda _: None).rows
     assert row.floor_ms == pytest.approx(2.0)
     assert row.floor_share == pytest.approx(2.0 / row.ms)
 
 
 def test_rows_after_the_deadline_are_not_started(problem: Problem) -> None:
-    request = Request(precisions=("fp32",), ways=("eager",), schedule=SHORT, deadline=time.monotonic() - 1)
+    request = Request(precisions=("fp32",), modes=("eager",), schedule=SHORT, deadline=time.monotonic() - 1)
     [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert "time" in row.reason
 
 
 def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> None:
     against = ("plain:graphs",)
-    request = Request(precisions=("fp8",), ways=("eager",), against=against, schedule=SHORT, repeat_first=False)
+    request = Request(precisions=("fp8",), modes=("eager",), against=against, schedule=SHORT, repeat_first=False)
     ours, peer = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
     assert ours.is_measured
     assert (peer.label, peer.is_measured) == ("plain graphs fp8", False)

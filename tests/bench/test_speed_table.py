@@ -75,7 +75,7 @@ def test_the_fastest_of_each_kind_stand_in_a_row() -> None:
 
     problem = unet_problem()
     alone = {**problem, "title": "U-Net, low", "rows": problem["rows"][:1]}
-    starts = {"unet": {"way": "auto", "cold": {"s": 42.2}, "warm": {"s": 9.1}}}
+    starts = {"unet": {"mode": "auto", "cold": {"s": 42.2}, "warm": {"s": 9.1}}}
     *_, table, low = speed_table({"unet": problem, "low": alone}, starts).splitlines()
     assert table == (
         "| U-Net, 8 | 20.0 ms (19.8 to 20.2), auto | 40.0 ms (39.6 to 40.4), lightning | 26.0 ms (25.7 to 26.3), plain "
@@ -83,7 +83,7 @@ def test_the_fastest_of_each_kind_stand_in_a_row() -> None:
     )
     assert low.startswith("| U-Net, low | 20.0 ms (19.8 to 20.2), auto | not measured | not measured | not measured |")
     assert low.endswith("| not measured |")
-    starts["unet"]["way"] = "graph"  # another way's than the row's
+    starts["unet"]["mode"] = "graph"  # another mode's than the row's
     assert speed_table({"unet": problem}, starts).endswith("| 42 s / 9 s, graph |")
 
 
@@ -140,8 +140,8 @@ def test_a_goal_has_the_other_numbers_beside_it_and_is_not_reached_unmeasured() 
     ("words", "message"),
     [
         (["--only", "gpt9"], "there are unet, unet_low_memory, resnet50_64, resnet50_256, vit_l_64, not gpt9"),
-        (["--ways", "graph,warp"], "--ways takes eager, compile, graph, auto, not 'graph,warp'"),
-        (["--ways", ","], "--ways takes eager, compile, graph, auto, not ','"),
+        (["--modes", "graph,warp"], "--modes takes eager, compile, graph, auto, not 'graph,warp'"),
+        (["--modes", ","], "--modes takes eager, compile, graph, auto, not ','"),
         (["train.fats=off"], "train.fats"),
     ],
 )
@@ -164,8 +164,8 @@ def test_every_row_of_a_case_has_a_request_of_its_own() -> None:
     ours = ["halfstep auto", "halfstep graph"]
     peers = ["plain tuned", "plain graphs", "lightning documented", "lightning tuned", "accelerate documented"]
     assert list(requests) == [*ours, *peers]
-    assert (requests["halfstep graph"].ways, requests["halfstep graph"].against) == (("graph",), ())
-    assert (requests["plain tuned"].ways, requests["plain tuned"].against) == ((), ("plain:tuned",))
+    assert (requests["halfstep graph"].modes, requests["halfstep graph"].against) == (("graph",), ())
+    assert (requests["plain tuned"].modes, requests["plain tuned"].against) == ((), ("plain:tuned",))
 
 
 def test_choices_made_on_a_busy_device_are_forgotten_and_older_ones_kept(tmp_path: Path) -> None:

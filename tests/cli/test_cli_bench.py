@@ -22,7 +22,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 
 TINY = ("unet", "data.image_size=16", "model.base_channels=2", "model.depth=1", "--batch-size", "2", "--steps", "10")
-FP32 = (*TINY, "--precisions", "fp32", "--ways", "eager", "--device", "cpu")
+FP32 = (*TINY, "--precisions", "fp32", "--modes", "eager", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +41,18 @@ def exit_code(*words: str) -> int:
 
 
 def test_one_table_with_simulated_rows_marked_and_missing_ones_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*TINY, "--precisions", "fp32,tf32", "--ways", "eager,graph", "--device", "cpu") == 0
+    assert exit_code(*TINY, "--precisions", "fp32,tf32", "--modes", "eager,graph", "--device", "cpu") == 0
     said = capsys.readouterr().out
     assert "unet, 486 parameters, batch 2, 16 pixels" in said
     assert "not measured: halfstep graph fp32: needs CUDA" in said
     assert "halfstep eager tf32: simulated: no speed" in said
     assert "peak GB" not in said
     assert "memory: not counted on a CPU" in said
+
+
+def test_modes_were_once_called_ways_and_are_still_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("unet", "--ways", "eagre") == exit_code("unet", "--modes", "eagre") == 2
+    assert "--modes takes no 'eagre'" in capsys.readouterr().err
 
 
 def test_without_a_workload_it_is_unet_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +122,7 @@ def test_ctrl_c_keeps_what_was_measured(
 
     monkeypatch.setattr(bench_module, "measured", interrupted)
     file = tmp_path / "b.json"
-    words = (*TINY, "--precisions", "fp32,tf32,bf16", "--ways", "eager", "--device", "cpu", "--save", str(file))
+    words = (*TINY, "--precisions", "fp32,tf32,bf16", "--modes", "eager", "--device", "cpu", "--save", str(file))
     assert exit_code(*words) == 130
     reasons = [row["reason"] for row in json.loads(file.read_text())["rows"]]
     assert reasons == [""] * measured + [bench_module.STOPPED] * (3 - measured)
@@ -169,14 +174,14 @@ def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     taken = decide("auto", probe("cpu"))
-    words = (*TINY, "--precisions", f"auto,{taken.granted}", "--ways", "eager", "--device", "cpu", "--json")
+    words = (*TINY, "--precisions", f"auto,{taken.granted}", "--modes", "eager", "--device", "cpu", "--json")
     assert exit_code(*words) == 0
     said = capsys.readouterr()
     assert [row["precision"] for row in json.loads(said.out)["rows"]] == [taken.granted]
     assert f"auto is {taken.granted} here: {taken.reason}" in said.err
 
 
-def test_precision_and_way_of_a_config_file_are_the_rows_unless_options_say_otherwise(
+def test_precision_and_mode_of_a_config_file_are_the_rows_unless_options_say_otherwise(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.yaml"
@@ -186,8 +191,8 @@ def test_precision_and_way_of_a_config_file_are_the_rows_unless_options_say_othe
     said = capsys.readouterr()
     assert [(row["variant"], row["precision"]) for row in json.loads(said.out)["rows"]] == [("eager", "tf32")]
     assert "mine.yaml:2 says; --precisions takes others" in said.err
-    assert "mine.yaml:4 says; --ways takes others" in said.err
-    assert exit_code(*words, "--precisions", "fp32", "--ways", "auto") == 0
+    assert "mine.yaml:4 says; --modes takes others" in said.err
+    assert exit_code(*words, "--precisions", "fp32", "--modes", "auto") == 0
     said = capsys.readouterr()
     assert [(row["variant"], row["precision"]) for row in json.loads(said.out)["rows"]] == [("auto", "fp32")]
     assert "says" not in said.err
@@ -247,7 +252,7 @@ def test_a_baselines_simulated_rows_are_named_and_not_compared(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     saved = tmp_path / "before.json"
-    both = (*TINY, "--precisions", "fp32,tf32", "--ways", "eager", "--device", "cpu")
+    both = (*TINY, "--precisions", "fp32,tf32", "--modes", "eager", "--device", "cpu")
     assert exit_code(*both, "--save", str(saved)) == 0
     before = json.loads(saved.read_text())
     for row, factor in zip(before["rows"], (1e3, 1e-3), strict=True):
@@ -275,7 +280,7 @@ def test_a_baseline_without_any_of_the_rows_is_refused_before_anything_is_measur
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     assert exit_code(*FP32, "--save", str(before)) == 0
     monkeypatch.setattr("halfstep.cli.bench_measure.bench", None)  # whoever calls it fails otherwise than asked for
-    words = (*TINY, "--precisions", "fp32,tf32", "--ways", "auto", "--device", "cpu", "--baseline", str(before))
+    words = (*TINY, "--precisions", "fp32,tf32", "--modes", "auto", "--device", "cpu", "--baseline", str(before))
     assert exit_code(*words, "--save", str(after)) == 2
     assert "the baseline has none of these rows: halfstep auto fp32\n" in capsys.readouterr().err
     assert not after.exists()
@@ -320,10 +325,10 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
     ("words", "said"),
     [
         (("unet", "--steps", "3"), "--steps 3 is too few"),
-        (("unet", "--ways", "eagre"), "--ways takes no 'eagre'"),
-        (("unet", "--ways", "eagre"), "fix: did you mean 'eager'?"),
-        (("unet", "--ways", "fast"), "fix: --ways auto"),
-        (("unet", "--ways", ""), "--ways '' names nothing"),
+        (("unet", "--modes", "eagre"), "--modes takes no 'eagre'"),
+        (("unet", "--modes", "eagre"), "fix: did you mean 'eager'?"),
+        (("unet", "--modes", "fast"), "fix: --modes auto"),
+        (("unet", "--modes", ""), "--modes '' names nothing"),
         (("unet", "--precisions", " ,"), "--precisions ' ,' names nothing"),
         (("unet", "--against", ""), "--against '' names nothing"),
         (("unet", "--against", "keras"), "--against takes no 'keras'"),
@@ -341,7 +346,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--baseline", "/nowhere.json"), "why: it cannot be read: No such file or directory"),
         (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
         (("unet", "--picture", "speed"), "fix: speed.png"),
-        (("unet", "train.fast=off"), "fix: --ways eager"),
+        (("unet", "train.fast=off"), "fix: --modes eager"),
         (("unet", "precision=bf16"), "fix: --precisions bf16"),
         (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, and peers train with false"),
         (("unet", "--explain", "--baseline", "x.json"), "--explain"),

@@ -22,7 +22,7 @@ from halfstep.precision.decide import decide
 from halfstep.workloads.segmentation.demo import write_demo
 
 TINY = ["bench", "unet", "model.base_channels=4", "model.depth=1", "--batch-size", "2", "--image-size", "16"]
-EXPLAIN = [*TINY, "--device", "cpu", "--ways", "eager", "--explain"]
+EXPLAIN = [*TINY, "--device", "cpu", "--modes", "eager", "--explain"]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_ctrl_c_keeps_what_was_explained_and_writes_nothing_where_nothing_was(
 
     monkeypatch.setattr(explain_rows_module, "explain", interrupted)
     file = tmp_path / "kinds.json"
-    words = [*TINY, "--device", "cpu", "--precisions", "fp32", "--ways", "eager,compile", "--against", "plain:tuned"]
+    words = [*TINY, "--device", "cpu", "--precisions", "fp32", "--modes", "eager,compile", "--against", "plain:tuned"]
     with pytest.raises(SystemExit) as ended:
         main([*words, "--explain", "--save", str(file)])
     assert ended.value.code == 130
@@ -112,7 +112,7 @@ def test_ctrl_c_keeps_what_was_explained_and_writes_nothing_where_nothing_was(
 
 def test_what_cannot_be_explained_exits_1_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([*TINY, "--device", "cpu", "--ways", "graph", "--precisions", "fp32", "--explain"])
+        main([*TINY, "--device", "cpu", "--modes", "graph", "--precisions", "fp32", "--explain"])
     assert ended.value.code == 1
     assert "needs CUDA" in capsys.readouterr().err
 
@@ -125,7 +125,7 @@ def test_what_times_whole_steps_is_refused_beside_it(other: list[str], capsys: p
     assert f"--explain takes a step apart, {other[0]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--ways", "auto"]])
+@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--modes", "auto"]])
 def test_what_cannot_be_explained_at_all_is_refused_before_anything_is_measured(
     wrong: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

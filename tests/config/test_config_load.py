@@ -67,7 +67,7 @@ def test_flag_over_override_over_file_over_preset_over_default(tmp_path: Path) -
     from_override = load_text(tmp_path, text, ["train.epochs=30"])
     from_flag = load_text(tmp_path, text, ["train.epochs=30"], epochs=20)
     found = [
-        (each.config.train.epochs, each.sources["train.epochs"])
+        (each.config.train.epochs, each.origins["train.epochs"])
         for each in (from_preset, from_file, from_override, from_flag)
     ]
     assert [epochs for epochs, _ in found] == [50, 40, 30, 20]
@@ -78,7 +78,7 @@ def test_flag_over_override_over_file_over_preset_over_default(tmp_path: Path) -
         "train.epochs=30",
         "--epochs 20",
     ]
-    assert load("unet", flags={"data_dir": "data"}).sources["train.epochs"] is DEFAULT
+    assert load("unet", flags={"data_dir": "data"}).origins["train.epochs"] is DEFAULT
 
 
 @pytest.mark.parametrize("text", ["", "data:\n", "data: {dir: null}\n"])
@@ -87,7 +87,7 @@ def test_without_a_data_folder_the_demos_settings_stand_below_everything_that_wa
 ) -> None:
     loaded = load_text(tmp_path, text, ["train.epochs=3"])
     assert loaded.config.data.image_size == UNetConfig.demo["data.image_size"]
-    assert loaded.sources["data.image_size"].where == "demo data"
+    assert loaded.origins["data.image_size"].where == "demo data"
     assert (loaded.config.train.epochs, loaded.overridden) == (3, ())
 
 
@@ -101,7 +101,7 @@ def test_each_value_that_was_overridden_is_recorded_once_a_layer(tmp_path: Path)
 
 def test_every_setting_has_a_source_and_a_description(tmp_path: Path) -> None:
     loaded = load_text(tmp_path, "globals: {A: 1}\nprecision: {modules: {'vae.*': fp32}}\n")
-    assert {"globals.A", "precision.modules.vae.*"} <= set(loaded.sources)
+    assert {"globals.A", "precision.modules.vae.*"} <= set(loaded.origins)
     for schema in SCHEMAS:
         assert [path for path, field in fields_of(schema).items() if not field.description] == []
 
@@ -181,7 +181,7 @@ def test_references_that_multiply_are_refused_before_they_fill_the_memory(as_lis
 def test_guide_3s_batch_size_global_counts_where_nothing_refers_to_it(tmp_path: Path) -> None:
     loaded = load_text(tmp_path, DESIGN_EXAMPLE, ["globals.BATCH_SIZE_PER_GPU=4"])
     assert loaded.config.train.batch_size == 4
-    assert loaded.sources["train.batch_size"].where == "globals.BATCH_SIZE_PER_GPU=4"
+    assert loaded.origins["train.batch_size"].where == "globals.BATCH_SIZE_PER_GPU=4"
     text = "globals: {BATCH_SIZE_PER_GPU: 2}\ntrain: {accumulate: '${globals.BATCH_SIZE_PER_GPU}'}\n"
     assert load_text(tmp_path, text).config.train.batch_size == 8
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, JsonValue
 
-from halfstep.config.scalars import Plain, is_text_only, settled, typed
+from halfstep.config.scalars import Plain, is_text_only, typed, typed_by_field
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_a_field_says_whether_only_text_fits(annotation: object, text_only: bool
 
 
 def test_plain_text_is_settled_by_its_field_and_quoted_text_is_left_alone() -> None:
-    assert settled(Plain("off"), Literal["auto", "off"]) == "off"
-    assert settled(Plain("off"), bool) is False
-    assert settled([Plain("001"), "002"], tuple[str, ...]) == ["001", "002"]
-    assert settled({"a": Plain("1e-3"), "b": "1e-3"}, dict[str, float | str]) == {"a": 1e-3, "b": "1e-3"}
-    assert settled(Plain("null"), str | None) is None
+    assert typed_by_field(Plain("off"), Literal["auto", "off"]) == "off"
+    assert typed_by_field(Plain("off"), bool) is False
+    assert typed_by_field([Plain("001"), "002"], tuple[str, ...]) == ["001", "002"]
+    assert typed_by_field({"a": Plain("1e-3"), "b": "1e-3"}, dict[str, float | str]) == {"a": 1e-3, "b": "1e-3"}
+    assert typed_by_field(Plain("null"), str | None) is None

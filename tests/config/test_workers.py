@@ -23,8 +23,8 @@ def test_auto_is_one_worker_a_core_and_at_most_eight(
 
 def test_the_source_of_the_default_says_how_many_cores_there_are() -> None:
     loaded = load("unet", overrides=["data.dir=x"])
-    assert str(loaded.sources["data.num_workers"]) == f"auto: {workers.num_cores()} cores"
-    assert str(load("unet", overrides=["data.dir=x", "workers=3"]).sources["data.num_workers"]) == "workers=3"
+    assert str(loaded.origins["data.num_workers"]) == f"auto: {workers.num_cores()} cores"
+    assert str(load("unet", overrides=["data.dir=x", "workers=3"]).origins["data.num_workers"]) == "workers=3"
     assert f"num_workers: {workers.auto_workers()}" in to_yaml(loaded.config)
 
 

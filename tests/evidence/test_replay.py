@@ -110,11 +110,11 @@ def test_code_that_fails_compiled_and_not_eager_is_a_kernel_or_compiler_fault(tm
         value, *more = eager(batch)
         return value * float("nan"), *more
 
-    subject.ways = {"as it was": wrong, "kernels off": eager}
+    subject.variants = {"as it was": wrong, "kernels off": eager}
     diagnosis = diagnose(subject, found)
     assert diagnosis.cause == causes.KERNEL
     assert "our kernels" in diagnosis.shown[0]
-    subject.ways = {"as it was": wrong, "kernels off": wrong}
+    subject.variants = {"as it was": wrong, "kernels off": wrong}
     assert "compiler" in diagnose(subject, found).shown[0]
 
 

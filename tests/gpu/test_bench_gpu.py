@@ -13,13 +13,13 @@ from halfstep.bench.bench import LOSS_BOUND, Request, bench
 from halfstep.bench.compile_cache import _our_kernels
 from halfstep.bench.conditions import clock_limits, shared_with
 from halfstep.bench.floor import step_flops
-from halfstep.bench.laps import Laps, Schedule
 from halfstep.bench.measure_row import measured_row
 from halfstep.bench.ours import Ours
 from halfstep.bench.problem import problem_for
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem
 from halfstep.bench.settings import bench_config
+from halfstep.bench.step_timer import Schedule, StepTimer
 from halfstep.hardware.probe import probe
 
 pytestmark = pytest.mark.gpu
@@ -36,13 +36,13 @@ def unet(batch_size: int) -> Problem:
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
     problem = unet(8)
-    ways = ("eager", "compile", "graph")
-    request = Request(precisions=("fp32", "bf16"), ways=ways, schedule=SHORT, repeat_first=False)
+    modes = ("eager", "compile", "graph")
+    request = Request(precisions=("fp32", "bf16"), modes=modes, schedule=SHORT, repeat_first=False)
     found = bench(problem, request, probe("cuda"), step_flops(problem), tell=print)
     return {row.label: row for row in found.rows}
 
 
-def test_every_way_is_measured_with_a_spread_and_a_speedup(rows: dict[str, Row]) -> None:
+def test_every_mode_is_measured_with_a_spread_and_a_speedup(rows: dict[str, Row]) -> None:
     assert [row.reason for row in rows.values()] == [""] * 6
     for row in rows.values():
         assert len(row.window_ms) == 5
@@ -50,7 +50,7 @@ def test_every_way_is_measured_with_a_spread_and_a_speedup(rows: dict[str, Row])
         assert row.speedup_fp32 is not None
 
 
-def test_every_way_trains_to_the_loss_of_eager_fp32(rows: dict[str, Row]) -> None:
+def test_every_mode_trains_to_the_loss_of_eager_fp32(rows: dict[str, Row]) -> None:
     expected = rows["halfstep eager fp32"].loss
     for row in rows.values():
         assert row.loss == pytest.approx(expected, rel=LOSS_BOUND), row.label
@@ -81,15 +81,15 @@ def test_a_compiled_row_says_how_its_start_found_the_cache(rows: dict[str, Row])
 def test_windows_are_the_devices_time() -> None:
     device = torch.device("cuda:0")
     a = torch.randn(4096, 4096, device=device)
-    laps = Laps(SHORT, device)
+    timer = StepTimer(SHORT, device)
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(SHORT.steps):
         for _ in range(10):
             a = (a @ a).clamp(-1, 1)
-        laps()
+        timer()
     by_the_clock = (time.perf_counter() - began) / SHORT.steps
-    by_the_device = sum(laps.found().window_s) / 5
+    by_the_device = sum(timer.found().window_s) / 5
     # The clock sees the first, slow steps, too.
     assert 0.3 * by_the_clock < by_the_device < 1.3 * by_the_clock
 

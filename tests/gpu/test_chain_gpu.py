@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
-from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import NormReluConv
+from halfstep.kernels.side_stream import SideStream
 
 pytestmark = pytest.mark.gpu
 
@@ -92,7 +92,7 @@ def test_a_capture_may_begin_with_a_block_that_puts_nothing_aside() -> None:
     y, (norm, conv) = raw_map(4, 64, 32, 32), parts(64, 64)
 
     def step() -> tuple[Tensor, ...]:
-        with Beside(y.device):
+        with SideStream(y.device):
             doubled = y.detach() * 2
         return doubled, *torch.autograd.grad(link(y, norm, conv).square().sum(), [y, conv.weight])
 

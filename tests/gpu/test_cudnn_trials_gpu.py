@@ -18,8 +18,8 @@ from halfstep.run.engine import Engine
 from halfstep.run.rehearse import rehearsal
 from halfstep.step.randomness import algorithms
 from halfstep.tune.cudnn_trials import cudnn_trials
+from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.modes import UNCAPTURED
-from halfstep.tune.own_thread import in_own_thread
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def test_algorithms_are_kept_by_thread_and_a_new_thread_tries_them_anew() -> Non
     plain = kernels_of(once)
     with cudnn_trials(True):
         assert kernels_of(once) == plain
-        assert kernels_of(lambda: in_own_thread(once, CUDA)) > 2 * plain
+        assert kernels_of(lambda: in_fresh_thread(once, CUDA)) > 2 * plain
         assert kernels_of(once) == plain
 
 
@@ -75,11 +75,11 @@ def test_trials_leave_the_runs_own_thread_without_a_past(tmp_path: Path) -> None
     assert first > 2 * kernels_of(lambda: engine(window))
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_a_run_with_cudnns_trials_follows_the_eager_loss_curve(tmp_path: Path, way: str) -> None:
-    """Within 3 % of the loss at each step, as without them (test_ways_gpu)."""
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_run_with_cudnns_trials_follows_the_eager_loss_curve(tmp_path: Path, mode: str) -> None:
+    """Within 3 % of the loss at each step, as without them (test_execution_modes_gpu)."""
     losses = []
-    for chosen, tries in (("eager", False), (way, True)):
+    for chosen, tries in (("eager", False), (mode, True)):
         loaded, workload, plan = made(tmp_path, **SMALL, **{"train.fast": {"eager": "off"}.get(chosen, chosen)})
         parts = assemble(loaded.config, workload, dataclasses.replace(plan, cudnn_benchmark=tries))
         engine = Engine(parts, chosen, lambda text, level: pytest.fail(text))  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ class EagerUNet:
 def explanation() -> Explanation:
     facts = StepFacts(
         precision="bf16",
-        way="eager",
+        mode="eager",
         channels_last=False,
         fused_optimizer=False,
         prefetches=False,

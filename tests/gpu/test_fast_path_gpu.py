@@ -217,10 +217,10 @@ def made(tmp_path: Path, **values: Any) -> tuple[Any, Any, Any]:
     return loaded, workload, plan_for(loaded.config, workload, probe("cuda"))
 
 
-def curve(tmp_path: Path, way: str, **values: Any) -> tuple[list[Reading], Engine]:
-    loaded, workload, plan = made(tmp_path, **{"train.fast": {"eager": "off"}.get(way, way), **values})
+def curve(tmp_path: Path, mode: str, **values: Any) -> tuple[list[Reading], Engine]:
+    loaded, workload, plan = made(tmp_path, **{"train.fast": {"eager": "off"}.get(mode, mode), **values})
     parts = assemble(loaded.config, workload, plan)
-    engine = Engine(parts, parts.way or "eager", lambda text, level: pytest.fail(text))
+    engine = Engine(parts, parts.mode or "eager", lambda text, level: pytest.fail(text))
     found = []
     for epoch in range(5):
         for loaded_batch in parts.train_loader.epoch(epoch):
@@ -240,7 +240,7 @@ def test_a_captured_run_outlives_its_table_of_learning_rates(tmp_path: Path, mon
         monkeypatch.setattr(tabulated, "TABLE_CHUNK", 7)  # grows at 7, 14 and 28 of 30 steps
         found, engine = curve(tmp_path, "graph")
     assert [reading.lr for reading in found] == [reading.lr for reading in expected]
-    assert engine.way == "graph"
+    assert engine.mode == "graph"
 
 
 def test_a_run_whose_capture_breaks_goes_on_compiled_and_could_go_on_eager(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_run_whose_capture_breaks_goes_on_compiled_and_could_go_on_eager(tmp_p
     engine = Engine(parts, "graph", lambda text, level: said.append(text))
     window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]
     losses = [engine(window).read().loss for _ in range(UNCAPTURED + 3)]
-    assert engine.way == "compile"
+    assert engine.mode == "compile"
     in_parts, not_captured = said  # a line for each of the two things that waiting for the device costs
     assert in_parts.startswith("compiled in parts, which is slower: `Tensor.item()` waits for the device")
     assert not_captured.startswith("not captured as a CUDA graph, running compiled: ")
@@ -280,14 +280,14 @@ def test_a_rollback_to_the_start_is_captured_again(tmp_path: Path) -> None:
         parts.step.load_state_dict(start)
 
 
-@pytest.mark.parametrize("way", ["off", "graph"])
-def test_a_run_resumes_to_the_bit_in_every_way(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("mode", ["off", "graph"])
+def test_a_run_resumes_to_the_bit_in_every_mode(tmp_path: Path, mode: str) -> None:
     flag = tmp_path / "signal"
     values = {
         "precision.default": "bf16", "data.dir": "anywhere", "data.num_workers": 2, "train.batch_size": 3,
         "train.accumulate": 2, "train.epochs": 6, "train.checkpoint_every": 2, "train.deterministic": True,
         "ema.enabled": True, "log.quiet": True, "device": "cuda", "model.options.poisoned": [2, 3, 9, 15],
-        "model.options.signal_file": str(flag), "model.options.signal_step": 11, "train.fast": way,
+        "model.options.signal_file": str(flag), "model.options.signal_step": 11, "train.fast": mode,
     }  # fmt: skip
     overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     whole = train(load("tiny_workload:build", overrides=overrides), out=tmp_path / "whole")
@@ -321,20 +321,20 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         assert clock.elapsed_s < 180  # the steps are bounded by a minute, compiling by what it takes
         assert all(torch.equal(bits(before[name]), bits(now)) for name, now in workload.model.state_dict().items())
         assert torch.equal(rng, torch.cuda.get_rng_state())
-        assert first.way in ("compile", "graph")
+        assert first.mode in ("compile", "graph")
         assert {gain.part for gain in first.gains} == {"channels_last", "compile", "graph", "cudnn.benchmark"}
         assert all(f"  {gain}" in said for gain in first.gains)
         again = tuned(loaded.config, workload, plan, said.append, rehearsal, driver=Alone())
-        assert (again.way, again.cudnn_benchmark, again.gains) == (first.way, first.cudnn_benchmark, first.gains)
-        assert again.way_reason.startswith("measured before")
+        assert (again.mode, again.cudnn_benchmark, again.gains) == (first.mode, first.cudnn_benchmark, first.gains)
+        assert again.mode_reason.startswith("measured before")
         short, _, _ = made(tmp_path, **{"train.epochs": 2, "train.tune_kernels": False})
         assert (
-            tuned(short.config, workload, plan, said.append, rehearsal).way == "eager"
+            tuned(short.config, workload, plan, said.append, rehearsal).mode == "eager"
         )  # 12 steps do not pay for a start
         monkeypatch.setattr("halfstep.tune.mode_cache.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
     stored = json.loads((folder / "plan.json").read_text())
-    assert (stored["way"], stored["cudnn_benchmark"]) == (first.way, first.cudnn_benchmark)
+    assert (stored["mode"], stored["cudnn_benchmark"]) == (first.mode, first.cudnn_benchmark)
     assert any(record.get("kind") == "validation" or "val" in str(record) for record in read(folder / "metrics.jsonl"))
 
 
@@ -375,7 +375,7 @@ def test_an_odd_batch_that_does_not_fit_beside_the_graph_does_not_cost_later_ste
         torch.cuda.set_per_process_memory_fraction(1.0)
     for _ in range(UNCAPTURED + 2):
         assert not engine(full).read().is_bad
-    assert (engine.way, len(engine.graphs)) == ("graph", 1)
+    assert (engine.mode, len(engine.graphs)) == ("graph", 1)
     assert len(said) == 1
     assert "captured anew (1 of 3 times)" in said[0]
 

@@ -43,9 +43,9 @@ def batch(k: int) -> dict[str, Tensor]:
     return {"x": drawn, "index": torch.arange(4, device="cuda")}
 
 
-def trained(parts: Assembly, way: Any, steps: int = STEPS) -> tuple[list[float], list[float], Engine]:
+def trained(parts: Assembly, mode: Any, steps: int = STEPS) -> tuple[list[float], list[float], Engine]:
     """Losses, and the value that each step read."""
-    engine = Engine(parts, way, lambda text, level: pytest.fail(text))
+    engine = Engine(parts, mode, lambda text, level: pytest.fail(text))
     losses, values = [], []
     for k in range(steps):
         losses.append(engine([batch(k)]).read().loss)

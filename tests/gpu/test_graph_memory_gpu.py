@@ -14,8 +14,8 @@ from halfstep.measure.memory import give_back, peak_memory_bytes
 from halfstep.step.graph import GraphedStep
 from halfstep.step.graph_memory import SAID, SETTING, growing_segments
 from halfstep.step.step import Step
+from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.modes import UNCAPTURED
-from halfstep.tune.own_thread import in_own_thread
 from tiny_training import batch, loss_of, make_step
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +107,7 @@ def test_nothing_is_left_of_a_graph_that_multiplied() -> None:
 
     give_back(CUDA)
     before = torch.cuda.memory_reserved()
-    in_own_thread(captured, CUDA).replay()
+    in_fresh_thread(captured, CUDA).replay()
     torch.cuda.synchronize()
     assert torch.cuda.memory_reserved() > before
     give_back(CUDA)

@@ -14,7 +14,7 @@ from halfstep.bench.peers import peers
 from halfstep.bench.runner import Batch, Problem
 from halfstep.models.unet import UNet
 from halfstep.precision.backend import effective_leaves
-from halfstep.tune.own_thread import in_own_thread
+from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss
 
@@ -83,7 +83,7 @@ def test_a_peer_trains_as_fp32_on_the_host_does(name: str, precision: str, bound
     for runner in peers([name, f"{name}:graphs"], problem, precision):
         calls: list[None] = []
         train = functools.partial(runner.train, STEPS, lambda calls=calls: calls.append(None))
-        found = in_own_thread(train, CUDA)  # as in a bench: the compiler's graphs too, and more than once
+        found = in_fresh_thread(train, CUDA)  # as in a bench: the compiler's graphs too, and more than once
         assert len(calls) == STEPS, runner.variant
         assert found == pytest.approx(expected, rel=bound), runner.variant
 

@@ -44,11 +44,11 @@ def overrides(settings: dict[str, Any]) -> list[str]:
 class Iterations:
     """An engine on its own, fed with one batch over and over."""
 
-    def __init__(self, way: str, settings: dict[str, Any]) -> None:
+    def __init__(self, mode: str, settings: dict[str, Any]) -> None:
         config = load("phased_workload:build", overrides=overrides(settings)).config
         workload = build_workload(config)
         self.parts: Assembly = assemble(config, workload, plan_for(config, workload, probe("cuda")))
-        self.engine = PhasedEngine(self.parts, way, lambda text, level: pytest.fail(text))  # type: ignore[arg-type]
+        self.engine = PhasedEngine(self.parts, mode, lambda text, level: pytest.fail(text))  # type: ignore[arg-type]
         self.window = [{name: value.cuda() for name, value in next(iter(self.parts.train_loader.epoch(0))).items()}]
 
     def make(self, count: int) -> list[PhasedReading]:
@@ -69,7 +69,7 @@ def test_both_phases_are_captured_and_train_as_eager_ones_do() -> None:
     graphs, eager = Iterations("graph", turns), Iterations("eager", turns)
     found, expected = graphs.make(2 * LATER + 4), eager.make(2 * LATER + 4)
     assert len(graphs.engine.graphs) == 2
-    assert graphs.engine.way == "graph"
+    assert graphs.engine.mode == "graph"
     for one, other in zip(found, expected, strict=True):
         assert list(one.phases) == list(other.phases)
         for name, own in one.phases.items():
@@ -78,10 +78,10 @@ def test_both_phases_are_captured_and_train_as_eager_ones_do() -> None:
             assert own.loss == pytest.approx(other.phases[name].loss, rel=0.05)
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_a_bad_step_of_one_captured_phase_is_dropped_alone(way: str) -> None:
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_bad_step_of_one_captured_phase_is_dropped_alone(mode: str) -> None:
     bad = {"precision.default": "bf16", "model.options.poisoned": {"critic": [LATER]}}
-    iterations = Iterations(way, bad)
+    iterations = Iterations(mode, bad)
     assert not any(reading.is_bad for reading in iterations.make(LATER))
     critic, generator = iterations.own("critic"), iterations.own("generator")
     (reading,) = iterations.make(1)
@@ -91,11 +91,11 @@ def test_a_bad_step_of_one_captured_phase_is_dropped_alone(way: str) -> None:
     assert not iterations.make(1)[0].is_bad
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
-def test_the_scale_falls_once_per_iteration(way: str) -> None:
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_the_scale_falls_once_per_iteration(mode: str) -> None:
     scaled = {"precision.default": "fp16", "scaler.init_scale": 1024.0, "scaler.growth_interval": 1000}
     loud = {"model.options.loud": [LATER, LATER + 1], "model.options.poisoned": {"generator": [LATER + 1]}}
-    iterations = Iterations(way, {**scaled, **loud})
+    iterations = Iterations(mode, {**scaled, **loud})
     assert {own.scale for reading in iterations.make(LATER) for own in reading.phases.values()} == {1024.0}
     found = iterations.make(3)
     bad = [[name for name, own in reading.phases.items() if own.is_bad] for reading in found]

@@ -57,7 +57,7 @@ def test_a_world_of_one_with_nccl_trains_as_without(fast: str, tmp_path: Path) -
     (captures,) = together(1, ranked, tmp_path / "ends", tmp_path / "world", {**SETTINGS, **more})
     assert_near(tmp_path / "world", alone(tmp_path / "alone", **{"train.fast": fast}), atol=1e-5)
     # What a capture that failed leaves behind: the way that steps ran in.
-    assert newest(tmp_path / "world").state["way"] == {"off": "eager"}.get(fast, fast)
+    assert newest(tmp_path / "world").state["mode"] == {"off": "eager"}.get(fast, fast)
     assert captures == (fast == "graph")
 
 

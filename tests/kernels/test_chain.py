@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import (
     NormReluConv,
     convolution_gradients,
 )
 from halfstep.kernels.fast_forms import chain_fits, forced, has_room_for_tiles
+from halfstep.kernels.side_stream import SideStream
 
 CONVOLUTIONS = [(1, 1, 0), (3, 1, 1), (3, 2, 1), (1, 2, 0), (3, 1, 0)]
 """Kernel, stride, padding."""
@@ -106,11 +106,11 @@ def test_a_second_derivative_is_refused_not_wrong() -> None:
 def test_gradients_not_wanted_are_not_computed() -> None:
     z, w = a_map(2, 4, 5, 5), torch.randn(3, 4, 3, 3)
     dy = torch.ones(2, 3, 5, 5)
-    dz, dw = convolution_gradients(Beside(z.device), dy, z, w, 1, 1)
+    dz, dw = convolution_gradients(SideStream(z.device), dy, z, w, 1, 1)
     assert dz is not None
     assert dw is not None
-    assert convolution_gradients(Beside(z.device), dy, z, w, 1, 1, (True, False))[1] is None
-    assert convolution_gradients(Beside(z.device), dy, z, w, 1, 1, (False, True))[0] is None
+    assert convolution_gradients(SideStream(z.device), dy, z, w, 1, 1, (True, False))[1] is None
+    assert convolution_gradients(SideStream(z.device), dy, z, w, 1, 1, (False, True))[0] is None
     expected = torch.autograd.functional.vjp(lambda z, w: F.conv2d(z, w, padding=1), (z, w), dy)[1]
     torch.testing.assert_close((dz, dw), expected)
 

@@ -15,7 +15,7 @@ from halfstep.errors import HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape
 from halfstep.precision.decide import decide
-from halfstep.precision.fp8_pays import edge_layers, layer_shapes, measured_gains, settled
+from halfstep.precision.fp8_pays import after_whole_steps, edge_layers, layer_shapes, measured_gains
 from halfstep.precision.plan import Plan
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
@@ -130,18 +130,18 @@ def test_nothing_is_measured_on_a_device_without_fp8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fp8_ms", "granted"), [(119.9, "bf16"), (100.0, "fp8")])
 def test_a_step_that_is_slower_as_a_whole_goes_back_to_bf16(fp8_ms: float, granted: str) -> None:
     plan = decide("fp8", HOPPER, model(), fp8_gains={"1": FAST})
-    after = settled(plan, fp8_ms=fp8_ms, bf16_ms=110.1)
+    after = after_whole_steps(plan, fp8_ms=fp8_ms, bf16_ms=110.1)
     assert after.granted == granted
     assert f"{fp8_ms:.1f} ms in fp8 and 110.1 ms in bf16" in after.reason
     assert (computes(after)["1"] == "fp8") == (granted == "fp8")
-    assert settled(plan, fp8_ms=fp8_ms, bf16_ms=110.1, force=True).granted == "fp8"
+    assert after_whole_steps(plan, fp8_ms=fp8_ms, bf16_ms=110.1, force=True).granted == "fp8"
     assert Plan.from_json(after.to_json()) == after
 
 
 def test_a_slower_step_under_strict_is_an_error() -> None:
     plan = decide("fp8", HOPPER, model(), fp8_gains={"1": FAST})
     with pytest.raises(HardwareError, match=r"119\.9 ms in fp8"):
-        settled(plan, fp8_ms=119.9, bf16_ms=110.1, strict=True)
+        after_whole_steps(plan, fp8_ms=119.9, bf16_ms=110.1, strict=True)
 
 
 def test_without_torchao_fp8_is_an_error_that_names_the_package(

@@ -23,8 +23,8 @@ def written_run(path: Path, *, lr: float = 1e-3, odd: str = "", steps: int = 30)
     """A run's folder as `train` leaves it."""
     (path / "report" / "samples" / "00000020").mkdir(parents=True)
     (path / "config.yaml").write_text(f"workload: unet\noptimizer:\n  lr: {lr}\n")
-    plan = {"asked": "auto", "granted": "bf16", "reason": "fastest here", "device_name": f"GPU {odd}", "way": "graph",
-            "way_reason": "31 % faster", "warnings": ["a warning"],
+    plan = {"asked": "auto", "granted": "bf16", "reason": "fastest here", "device_name": f"GPU {odd}", "mode": "graph",
+            "mode_reason": "31 % faster", "warnings": ["a warning"],
             "rows": [{"module": "head", "storage": "-", "compute": "-", "reason": "", "kind": "island"}]}  # fmt: skip
     (path / "plan.json").write_text(json.dumps(plan))
     summary = {"workload": "unet", "metric": "iou", "mode": "max", "best": 0.81, "elapsed_s": 10.0, "trained_s": 8.0,

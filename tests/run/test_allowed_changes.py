@@ -165,16 +165,16 @@ def test_deterministic_mode_with_warnings_only_is_put_back_as_it_was() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_another_way_to_run_steps_is_taken_and_stored(tmp_path: Path, loops: list[Loop]) -> None:
+def test_another_mode_to_run_steps_is_taken_and_stored(tmp_path: Path, loops: list[Loop]) -> None:
     folder = one_epoch(tmp_path)
     plan = json.loads((folder / "plan.json").read_text())
-    assert plan["way"] == "eager"
-    (folder / "plan.json").write_text(json.dumps({**plan, "way": "compile", "channels_last": False}))
+    assert plan["mode"] == "eager"
+    (folder / "plan.json").write_text(json.dumps({**plan, "mode": "compile", "channels_last": False}))
     resume(folder, "train.fast=off", "train.epochs=2", allow_changes=True)
-    assert loops[-1].engine.way == "eager"
-    assert json.loads((folder / "plan.json").read_text())["way"] == "eager"
+    assert loops[-1].engine.mode == "eager"
+    assert json.loads((folder / "plan.json").read_text())["mode"] == "eager"
     resume(folder, "train.epochs=3")
-    assert loops[-1].engine.way == "eager"
+    assert loops[-1].engine.mode == "eager"
 
 
 def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
@@ -185,7 +185,7 @@ def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
     real = train_module.tuned
 
     def remembered(config: Any, workload: Any, plan: Any, say: Any, rehearse: Any) -> Any:
-        assert plan.way == ""
+        assert plan.mode == ""
         tuned_for.append(config.train.batch_size)
         return real(config, workload, plan, say, rehearse)
 

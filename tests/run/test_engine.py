@@ -33,7 +33,7 @@ class OnTheHost(GraphedStep):
     """Computes what a graph would replay."""
 
     def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Any) -> None:
-        if not all(committer.settled for committer in step.committers):
+        if not all(committer.stepped for committer in step.committers):
             raise CaptureFailed("an optimizer has not made its first step")
         self.step, self.generation = step, step.generation
         self.tables = tables_of(step)
@@ -42,8 +42,10 @@ class OnTheHost(GraphedStep):
                 loss_fn(batch)
 
     def __call__(self, window: list[Batch]) -> Facts:
-        facts = self.step.judge(lambda batch: cross_entropy(self.step.model(batch["image"]), batch["label"]), window)
-        self.step.settle(facts)
+        facts = self.step.forward_backward(
+            lambda batch: cross_entropy(self.step.model(batch["image"]), batch["label"]), window
+        )
+        self.step.commit_on_device(facts)
         self.step.attempted += 1
         facts.send()
         return facts
@@ -83,7 +85,7 @@ def test_after_a_rollback_to_the_start_the_step_is_captured_again(engine: Engine
     engine.parts.step.load_state_dict(start)
     for _ in range(UNCAPTURED + 1):
         engine(window(engine))
-    assert engine.way == "graph"
+    assert engine.mode == "graph"
     assert all(captured.step.is_valid for captured in engine.graphs.values())
 
 
@@ -131,7 +133,7 @@ def test_a_step_that_does_not_fit_beside_the_graph_gets_its_memory_and_the_step_
         assert not engine.graphs
         assert len(said) == times
     assert "captured anew (3 of 3 times)" in said[-2]
-    assert engine.way == "compile"
+    assert engine.mode == "compile"
     assert "needed by steps outside of it 4 times" in said[-1]
     engine(odd)
     assert len(said) == times
@@ -194,7 +196,7 @@ def test_chains_of_our_kernels_run_in_captured_steps_only(engine: Engine) -> Non
     engine.parts.region = region
     batch = next(iter(engine.parts.train_loader.epoch(0)))
     engine([batch])
-    engine.way = "compile"
+    engine.mode = "compile"
     engine([batch])
     assert seen == [True, False]
 

@@ -39,9 +39,9 @@ def parts_of(**settings: Any) -> Assembly:
 class Iterations:
     """An engine on its own, fed with one batch over and over."""
 
-    def __init__(self, parts: Assembly, way: str = "eager") -> None:
+    def __init__(self, parts: Assembly, mode: str = "eager") -> None:
         self.parts, self.said = parts, list[str]()
-        self.engine = engine_for(parts, way, lambda text, level: self.said.append(text))  # type: ignore[arg-type]
+        self.engine = engine_for(parts, mode, lambda text, level: self.said.append(text))  # type: ignore[arg-type]
         self.batch = next(iter(parts.train_loader.epoch(0)))
 
     @property
@@ -225,7 +225,7 @@ def test_a_phase_that_cannot_be_compiled_stays_eager_and_says_so() -> None:
     iterations.make(2)
     (line,) = iterations.said
     assert line.startswith("critic: runs eager")
-    assert iterations.engine.way == "compile"
+    assert iterations.engine.mode == "compile"
 
 
 def _refused(batch: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_phase_that_fails_to_compile_goes_on_eager_and_is_resumed_so() -> None
     iterations.make(2)
     assert ["critic" in line and "no assembler" in line for line in iterations.said] == [True]
     stored = iterations.engine.stored()
-    assert {name: own["way"] for name, own in stored["phases"].items()} == {"generator": "compile", "critic": "eager"}
+    assert {name: own["mode"] for name, own in stored["phases"].items()} == {"generator": "compile", "critic": "eager"}
     again = PhasedEngine(parts, "compile", lambda text, level: None)
     again.go_on(stored, is_same=True)
     assert again.stored() == stored

@@ -135,7 +135,7 @@ def test_in_a_step_the_device_decides_and_a_bad_window_changes_nothing() -> None
     optimizer = AdamW8bit(model.parameters(), lr=1e-2)
     schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=10))
     step = Step(model, optimizer, plan("fp32", "cpu"), schedules=[schedule])
-    assert step.committers[0].way == "found_inf"
+    assert step.committers[0].method == "found_inf"
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     for _ in range(3):
         assert not step(loss_fn, [torch.randn(8, 64)]).read().is_bad

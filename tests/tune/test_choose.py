@@ -23,7 +23,7 @@ from halfstep.step.randomness import generator_states
 from halfstep.tune import choose
 from halfstep.tune.choose import expected_steps, tuned
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
-from halfstep.tune.modes import UNCAPTURED, asked_way
+from halfstep.tune.modes import UNCAPTURED, asked_mode
 from halfstep.tune.trials import Rehearse, Trial, cost_in
 from halfstep.workloads import from_dict
 from halfstep.workloads.segmentation.demo import write_demo
@@ -40,7 +40,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("wish", "device", "way"),
+    ("wish", "device", "mode"),
     [
         ("off", "cuda", "eager"),
         ("compile", "cuda", "compile"),
@@ -50,18 +50,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("auto", "cuda", None),
     ],
 )
-def test_the_way_is_what_was_asked_for_and_auto_leaves_it_to_trials_on_cuda(
-    demo: Path, wish: str, device: str, way: str | None
+def test_the_mode_is_what_was_asked_for_and_auto_leaves_it_to_trials_on_cuda(
+    demo: Path, wish: str, device: str, mode: str | None
 ) -> None:
     config, _, plan = made(demo, train__fast=wish)
-    assert asked_way(config, dataclasses.replace(plan, device=device)) == way
+    assert asked_mode(config, dataclasses.replace(plan, device=device)) == mode
 
 
 def test_auto_does_not_measure_where_bits_must_repeat_and_follows_a_stored_choice(demo: Path) -> None:
     config, _, plan = made(demo, train__deterministic=True)
-    assert asked_way(config, dataclasses.replace(plan, device="cuda")) == "eager"
+    assert asked_mode(config, dataclasses.replace(plan, device="cuda")) == "eager"
     config, _, plan = made(demo)
-    assert asked_way(config, dataclasses.replace(plan, device="cuda", way="graph")) == "graph"
+    assert asked_mode(config, dataclasses.replace(plan, device="cuda", mode="graph")) == "graph"
 
 
 def test_expected_steps_count_windows_and_the_limit(demo: Path) -> None:
@@ -104,7 +104,7 @@ def test_every_trial_is_compiled_under_its_own_setting(demo: Path, monkeypatch: 
     assert budgets == [1.0, 0.5]
 
 
-def test_a_trial_that_falls_to_another_way_is_no_candidate(demo: Path) -> None:
+def test_a_trial_that_falls_to_another_mode_is_no_candidate(demo: Path) -> None:
     config, workload, plan = made(demo)
     with rehearsal(config, workload, plan) as trial:
         trial.parts.region = trial.parts.eager
@@ -119,10 +119,10 @@ def test_a_model_that_cannot_be_copied_runs_untried_and_says_why(demo: Path, mon
     chosen = tuned(config, workload, plan, said.append, rehearsal)
     assert chosen.memory == dataclasses.asdict(MemorySetting())
     assert "cannot be copied" in said[-1]
-    monkeypatch.setattr(choose, "asked_way", lambda config, plan: None)
+    monkeypatch.setattr(choose, "asked_mode", lambda config, plan: None)
     chosen = tuned(config, workload, plan, said.append, rehearsal)
-    assert chosen.way == "eager"
-    assert "cannot be copied" in chosen.way_reason
+    assert chosen.mode == "eager"
+    assert "cannot be copied" in chosen.mode_reason
 
 
 def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path)
 
 def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> None:
     said: list[str] = []
-    assert tuned(*made(demo, train__fast="graph"), said.append, rehearsal).way == "compile"
+    assert tuned(*made(demo, train__fast="graph"), said.append, rehearsal).mode == "compile"
     assert said == [
         "warning: train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"
     ]
@@ -171,7 +171,7 @@ def test_a_run_shorter_than_the_trials_of_memory_low_tries_the_most_promising_le
 
 
 def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits_with_blocks(way: str, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+    def fits_with_blocks(mode: str, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
         if plan.memory["recompute"] != "blocks":
             raise DoesNotFit("out of memory")
         return Cost(1.0, 10**6)
@@ -191,7 +191,7 @@ def test_a_run_with_memory_low_trains_and_resumes_without_measuring_again(
     folder = train(from_dict("unet", values), out=tmp_path / "run")
     assert "memory low:" in capsys.readouterr().err
     stored = json.loads((folder / "plan.json").read_text())
-    assert stored["way"] == "eager"
+    assert stored["mode"] == "eager"
     train(from_dict("unet", {**values, "train.epochs": 2}), resume=folder)
     assert "memory low:" not in capsys.readouterr().err
 
@@ -215,14 +215,14 @@ def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:
 
 
 def test_compiling_is_announced_once_and_eager_steps_are_not(demo: Path) -> None:
-    for way, times in (("compile", 1), ("eager", 0)):
+    for mode, times in (("compile", 1), ("eager", 0)):
         config, workload, plan = made(demo, train__fast="compile")
         parts = assemble(config, workload, plan)
         parts.region = parts.eager
         told: list[int] = []
         engine = Engine(
             parts,
-            way,  # type: ignore[arg-type]
+            mode,  # type: ignore[arg-type]
             lambda text, level: pytest.fail(text),
             before_compiling=lambda told=told, step=parts.step: told.append(step.attempted),
         )
@@ -234,7 +234,7 @@ def test_compiling_is_announced_once_and_eager_steps_are_not(demo: Path) -> None
 
 def fp8_plan(demo: Path) -> tuple[RunConfig, Workload, Plan]:
     config, workload, plan = made(demo)
-    return config, workload, dataclasses.replace(plan, granted="fp8", way="eager")
+    return config, workload, dataclasses.replace(plan, granted="fp8", mode="eager")
 
 
 @pytest.mark.parametrize(("fails", "granted"), [("fp8", "bf16"), ("bf16", "fp8")])
@@ -252,7 +252,7 @@ class Costing:
     def __init__(self, plan: Plan, fails: str) -> None:
         self.plan, self.fails = plan, fails
 
-    def cost(self, way: str) -> Cost:
+    def cost(self, mode: str) -> Cost:
         if self.plan.granted == self.fails:
             raise CannotRun("out of memory")
         return Cost(1.0, 1)
@@ -277,19 +277,19 @@ def test_who_commits_by_the_host_is_not_compiled_for_a_graph_first(demo: Path) -
     config, workload, plan = made(demo, optimizer__name="adagrad")
     parts = assemble(config, workload, plan)
     for committer in parts.step.committers:
-        committer.way = "host"  # as on CUDA
+        committer.method = "host"  # as on CUDA
     said: list[str] = []
-    assert Engine(parts, "graph", lambda text, level: said.append(text)).way == "compile"
+    assert Engine(parts, "graph", lambda text, level: said.append(text)).mode == "compile"
     assert len(said) == 1
     assert "commits by the host's decision" in said[0]
 
 
 def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(demo: Path) -> None:
     class Uncaptured:
-        def cost(self, way: str) -> Cost:
-            if way == "graph":
+        def cost(self, mode: str) -> Cost:
+            if mode == "graph":
                 raise NotCaptured("it waits for the device")
-            return Cost({"compile": 2.0, "eager": 3.0}[way], 1)
+            return Cost({"compile": 2.0, "eager": 3.0}[mode], 1)
 
     def uncaptured(*run: object) -> contextlib.AbstractContextManager[Uncaptured]:
         return contextlib.nullcontext(Uncaptured())
@@ -302,10 +302,10 @@ def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatc
     models: list[weakref.ref[torch.nn.Module]] = []
     alive: list[bool] = []
 
-    def cost(trial: Trial, way: str, time: object = None) -> Cost:
+    def cost(trial: Trial, mode: str, time: object = None) -> Cost:
         models.append(weakref.ref(trial.parts.model))
         alive.append(models[0]() is not None)
-        if way == "graph":
+        if mode == "graph":
             raise NotCaptured("it waits for the device")
         return Cost(2.0, 1)
 

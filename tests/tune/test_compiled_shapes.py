@@ -59,7 +59,7 @@ def loaded(**settings: Any) -> Any:
 class Told:
     """An engine of the tiny workload, what it said, and the sizes that went through compiled code."""
 
-    def __init__(self, way: Any = "compile", **settings: Any) -> None:
+    def __init__(self, mode: Any = "compile", **settings: Any) -> None:
         config = loaded(**settings).config
         workload = build_workload(config)
         parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
@@ -74,7 +74,7 @@ class Told:
         parts.region = region
         self.engine = Engine(
             parts,
-            way,
+            mode,
             lambda text, level: self.said.append(text),
             before_compiling=lambda: self.said.append("compiling"),
         )
@@ -95,7 +95,7 @@ def test_two_shapes_are_compiled_and_announced_and_further_ones_run_eager_with_o
     (line,) = told.said[2:]
     assert "more than 2 shapes (now image 4x2x12x12)" in line
     assert "one size for all, or padding" in line
-    assert told.engine.way == "compile"
+    assert told.engine.mode == "compile"
 
 
 def test_a_window_of_three_shapes_compiles_for_two_of_them() -> None:
@@ -126,7 +126,7 @@ def test_a_shape_without_compiled_code_is_not_captured(monkeypatch: pytest.Monke
     monkeypatch.setattr(told.engine, "_capture", lambda shape, window: pytest.fail("captured"))
     for size in (8, 10, *[12] * (UNCAPTURED + 2)):
         told.step(size)
-    assert told.engine.way == "graph"
+    assert told.engine.mode == "graph"
 
 
 def test_what_fails_while_a_second_shape_is_compiled_leaves_eager_steps() -> None:
@@ -200,14 +200,21 @@ def test_a_run_that_could_not_compile_a_second_shape_stays_eager_when_it_is_resu
     first = size_of((loaded().config.train.seed, 0, 0))
     monkeypatch.setattr(torch, "compile", of_one_size)
     left, right = whole_and_resumed(tmp_path)
-    assert left.state["way"] == right.state["way"] == "eager"
+    assert left.state["mode"] == right.state["mode"] == "eager"
     assert_same_bits(left.model, right.model)
+
+
+@pytest.mark.parametrize("name", ["mode", "way"])
+def test_a_resumed_engine_reads_its_mode_under_the_name_of_today_and_of_older_runs(name: str) -> None:
+    told = Told()
+    told.engine.go_on({"pieces": 1, name: "eager"}, is_same=True)
+    assert told.engine.mode == "eager"
 
 
 def test_a_resumed_engine_tries_nothing_faster_that_failed_and_nothing_slower_unasked() -> None:
     told = Told()
     told.engine.go_on_as("graph")
-    assert (told.engine.way, told.said) == ("compile", [])
+    assert (told.engine.mode, told.said) == ("compile", [])
     told.engine.go_on_as("eager")
-    assert told.engine.way == "eager"
+    assert told.engine.mode == "eager"
     assert "steps run eager, as they did when the run was stopped" in told.said[0]

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from halfstep.tune.compiler_threads import place_for_graphs
-from halfstep.tune.own_thread import in_own_thread
+from halfstep.tune.fresh_thread import in_fresh_thread
 
 FIRST_IMPORT_IN_A_THREAD = """
 import gc, threading
@@ -44,7 +44,7 @@ def test_the_compilers_graphs_have_a_place_in_every_thread() -> None:
         place_for_graphs()
         return trees.get_obj(trees.local, "tree_manager_containers")
 
-    places = [in_own_thread(containers, torch.device("cpu")) for _ in range(9)]
+    places = [in_fresh_thread(containers, torch.device("cpu")) for _ in range(9)]
     gc.collect()
     # With the thread torch 2.11 lets go of a place that it never took hold of: others would be written over ours.
     others = [{} for _ in range(1000)]

@@ -14,22 +14,22 @@ from halfstep.precision.gain import Gain
 from halfstep.precision.plan import Row
 from halfstep.tune import choose
 from halfstep.tune.choose import tuned
-from halfstep.tune.mode_cache import KeptWay
-from halfstep.tune.mode_search import FoundWay
+from halfstep.tune.mode_cache import CachedMode
+from halfstep.tune.mode_search import FoundMode
 from halfstep.tune.modes import compiled_code
 from halfstep.tune.trial_time import TrialTime
 from halfstep.workloads.segmentation.demo import write_demo
 from mode_trials import USUAL, Machine, made
 
 FIELDS = {
-    "way": "graph", "way_reason": "as measured", "channels_last": True, "tunes_kernels": False,
+    "mode": "graph", "mode_reason": "as measured", "channels_last": True, "tunes_kernels": False,
     "cudnn_benchmark": False, "gains": (Gain(part="graph", before_ms=20.0, after_ms=15.0, is_taken=True),),
 }  # fmt: skip
 
 
-def found(untried: tuple[str, ...] = (), **fields: Any) -> FoundWay:
+def found(untried: tuple[str, ...] = (), **fields: Any) -> FoundMode:
     values = {**FIELDS, **fields}
-    return FoundWay(fields=values, eager_ms=30.0, ms=15.0, run_s=600.0, untried=untried, is_final=True)
+    return FoundMode(fields=values, eager_ms=30.0, ms=15.0, run_s=600.0, untried=untried, is_final=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,27 +46,34 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_kept_for_the_same_model_and_shape_only(demo: Path) -> None:
-    assert KeptWay(*made(demo)).read() is None
-    assert KeptWay(*made(demo)).write(found()) == ""
-    assert KeptWay(*made(demo)).read() == found()
-    assert KeptWay(*made(demo, train__batch_size=1)).read() is None
-    assert KeptWay(*made(demo, model__base_channels=4)).read() is None
-    assert KeptWay(*made(demo, train__activation_checkpointing=True)).read() is None
-    assert KeptWay(*made(demo, train__tune_kernels=True)).read() is None
+    assert CachedMode(*made(demo)).read() is None
+    assert CachedMode(*made(demo)).write(found()) == ""
+    assert CachedMode(*made(demo)).read() == found()
+    assert CachedMode(*made(demo, train__batch_size=1)).read() is None
+    assert CachedMode(*made(demo, model__base_channels=4)).read() is None
+    assert CachedMode(*made(demo, train__activation_checkpointing=True)).read() is None
+    assert CachedMode(*made(demo, train__tune_kernels=True)).read() is None
     config, workload, plan = made(demo)
     apart = Row(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
-    assert KeptWay(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
+    assert CachedMode(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
+
+
+def test_what_an_earlier_version_cached_under_other_names_is_read(demo: Path) -> None:
+    kept = CachedMode(*made(demo))
+    kept.write(found())
+    kept.path.write_text(kept.path.read_text().replace('"mode', '"way'))
+    assert kept.read() == found()
 
 
 def test_a_file_of_an_older_version_is_measured_again(demo: Path) -> None:
-    kept = KeptWay(*made(demo))
+    kept = CachedMode(*made(demo))
     kept.path.parent.mkdir(parents=True)
-    kept.path.write_text('{"way": "graph", "way_reason": "old", "channels_last": true, "tunes_kernels": false}')
+    kept.path.write_text('{"mode": "graph", "mode_reason": "old", "channels_last": true, "tunes_kernels": false}')
     assert kept.read() is None
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "is_cleared", "way"),
+    ("num_steps", "is_cleared", "mode"),
     [
         (10_000, False, "graph"),  # saves 150 s
         (2_000, False, "graph"),  # saves 30 s, starts in 15
@@ -75,42 +82,42 @@ def test_a_file_of_an_older_version_is_measured_again(demo: Path) -> None:
         (500, False, "eager"),  # saves 7.5 s
     ],
 )
-def test_a_kept_way_is_followed_where_it_pays(demo: Path, num_steps: int, is_cleared: bool, way: str) -> None:
-    kept = KeptWay(*made(demo))
+def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, is_cleared: bool, mode: str) -> None:
+    kept = CachedMode(*made(demo))
     kept.write(found())
     if is_cleared:
         shutil.rmtree(compiled_code())
     fields = kept.for_run(num_steps)
     assert fields is not None
-    assert fields["way"] == way
+    assert fields["mode"] == mode
     assert fields["channels_last"]
-    assert "measured before: as measured" in fields["way_reason"]
-    assert way == "graph" or "to start" in fields["way_reason"]
+    assert "measured before: as measured" in fields["mode_reason"]
+    assert mode == "graph" or "to start" in fields["mode_reason"]
 
 
 def test_tuned_kernels_and_cudnns_trials_count_as_part_of_a_start(demo: Path) -> None:
-    kept = KeptWay(*made(demo))
+    kept = CachedMode(*made(demo))
     kept.write(found(cudnn_benchmark=True))
     fields = kept.for_run(2_000)  # saves 30 s, starts in 15 + 20
     assert fields is not None
-    assert (fields["way"], fields["cudnn_benchmark"]) == ("eager", False)
+    assert (fields["mode"], fields["cudnn_benchmark"]) == ("eager", False)
     kept.write(found(tunes_kernels=True))
     shutil.rmtree(compiled_code())
     fields = kept.for_run(10_000)  # saves 150 s, compiles and tunes for 240
     assert fields is not None
-    assert (fields["way"], fields["tunes_kernels"]) == ("eager", False)
+    assert (fields["mode"], fields["tunes_kernels"]) == ("eager", False)
 
 
 def test_what_does_not_fit_eagerly_is_always_followed(demo: Path) -> None:
-    kept = KeptWay(*made(demo))
+    kept = CachedMode(*made(demo))
     kept.write(dataclasses.replace(found(), eager_ms=None))
     fields = kept.for_run(1)
     assert fields is not None
-    assert fields["way"] == "graph"
+    assert fields["mode"] == "graph"
 
 
 def test_a_much_longer_run_tries_what_was_left_untried(demo: Path) -> None:
-    kept = KeptWay(*made(demo))
+    kept = CachedMode(*made(demo))
     kept.write(found(untried=("kernel tuning",)))  # 600 s expected: 20,000 steps
     assert kept.for_run(20_000) is not None
     assert kept.for_run(100_000) is None
@@ -144,8 +151,8 @@ def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     said: list[str] = []
     chosen = tuned(config, workload, on_gpu, said.append, machine.rehearsal, driver=Shared(*answers))
-    assert chosen.way == "graph"
-    assert (KeptWay(config, workload, on_gpu).read() is not None) == is_kept
-    assert ("5 GiB taken" in chosen.way_reason) == (not is_kept)
+    assert chosen.mode == "graph"
+    assert (CachedMode(config, workload, on_gpu).read() is not None) == is_kept
+    assert ("5 GiB taken" in chosen.mode_reason) == (not is_kept)
     assert "  graph 1.33x, 20.0 -> 15.0 ms" in said
     assert type(chosen).from_json(chosen.to_json()) == chosen

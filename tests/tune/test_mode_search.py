@@ -9,7 +9,7 @@ import pytest
 
 from halfstep.run.rehearse import rehearsal
 from halfstep.tune.memory_low import CannotRun, Cost, NotCaptured
-from halfstep.tune.mode_search import FoundWay, WaySearch, fastest_way
+from halfstep.tune.mode_search import FoundMode, ModeSearch, fastest_mode
 from halfstep.tune.trial_time import MOST_S, TrialTime
 from halfstep.tune.trials import ROUNDS, TIMED_STEPS
 from halfstep.workloads.segmentation.demo import write_demo
@@ -25,18 +25,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> FoundWay:
+def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> FoundMode:
     """On a GPU, as far as the search can tell, for a run that takes so long eagerly."""
     config, workload, plan = made(demo, **values)
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     num_steps = run_s * 1e3 / (machine.step_ms["eager"] or 30.0)
-    return WaySearch(
+    return ModeSearch(
         config, workload, on_gpu, TrialTime(num_steps, most_s=MOST_S, clock=machine.clock), machine.rehearsal
     ).found()
 
 
 @pytest.mark.parametrize(
-    ("times", "way"),
+    ("times", "mode"),
     [
         ({"eager": 30.0, "compile": 20.0, "graph": 15.0}, "graph"),
         ({"eager": 30.0, "compile": 20.0, "graph": 19.9}, "compile"),
@@ -45,8 +45,8 @@ def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> Fo
         ({"compile": 20.0}, "compile"),
     ],
 )
-def test_the_simplest_way_wins_that_is_as_fast_as_the_fastest(times: dict[str, float], way: str) -> None:
-    assert fastest_way({label: Cost(ms, 1) for label, ms in times.items()}) == way
+def test_the_simplest_mode_wins_that_is_as_fast_as_the_fastest(times: dict[str, float], mode: str) -> None:
+    assert fastest_mode({label: Cost(ms, 1) for label, ms in times.items()}) == mode
 
 
 def test_a_long_run_tries_everything_and_says_what_each_part_gained(
@@ -55,7 +55,7 @@ def test_a_long_run_tries_everything_and_says_what_each_part_gained(
     machine = Machine(USUAL)
     found = searched(demo, machine, 3 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph", "compile", "graph cudnn", "graph cudnn tuned"]
-    expected = {"way": "graph", "channels_last": True, "cudnn_benchmark": True, "tunes_kernels": True}
+    expected = {"mode": "graph", "channels_last": True, "cudnn_benchmark": True, "tunes_kernels": True}
     assert {name: found.fields[name] for name in expected} == expected
     assert [str(gain) for gain in found.fields["gains"]] == [
         "channels_last 1.67x, 50.0 -> 30.0 ms",
@@ -64,8 +64,8 @@ def test_a_long_run_tries_everything_and_says_what_each_part_gained(
         "cudnn.benchmark 1.25x, 15.0 -> 12.0 ms",
         "kernel tuning 1.09x, 12.0 -> 11.0 ms",
     ]
-    assert "2.73x eager" in found.fields["way_reason"]
-    assert "not tried" not in found.fields["way_reason"]
+    assert "2.73x eager" in found.fields["mode_reason"]
+    assert "not tried" not in found.fields["mode_reason"]
     assert found.is_final
     assert (found.eager_ms, found.ms, found.untried) == (30.0, 11.0, ())
 
@@ -73,7 +73,7 @@ def test_a_long_run_tries_everything_and_says_what_each_part_gained(
 def test_what_gains_nothing_is_measured_told_and_not_taken(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = {**USUAL, "graph": 20.0, "compile cudnn": 19.9, "compile tuned": 19.8, "eager NCHW": 29.8}
     found = searched(demo, Machine(same), 3 * HOUR)
-    expected = {"way": "compile", "channels_last": True, "cudnn_benchmark": False, "tunes_kernels": False}
+    expected = {"mode": "compile", "channels_last": True, "cudnn_benchmark": False, "tunes_kernels": False}
     assert {name: found.fields[name] for name in expected} == expected
     taken = {gain.part: gain.is_taken for gain in found.fields["gains"]}
     assert taken == {
@@ -96,8 +96,8 @@ def test_a_short_run_is_not_compiled_for(demo: Path, monkeypatch: pytest.MonkeyP
     machine = Machine({**USUAL, "eager cudnn": 10.0}, trial_s=0.1)
     found = searched(demo, machine, 600.0)
     assert machine.tried == ["eager", "eager NCHW", "eager cudnn"]  # 20 s fit into a twentieth, 45 do not
-    assert "about 10 min to go is too short to compile for" in found.fields["way_reason"]
-    assert (found.fields["way"], found.fields["cudnn_benchmark"], found.is_final) == ("eager", True, False)
+    assert "about 10 min to go is too short to compile for" in found.fields["mode_reason"]
+    assert (found.fields["mode"], found.fields["cudnn_benchmark"], found.is_final) == ("eager", True, False)
 
 
 def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
@@ -106,14 +106,14 @@ def test_kernel_tuning_waits_for_a_run_that_its_minutes_are_a_twentieth_of(
     machine = Machine(USUAL)
     found = searched(demo, machine, HOUR)
     assert machine.tried[-1] == "graph cudnn"
-    assert "not tried, too short a run for its start: kernel tuning" in found.fields["way_reason"]
+    assert "not tried, too short a run for its start: kernel tuning" in found.fields["mode_reason"]
     assert found.untried == ("kernel tuning",)
 
 
 def test_slow_starts_use_up_the_share_of_later_ones(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(USUAL, start_s={"graph": 170.0})
     found = searched(demo, machine, HOUR)  # 180 s for all starts
-    assert found.fields["way"] == "graph"
+    assert found.fields["mode"] == "graph"
     assert found.untried == ("compile", "cudnn.benchmark", "kernel tuning")
     assert [str(gain) for gain in found.fields["gains"]][1:] == ["graph 2.00x, 30.0 -> 15.0 ms"]
 
@@ -124,8 +124,8 @@ def test_the_compiled_step_is_tried_where_there_is_no_graph_though_starts_took_m
     no_graph = {"graph": NotCaptured("it waits for the device")}
     machine = Machine(USUAL, start_s={"graph": 200.0}, broken=no_graph)
     found = searched(demo, machine, HOUR)  # 180 s for all starts
-    assert found.fields["way"] == "compile"
-    assert "graph not possible: it waits for the device" in found.fields["way_reason"]
+    assert found.fields["mode"] == "compile"
+    assert "graph not possible: it waits for the device" in found.fields["mode_reason"]
     assert found.untried == ("cudnn.benchmark", "kernel tuning")
 
 
@@ -133,24 +133,24 @@ def test_candidates_that_the_clock_leaves_untried_are_named(demo: Path, monkeypa
     machine = Machine(USUAL, trial_s=25.0)
     found = searched(demo, machine, 10 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph"]  # 75 s: the fourth may not begin after 60
-    assert "not tried, out of trial time: compile, cudnn.benchmark, kernel tuning" in found.fields["way_reason"]
-    assert found.fields["way"] == "graph"
+    assert "not tried, out of trial time: compile, cudnn.benchmark, kernel tuning" in found.fields["mode_reason"]
+    assert found.fields["mode"] == "graph"
 
 
 def test_compiling_does_not_count_as_trial_time(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(USUAL, start_s={"graph": 300.0})
     found = searched(demo, machine, 3 * HOUR)
-    assert found.fields["way"] == "graph"
-    assert "6 s of trials and 300 s of first steps" in found.fields["way_reason"]
+    assert found.fields["mode"] == "graph"
+    assert "6 s of trials and 300 s of first steps" in found.fields["mode_reason"]
 
 
 def test_what_fits_only_compiled_runs_compiled(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only = {**dict.fromkeys(USUAL, None), "compile": 20.0, "compile cudnn": None, "compile tuned": None}
     found = searched(demo, Machine(only), 3 * HOUR)
-    assert found.fields["way"] == "compile"
+    assert found.fields["mode"] == "compile"
     assert found.eager_ms is None
-    assert "eager not possible: out of memory" in found.fields["way_reason"]
-    assert "compile + cudnn.benchmark not possible" in found.fields["way_reason"]
+    assert "eager not possible: out of memory" in found.fields["mode_reason"]
+    assert "compile + cudnn.benchmark not possible" in found.fields["mode_reason"]
 
 
 def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
@@ -159,13 +159,13 @@ def test_code_that_does_not_compile_for_a_graph_is_not_compiled_again(
     machine = Machine({**USUAL, "eager cudnn": 30.0}, broken={"graph": CannotRun("no assembler")})
     found = searched(demo, machine, 3 * HOUR)
     assert machine.tried == ["eager", "eager NCHW", "graph", "eager cudnn"]
-    assert "graph not possible: no assembler" in found.fields["way_reason"]
-    assert (found.fields["way"], found.is_final, found.untried) == ("eager", False, ())
+    assert "graph not possible: no assembler" in found.fields["mode_reason"]
+    assert (found.fields["mode"], found.is_final, found.untried) == ("eager", False, ())
 
 
 def test_the_compiled_step_is_tried_where_the_graph_did_not_fit(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {**USUAL, "graph": None, "compile cudnn": 20.0, "compile tuned": 20.0}
-    assert searched(demo, Machine(times), 3 * HOUR).fields["way"] == "compile"
+    assert searched(demo, Machine(times), 3 * HOUR).fields["mode"] == "compile"
 
 
 def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +191,8 @@ def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
 
 
 def test_a_real_search_on_this_machine_finds_a_short_run_too_short(demo: Path) -> None:
-    found = WaySearch(*made(demo), TrialTime(600, most_s=MOST_S), rehearsal).found()
-    assert found.fields["way"] == "eager"
-    assert "too short to compile for" in found.fields["way_reason"]
+    found = ModeSearch(*made(demo), TrialTime(600, most_s=MOST_S), rehearsal).found()
+    assert found.fields["mode"] == "eager"
+    assert "too short to compile for" in found.fields["mode_reason"]
     assert not found.is_final
     assert found.ms > 0

@@ -87,7 +87,7 @@ def test_a_step_that_commits_a_nan_is_found() -> None:
     step = make_step()
     step(loss_of(step.model), [batch(0)])
     assert nan_is_dropped(step, loss_of(step.model), [batch(1)])[0]
-    step.settle = _never_bad(step)  # type: ignore[method-assign]
+    step.commit_on_device = _never_bad(step)  # type: ignore[method-assign]
     holds, text = nan_is_dropped(step, loss_of(step.model), [batch(1)])
     assert not holds
     assert "changed" in text
@@ -96,11 +96,11 @@ def test_a_step_that_commits_a_nan_is_found() -> None:
 def _never_bad(step: Any) -> Any:
     """The step as it would be if nobody looked at its verdict."""
 
-    def settle(facts: Any) -> None:
+    def commit_on_device(facts: Any) -> None:
         facts.bad = torch.zeros_like(facts.bad)
-        type(step).settle(step, facts)
+        type(step).commit_on_device(step, facts)
 
-    return settle
+    return commit_on_device
 
 
 @pytest.mark.parametrize("kind", ["l2", "inf", "value"])

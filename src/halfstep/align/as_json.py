@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from halfstep.align.check import Report
+from halfstep.align.declarations import Source
 from halfstep.align.findings import Finding
 from halfstep.align.rules import severity_of
-from halfstep.align.statements import Source
 
 
 def as_dict(report: Report) -> dict[str, Any]:
@@ -28,7 +28,9 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 
 def source_dict(source: Source) -> dict[str, Any]:
-    says = [{"topic": s.topic, "value": s.value, "spelled": s.spelled, "line": s.place.line} for s in source.statements]
+    says = [
+        {"topic": s.topic, "value": s.value, "spelled": s.spelled, "line": s.place.line} for s in source.declarations
+    ]
     named_by = str(source.named_by) if source.named_by else None
     return {"name": source.name, "dialect": source.dialect, "named_by": named_by, "says": says}
 

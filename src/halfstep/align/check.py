@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.align import files, links, references
+from halfstep.align.declarations import Reference, Source
 from halfstep.align.dialects import command_line, environment
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.hardware_gap import Device, hardware_gaps
@@ -16,7 +17,6 @@ from halfstep.align.reading import FileReading, Progress, read_file, read_found,
 from halfstep.align.resolve import Effective, conflicts, effective
 from halfstep.align.rules import severity_of
 from halfstep.align.runs import runs_of
-from halfstep.align.statements import Reference, Source
 from halfstep.align.traps import traps
 from halfstep.align.versions import lightning_version
 from halfstep.config.workloads import is_import_path

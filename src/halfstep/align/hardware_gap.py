@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from halfstep.align.declarations import Declaration, Source
 from halfstep.align.findings import Finding
 from halfstep.align.resolve import ranked
-from halfstep.align.statements import Source, Statement
 
 Support = Callable[[str], str]
 
@@ -28,7 +28,7 @@ def hardware_gaps(sources: Sequence[Source], device: Device) -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
-def gap(said: Statement, device: Device) -> Finding | None:
+def gap(said: Declaration, device: Device) -> Finding | None:
     support = device.has(FORMAT_OF.get(said.value, said.value))
     if support == "native":
         return None

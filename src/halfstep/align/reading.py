@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from halfstep.align import files, links
+from halfstep.align.declarations import Source
 from halfstep.align.dialects import command_line, own, source_of
 from halfstep.align.document import read_document
 from halfstep.align.findings import Finding
 from halfstep.align.ignore import Ignores
-from halfstep.align.statements import Source
 from halfstep.errors import ConfigError, HalfstepError
 
 POOL_FROM = 100

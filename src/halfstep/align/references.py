@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from halfstep.align.declarations import Reference
 from halfstep.align.findings import Finding
-from halfstep.align.statements import Reference
 
 MAX_FOLLOWED = 20
 """Files opened because another one names them; a launcher file and its DeepSpeed JSON are two."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfstep.align.declarations import AUTO, TABLE_TOPICS, Declaration, Source, Topic
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.rules import RULES
-from halfstep.align.statements import AUTO, TABLE_TOPICS, Source, Statement, Topic
 
 PRECEDENCE: dict[str, str] = {
     "deepspeed": "DeepSpeed's engine runs what its own JSON says",
@@ -67,13 +67,13 @@ class Effective:
     reason: str
 
 
-Claim = tuple[Source, Statement]
+Claim = tuple[Source, Declaration]
 
 
 def ranked(sources: Sequence[Source], topic: Topic) -> list[Claim]:
     """Who states this topic (auto does not count), the winner first."""
     order = list(PRECEDENCE)
-    claims = [(source, said) for source in sources for said in source.statements if said.topic == topic]
+    claims = [(source, said) for source in sources for said in source.declarations if said.topic == topic]
     stated = [(source, said) for source, said in claims if said.value != AUTO]
     return sorted(stated, key=lambda claim: order.index(claim[0].dialect))
 
@@ -122,7 +122,7 @@ def cast_weights_row(sources: Sequence[Source], precision: str) -> Effective:
 
 
 def conflicts(sources: Sequence[Source]) -> list[Finding]:
-    """One finding for every statement that disagrees with the one that wins."""
+    """One finding for every declaration that disagrees with the one that wins."""
     found: list[Finding] = []
     for topic in CONFLICT_RULES:
         # What a script does by hand comes on top of what a framework does; it is no setting that could lose.
@@ -133,7 +133,7 @@ def conflicts(sources: Sequence[Source]) -> list[Finding]:
 
 
 def disagree(winner: Claim, loser: Claim) -> bool:
-    """Two calls of one kind in one script are two uses, training and tuning say, not two statements of one run."""
+    """Two calls of one kind in one script are two uses, training and tuning say, not two declarations of one run."""
     same_kind = (winner[0].name, winner[0].dialect) == (loser[0].name, loser[0].dialect)
     # fp8 is for matmuls; the engine around it casts parameters to bf16.
     around_fp8 = {winner[1].value, loser[1].value} == {"fp8", "bf16"} and winner[0].dialect in (

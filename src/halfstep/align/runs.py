@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from halfstep.align.declarations import Source
 from halfstep.align.dialects import command_line
 from halfstep.align.links import reached
-from halfstep.align.statements import Source
 
 Links = Mapping[Path, Collection[Path]]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from halfstep.align.declarations import AUTO, Source, Topic
 from halfstep.align.findings import Finding, Place
 from halfstep.align.resolve import ranked
-from halfstep.align.statements import AUTO, Source, Topic
 
 FILLERS = (
     "transformers",
@@ -70,7 +70,7 @@ def unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
             fix="write the value, or start through accelerate or the HF Trainer",
         )
         for source in sources
-        for said in source.statements
+        for said in source.declarations
         if source.dialect == "deepspeed" and said.value == AUTO
     ]
 
@@ -84,7 +84,7 @@ def tf32_off(sources: Sequence[Source]) -> list[Finding]:
             fix="set it to true, unless strict fp32 is what you want",
         )
         for source in sources
-        for said in source.statements
+        for said in source.declarations
         if said.topic == "tf32" and said.value == "off" and source.dialect != "environment"
     ]
 

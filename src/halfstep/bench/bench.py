@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from halfstep.bench.conditions import shared_with
 from halfstep.bench.floor import floor_s
-from halfstep.bench.laps import Pause, Schedule
 from halfstep.bench.measure_row import measured_row, not_measured, why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import peer_name, peers
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem, Runner
-from halfstep.bench.settings import Way
+from halfstep.bench.settings import Mode
+from halfstep.bench.step_timer import Pause, Schedule
 from halfstep.errors import HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
@@ -37,7 +37,7 @@ class Request:
     """Which rows, and how long each."""
 
     precisions: tuple[str, ...]
-    ways: tuple[Way, ...]
+    modes: tuple[Mode, ...]
     against: tuple[str, ...] = ()
     """Peers: `plain`, or one variant of it, `plain:graphs`."""
     schedule: Schedule
@@ -54,7 +54,7 @@ class Request:
 
 LATE = "no time was left to start it"
 STOPPED = "stopped by Ctrl-C"
-EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --ways eager)"
+EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --modes eager)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,13 +133,13 @@ def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[
     for precision in request.precisions:
         missing = lacks(precision, dataclasses.replace(hardware, measurements=()))
         simulate = bool(missing) and on_cpu or problem.config.precision.simulate and precision != "fp32"
-        for way in request.ways:
-            if way == "graph" and problem.device.type != "cuda":
-                yield not_measured("halfstep", way, precision, "needs CUDA")
-            elif simulate and way in ("compile", "graph"):
-                yield not_measured("halfstep", way, precision, EAGER_ONLY.format(precision))
+        for mode in request.modes:
+            if mode == "graph" and problem.device.type != "cuda":
+                yield not_measured("halfstep", mode, precision, "needs CUDA")
+            elif simulate and mode in ("compile", "graph"):
+                yield not_measured("halfstep", mode, precision, EAGER_ONLY.format(precision))
             else:
-                yield Ours(problem, precision, way, hardware, simulate=simulate)
+                yield Ours(problem, precision, mode, hardware, simulate=simulate)
         for word in request.against:
             yield from _peers(word, problem, precision, missing)
 

@@ -96,7 +96,7 @@ def step_gain_ms(step: Breakdown, facts: StepFacts, *, saved_ms: float, saved_la
 
 
 def _compile(step: Breakdown, facts: StepFacts) -> _Gain | None:
-    if facts.way != "eager":
+    if facts.mode != "eager":
         return None
     pointwise_ms, cast_ms = step.ms(Kind.ELEMENTWISE), step.ms(Kind.CAST)
     saved_ms = POINTWISE_SAVED * pointwise_ms + cast_ms
@@ -111,7 +111,7 @@ def _compile(step: Breakdown, facts: StepFacts) -> _Gain | None:
 
 
 def _graph(step: Breakdown, facts: StepFacts) -> _Gain | None:
-    if facts.way == "graph" or facts.device.type != "cuda":
+    if facts.mode == "graph" or facts.device.type != "cuda":
         return None
     return _Gain(
         title="launch the whole step at once",
@@ -176,7 +176,7 @@ def _fused_optimizer(step: Breakdown, facts: StepFacts) -> _Gain | None:
 
 def _larger_batch(step: Breakdown, facts: StepFacts) -> _Gain | None:
     # Where a graph can be had it takes the whole gap, not half of it.
-    has_graph_left = facts.way != "graph" and facts.device.type == "cuda"
+    has_graph_left = facts.mode != "graph" and facts.device.type == "cuda"
     if has_graph_left or step.launch_gap_ms < HOST_BOUND * step.step_ms:
         return None
     return _Gain(

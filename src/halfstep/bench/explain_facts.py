@@ -21,7 +21,7 @@ class StepFacts:
 
     precision: str
     """The canonical word: fp32, tf32, bf16, fp16, fp8."""
-    way: Literal["eager", "compile", "graph"]
+    mode: Literal["eager", "compile", "graph"]
     channels_last: bool
     fused_optimizer: bool
     prefetches: bool

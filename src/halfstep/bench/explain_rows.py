@@ -23,14 +23,14 @@ from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import plan_for
 from halfstep.run.waiting import num_cores, way_out
 from halfstep.step.optimizers import FUSED, FUSED_DEVICES
+from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import wants_channels_last
-from halfstep.tune.own_thread import in_own_thread
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
-Way = Literal["eager", "compile", "graph"]
-OUR_WAYS: dict[str, Way] = {"eager": "eager", "compile": "compile", "graph": "graph"}
-PEER_WAYS: dict[str, Way] = {"documented": "compile", "tuned": "compile", "graphs": "graph"}
+Mode = Literal["eager", "compile", "graph"]
+OUR_MODES: dict[str, Mode] = {"eager": "eager", "compile": "compile", "graph": "graph"}
+PEER_MODES: dict[str, Mode] = {"documented": "compile", "tuned": "compile", "graphs": "graph"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +41,14 @@ class NotExplained:
     reason: str
 
 
-def refuse_unexplainable(ways: Iterable[str], steps: int) -> None:
+def refuse_unexplainable(modes: Iterable[str], steps: int) -> None:
     """Raise ConfigError for what no row could be explained with, before anything is measured."""
-    for way in ways:
-        if way not in OUR_WAYS:
+    for mode in modes:
+        if mode not in OUR_MODES:
             raise ConfigError(
-                f"--ways {way} cannot be explained", why="it is one of the others", fix=f"--ways {','.join(OUR_WAYS)}"
+                f"--modes {mode} cannot be explained",
+                why="it is one of the others",
+                fix=f"--modes {','.join(OUR_MODES)}",
             )
     refuse_too_few(steps)
 
@@ -86,7 +88,7 @@ def _in_turn(
         try:
             facts = facts_of(runner, problem, hardware, flops)
             work = partial(explain, runner, steps=steps, facts=facts, feed=_feed_of(runner))
-            return in_own_thread(work, problem.device)
+            return in_fresh_thread(work, problem.device)
         # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
         except Exception as error:
             error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
@@ -95,10 +97,10 @@ def _in_turn(
 
 def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -> StepFacts:
     """How this runner makes its step."""
-    way, channels_last, is_fused, prefetches = _habits(runner, problem, hardware)
+    mode, channels_last, is_fused, prefetches = _habits(runner, problem, hardware)
     return StepFacts(
         precision=runner.precision,
-        way=way,
+        mode=mode,
         channels_last=channels_last,
         fused_optimizer=is_fused,
         prefetches=prefetches,
@@ -115,10 +117,10 @@ def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -
     )
 
 
-def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Way, bool, bool, bool]:
-    """Way, channels_last, fused optimizer, prefetch."""
+def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Mode, bool, bool, bool]:
+    """Mode, channels_last, fused optimizer, prefetch."""
     if isinstance(runner, PeerRunner):
-        return PEER_WAYS[runner.variant], runner.setup.channels_last, runner.setup.by_hand, False
+        return PEER_MODES[runner.variant], runner.setup.channels_last, runner.setup.by_hand, False
     assert isinstance(runner, Ours), f"no facts are known of {type(runner).__name__}"
     if runner.simulated:
         raise HardwareError(
@@ -129,7 +131,7 @@ def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Way, 
     config, kind, workload = runner.config, problem.device.type, runner.workload()
     optimizer = config.optimizer.name
     return (
-        OUR_WAYS[runner.variant],
+        OUR_MODES[runner.variant],
         wants_channels_last(config, plan_for(config, workload, hardware), workload.model),
         optimizer in FUSED and kind in FUSED_DEVICES.get(optimizer, (kind,)),
         True,

@@ -14,7 +14,7 @@ from halfstep.data.read_ahead import BATCHES_A_THREAD
 
 
 class Feed:
-    """So many whole batches on the device, epoch after epoch; an epoch's odd last one runs in another way: left out."""
+    """So many whole batches on the device, epoch after epoch; an epoch's odd last one runs otherwise: left out."""
 
     def __init__(self, loader: Loader, batch_size: int, steps: int, device: torch.device) -> None:
         self._loader, self._batch_size, self._steps = loader, batch_size, steps

@@ -11,13 +11,13 @@ from halfstep.measure.memory import format_bytes
 from halfstep.tune.step_cost import step_cost
 
 
-def refuse_too_large(config: RunConfig, precisions: Sequence[str], ways: Sequence[str], free_bytes: int) -> None:
+def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], free_bytes: int) -> None:
     """Raise MemoryLimitError where the most demanding row would need more memory than is free."""
     precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
     store = kind_with_random_data(config).part("random_store")(config)
     cost, batch_size = step_cost(config, store, precision), config.train.batch_size
     # What is compiled or recomputed may keep fewer activations than are counted.
-    keeps_activations = "eager" in ways and config.train.memory != "low"
+    keeps_activations = "eager" in modes and config.train.memory != "low"
     needed = cost.bytes_at(batch_size if keeps_activations else 0)
     if needed <= free_bytes:
         return

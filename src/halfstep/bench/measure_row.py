@@ -1,7 +1,7 @@
 """One runner, measured apart from all others; whatever stops it becomes the row's reason.
 
 It trains in a thread of its own, backward included: torch keeps cuDNN's algorithms for each thread, and in the thread
-of an earlier row it would train with what that one had found (see `own_thread`).
+of an earlier row it would train with what that one had found (see `fresh_thread`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from halfstep.bench.apart import apart, clean
 from halfstep.bench.compile_cache import CacheWatch, Found, empty_cache, forget_in_memory
-from halfstep.bench.laps import Laps, Pause, Schedule, wait_for
 from halfstep.bench.row import Row
 from halfstep.bench.runner import Problem, Runner
+from halfstep.bench.step_timer import Pause, Schedule, StepTimer, wait_for
 from halfstep.errors import HalfstepError, MemoryLimitError
 from halfstep.measure.memory import format_bytes
+from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.memory_limit import first_line
-from halfstep.tune.own_thread import in_own_thread
 
 NOTHING_COMPILED = "it compiles nothing, so its start is the same with an empty cache: no cold start"
 START_MATTERS = 1.05
@@ -57,9 +57,9 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
     device = problem.device
     with empty_cache() if cold_start else contextlib.nullcontext():
         cold_start_s = _cold_start_s(runner, device) if cold_start else None
-        laps = Laps(schedule, device, pause)
-        loss = in_own_thread(lambda: runner.train(schedule.steps, laps), device)
-        found = laps.found()
+        timer = StepTimer(schedule, device, pause)
+        loss = in_fresh_thread(lambda: runner.train(schedule.steps, timer), device)
+        found = timer.found()
     ms = tuple(1e3 * seconds for seconds in found.window_s)
     return Row(
         name=runner.name,
@@ -98,7 +98,7 @@ def first_step(runner: Runner, device: torch.device) -> tuple[float, Found]:
 
 def _cold_start_s(runner: Runner, device: torch.device) -> float | None:
     """With nothing compiled before; None where nothing was compiled at all."""
-    seconds, found = in_own_thread(lambda: first_step(runner, device), device)
+    seconds, found = in_fresh_thread(lambda: first_step(runner, device), device)
     clean(device)
     forget_in_memory()
     return seconds if found else None

@@ -11,7 +11,7 @@ from torch import nn
 from halfstep.bench.feed import Feed
 from halfstep.bench.problem import random_workload
 from halfstep.bench.runner import AfterStep, Batch, Problem
-from halfstep.bench.settings import Way, in_precision, run_by
+from halfstep.bench.settings import Mode, in_precision, run_by
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, TrainingStopped
 from halfstep.hardware.facts import Hardware
@@ -30,14 +30,14 @@ from halfstep.workloads.workload import Workload
 
 
 class Ours:
-    """halfstep in one of its ways."""
+    """halfstep in one of its modes."""
 
     name = "halfstep"
 
-    def __init__(self, problem: Problem, precision: str, way: Way, hardware: Hardware, *, simulate: bool) -> None:
-        self.problem, self.precision, self.variant, self.hardware = problem, precision, str(way), hardware
+    def __init__(self, problem: Problem, precision: str, mode: Mode, hardware: Hardware, *, simulate: bool) -> None:
+        self.problem, self.precision, self.variant, self.hardware = problem, precision, str(mode), hardware
         self.simulated = simulate
-        self.config = run_by(in_precision(problem.config, precision, simulate=simulate), way)
+        self.config = run_by(in_precision(problem.config, precision, simulate=simulate), mode)
         self.remarks: list[str] = []
         """What the run said of itself while it trained."""
         self._feed: Feed | None = None
@@ -48,18 +48,18 @@ class Ours:
         seed_everything(self.config.train.seed)
         workload = self.workload()
         self._plan = plan = self._plan or self._planned(workload)
-        self.remarks = [f"{plan.way}: {plan.way_reason}"] if self.variant == "auto" else []
+        self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
         if plan.memory_reason:
             self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}", *plan.memory_trials]
         with algorithms(deterministic=self.config.train.deterministic):
             parts = assemble(self.config, workload, plan)
-            assert parts.way is not None, "the plan was tuned"
+            assert parts.mode is not None, "the plan was tuned"
             metrics = workload.metrics()
-            engine = engine_for(parts, parts.way, lambda text, level: self.remarks.append(text), metrics.update)
+            engine = engine_for(parts, parts.mode, lambda text, level: self.remarks.append(text), metrics.update)
             loss = self._trained(engine, self._batches(parts, steps), after_step)
-        if engine.way != plan.way or self.variant not in ("auto", engine.way):
-            # A row must not show another way's time.
-            raise HardwareError(f"could not run as {plan.way}: {'; '.join(self.remarks) or f'ran as {engine.way}'}")
+        if engine.mode != plan.mode or self.variant not in ("auto", engine.mode):
+            # A row must not show another mode's time.
+            raise HardwareError(f"could not run as {plan.mode}: {'; '.join(self.remarks) or f'ran as {engine.mode}'}")
         return loss
 
     def workload(self) -> Workload:

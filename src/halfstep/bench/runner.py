@@ -1,4 +1,4 @@
-"""What is timed: the same problem, run by halfstep in one of its ways or by a peer as its users would.
+"""What is timed: the same problem, run by halfstep in one of its modes or by a peer as its users would.
 
 A peer such as Lightning owns its loop, so a runner is not asked for one step at a time: it trains, and says after
 each step that it was made. The time between two such moments is the time of a step.

@@ -17,9 +17,9 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
 from halfstep.workloads import load
 
-Way = Literal["eager", "compile", "graph", "auto"]
-FAST: dict[Way, str] = {"eager": "off", "compile": "compile", "graph": "graph", "auto": "auto"}
-"""A way to `train.fast`."""
+Mode = Literal["eager", "compile", "graph", "auto"]
+FAST: dict[Mode, str] = {"eager": "off", "compile": "compile", "graph": "graph", "auto": "auto"}
+"""A mode to `train.fast`."""
 
 COMPARABLE = {
     "optimizer.name": "adamw",
@@ -47,7 +47,7 @@ OF_PEERS: dict[str, tuple[object, ...]] = {
 """What peers train with. Settings of halfstep that none of them is given; the scaler's defaults are torch's."""
 UNSTATED = ("default", "demo")
 STATED_BELOW = ("preset", "file")
-"""Layers that may speak of precision and way; options of the command line have the last word."""
+"""Layers that may speak of precision and mode; options of the command line have the last word."""
 NO_FOLDER = "random"
 """Any name: with a folder a workload takes its full size, without one the small size of its demo."""
 
@@ -57,7 +57,7 @@ def default_precisions(hardware: Hardware) -> tuple[str, ...]:
     return tuple(name for name in ("fp32", "tf32", "bf16", "fp16") if not lacks(name, hardware))
 
 
-def default_ways(device: torch.device) -> tuple[Way, ...]:
+def default_modes(device: torch.device) -> tuple[Mode, ...]:
     return ("eager", "compile", "graph") if device.type == "cuda" else ("eager", "compile")
 
 
@@ -72,7 +72,7 @@ def bench_config(
     """The config of a workload's name or file; `small` takes the size of the workload's demo, for a CPU."""
     given = dict(flags) if small else {"data_dir": NO_FOLDER, **flags}
     said = load(target, flags=given, overrides=overrides)
-    unsaid = [f"{path}={value}" for path, value in COMPARABLE.items() if said.sources[path].layer in UNSTATED]
+    unsaid = [f"{path}={value}" for path, value in COMPARABLE.items() if said.origins[path].layer in UNSTATED]
     config = load(target, flags=given, overrides=[*unsaid, *overrides]).config
     _refuse_rows_as_settings(said)
     if config.train.accumulate > 1:
@@ -86,10 +86,10 @@ def bench_config(
 
 
 def _refuse_rows_as_settings(said: Loaded) -> None:
-    """A bench varies precision and way itself, so such a word would be ignored."""
+    """A bench varies precision and mode itself, so such a word would be ignored."""
     for option, (path, value) in _rows_said(said).items():
-        if said.sources[path].layer == "override":
-            raise ConfigError(f"{said.sources[path].where}: a bench has rows of several", fix=f"{option} {value}")
+        if said.origins[path].layer == "override":
+            raise ConfigError(f"{said.origins[path].where}: a bench has rows of several", fix=f"{option} {value}")
 
 
 def _refuse_what_peers_lack(config: RunConfig) -> None:
@@ -111,26 +111,26 @@ def _written(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatedRow:
-    """What a config file or a preset says of precision or way, and where."""
+    """What a config file or a preset says of precision or mode, and where."""
 
     value: str
     where: str
 
 
 def stated_rows(target: str, overrides: Sequence[str], flags: Mapping[str, object]) -> dict[str, StatedRow]:
-    """By the option that would say otherwise, `--precisions` or `--ways`; nothing where the config is silent."""
+    """By the option that would say otherwise, `--precisions` or `--modes`; nothing where the config is silent."""
     said = load(target, flags=flags, overrides=overrides)
     return {
-        option: StatedRow(value=value, where=said.sources[path].where)
+        option: StatedRow(value=value, where=said.origins[path].where)
         for option, (path, value) in _rows_said(said).items()
-        if said.sources[path].layer in STATED_BELOW
+        if said.origins[path].layer in STATED_BELOW
     }
 
 
 def _rows_said(said: Loaded) -> dict[str, tuple[str, str]]:
     """Path and value of the settings that are rows of a bench, by the option that chooses them."""
-    way = next(way for way, fast in FAST.items() if fast == said.config.train.fast)
-    return {"--precisions": ("precision.default", said.config.precision.default), "--ways": ("train.fast", way)}
+    mode = next(mode for mode, fast in FAST.items() if fast == said.config.train.fast)
+    return {"--precisions": ("precision.default", said.config.precision.default), "--modes": ("train.fast", mode)}
 
 
 def in_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
@@ -139,6 +139,6 @@ def in_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunCon
     return config.model_copy(update={"precision": wish})
 
 
-def run_by(config: RunConfig, way: Way) -> RunConfig:
-    """The same run in this way."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"fast": FAST[way]})})
+def run_by(config: RunConfig, mode: Mode) -> RunConfig:
+    """The same run in this mode."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"fast": FAST[mode]})})

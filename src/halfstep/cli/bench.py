@@ -1,4 +1,4 @@
-"""`halfstep bench`: how fast is a training step here, in which precision and way, and against whom?"""
+"""`halfstep bench`: how fast is a training step here, in which precision and mode, and against whom?"""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def command(
         str | None,
         typer.Option(help="fp32,tf32,bf16,fp16,fp8,auto; default: those this device has.", rich_help_panel=WHAT),
     ] = None,
-    ways: Annotated[
-        str | None, typer.Option(help="eager,compile,graph,auto; default: all the device can.", rich_help_panel=WHAT)
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            "--modes", "--ways", help="eager,compile,graph,auto; default: all the device can.", rich_help_panel=WHAT
+        ),
     ] = None,
     against: Annotated[
         str | None,
@@ -57,15 +60,15 @@ def command(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
-    """How fast is a training step here, in which precision and way, and against whom? No data are needed.
+    """How fast is a training step here, in which precision and mode, and against whom? No data are needed.
 
-    One row per precision and way: time, speedup, memory, energy, share of the floor, loss, start.
+    One row per precision and mode: time, speedup, memory, energy, share of the floor, loss, start.
 
     Example:
 
         halfstep bench unet --precisions fp32,bf16 --picture speed.png
 
-        halfstep bench resnet50 --batch-size 64 --ways auto --against plain
+        halfstep bench resnet50 --batch-size 64 --modes auto --against plain
 
         halfstep bench unet --save before.json
 
@@ -77,7 +80,7 @@ def command(
         words=with_workload(words or []),
         flags={"batch_size": batch_size, "image_size": image_size, "device": device},
         precisions=precisions,
-        ways=ways,
+        modes=modes,
         against=against,
         steps=steps,
         cold_start=cold_start,

@@ -60,7 +60,7 @@ def explain_request(
 ) -> Found:
     """Every row of the request, on the data of `folder` where one is named."""
     steps = STEPS.get(problem.device.type, STEPS["cpu"]) if steps is None else steps
-    refuse_unexplainable(request.ways, steps)
+    refuse_unexplainable(request.modes, steps)
     if folder:
         refuse_peers(folder, request.against)
         problem = with_data(problem, folder)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from halfstep.bench.settings import StatedRow
     from halfstep.hardware.facts import Hardware
 
-WAYS = {
+MODES = {
     "eager": "operation by operation",
     "compile": "model and loss through torch.compile",
     "graph": "the whole step as one CUDA graph",
@@ -55,7 +55,7 @@ class Asked:
     flags: Mapping[str, object]
     """Options that are settings of a run, too."""
     precisions: str | None
-    ways: str | None
+    modes: str | None
     against: str | None
     steps: int | None
     cold_start: bool
@@ -152,7 +152,7 @@ def _unknown(word: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
 def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     """Everything that can be wrong is found here, before anything is measured."""
     variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
-    ways, against = split(asked.ways, "--ways", WAYS), split(asked.against, "--against", PEERS | variants)
+    modes, against = split(asked.modes, "--modes", MODES), split(asked.against, "--against", PEERS | variants)
     from halfstep.config.aliases import precision_name
 
     words = split(asked.precisions, "--precisions")
@@ -161,10 +161,10 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
 
     from halfstep.bench.bench import Request
     from halfstep.bench.fits import refuse_too_large
-    from halfstep.bench.laps import schedule_for
     from halfstep.bench.peers import require_peers
     from halfstep.bench.problem import problem_for
-    from halfstep.bench.settings import bench_config, default_precisions, default_ways
+    from halfstep.bench.settings import bench_config, default_modes, default_precisions
+    from halfstep.bench.step_timer import schedule_for
     from halfstep.hardware.probe import probe
 
     require_peers(against)
@@ -178,13 +178,13 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     unasked = ("auto",) if asked.explain else default_precisions(hardware)
     request = Request(
         precisions=without_auto(chosen("--precisions", precisions, stated, unasked), hardware),
-        ways=chosen("--ways", ways, stated, default_ways(place)),  # type: ignore[arg-type]
+        modes=chosen("--modes", modes, stated, default_modes(place)),  # type: ignore[arg-type]
         against=against,
         schedule=schedule,
         cold_start=asked.cold_start,
     )
     if hardware.kind == "cpu" and hardware.memory_free_bytes is not None:
-        refuse_too_large(config, request.precisions, request.ways, hardware.memory_free_bytes)
+        refuse_too_large(config, request.precisions, request.modes, hardware.memory_free_bytes)
     return hardware, problem_for(config, place), request
 
 
@@ -193,8 +193,8 @@ def stated_by_config(asked: Asked) -> dict[str, StatedRow]:
     from halfstep.bench.settings import stated_rows
 
     stated = stated_rows(asked.words[0], asked.words[1:], asked.flags)
-    if asked.explain and "--ways" in stated and stated["--ways"].value == "auto":
-        del stated["--ways"]  # trials are no way of a step that could be taken apart
+    if asked.explain and "--modes" in stated and stated["--modes"].value == "auto":
+        del stated["--modes"]  # trials are no mode of a step that could be taken apart
     return stated
 
 

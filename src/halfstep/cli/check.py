@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from halfstep.align.check import Report
+    from halfstep.align.declarations import Source
     from halfstep.align.findings import Finding
     from halfstep.align.hardware_gap import Device
-    from halfstep.align.statements import Source
     from halfstep.report.check_view import FindingLines
 
 MAX_SOURCES = 100
@@ -182,7 +182,7 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
     from rich.console import NewLine
     from rich.text import Text
 
-    from halfstep.align.statements import SHOWN_TOPICS
+    from halfstep.align.declarations import SHOWN_TOPICS
     from halfstep.report.check_view import Said, says_table
 
     for source in sources[:MAX_SOURCES]:
@@ -194,7 +194,7 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
         Said(topic=topic, value=s.value, spelled=s.spelled, place=str(s.place))
         for topic in SHOWN_TOPICS
         for source in sources[:MAX_SOURCES]
-        for s in source.statements
+        for s in source.declarations
         if s.topic == topic
     ]
     console.print(NewLine(), says_table(said), NewLine()) if said else console.print()

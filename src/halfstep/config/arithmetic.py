@@ -63,7 +63,7 @@ def counted_by(name: str, arguments: str, at: str) -> Any:
     parts = [part.strip() for part in split_arguments(arguments)]
     try:
         if name == "eval":
-            return bounded(evaluated(unquoted(parts[0]), [typed(part) for part in parts[1:]], at), at)
+            return bounded(computed(unquoted(parts[0]), [typed(part) for part in parts[1:]], at), at)
         if name == "config_prop":
             return PROPERTIES[parts[0]][parts[1]][parts[2]]
         if name not in RESOLVERS:
@@ -106,7 +106,7 @@ def unquoted(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-def evaluated(text: str, values: list[Any], at: str) -> Any:
+def computed(text: str, values: list[Any], at: str) -> Any:
     """`a * b`, or with names of its own `x, y: x * y`."""
     named, has_names, body = text.removeprefix("lambda ").partition(":")
     names = [name.strip() for name in named.split(",")] if has_names else list(LETTERS[: len(values)])

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from halfstep.config.arithmetic import counted_by
+from halfstep.config.layers import override_statements
 from halfstep.config.scalars import Plain, typed
-from halfstep.config.sources import override_statements
-from halfstep.config.statements import Source, Statement
+from halfstep.config.statements import Origin, Statement
 from halfstep.config.yaml_source import Document
 from halfstep.errors import ConfigError
 
@@ -68,9 +68,9 @@ def translated(document: Document, overrides: Sequence[str], families: Iterable[
     found = next((f for family in families if (f := family.claim(values, document.name)) is not None), None)
     if found is None:
         return None
-    source = Source(layer="file", where=document.name)
+    origin = Origin(layer="file", where=document.name)
     settings = {"workload": found.workload, **found.values}
-    said = [Statement(path=path, value=value, source=source) for path, value in settings.items()]
+    said = [Statement(path=path, value=value, origin=origin) for path, value in settings.items()]
     return Translation(said=said, overrides=own, notes=notes_of(found, values, document, theirs))
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from halfstep.config.scalars import Plain
-from halfstep.config.statements import Source
+from halfstep.config.statements import Origin
 from halfstep.errors import ConfigError, nearest
 
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
@@ -39,52 +39,52 @@ class Interpolation:
         self._resolved: dict[str, tuple[object, int]] = {}
         self._room = MAX_GROWTH
 
-    def __call__(self, value: object, source: Source, chain: tuple[str, ...] = ()) -> object:
+    def __call__(self, value: object, origin: Origin, chain: tuple[str, ...] = ()) -> object:
         """`value` with every reference replaced."""
         if isinstance(value, Mapping):
-            return {key: self(item, source, chain) for key, item in value.items()}
+            return {key: self(item, origin, chain) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self(item, source, chain) for item in value]
+            return [self(item, origin, chain) for item in value]
         if not isinstance(value, str) or "${" not in value:
             return value
         if alone := REFERENCE.fullmatch(value.strip()):
-            return self._looked_up(alone[1], source, chain)
-        pasted = REFERENCE.sub(lambda match: str(self._looked_up(match[1], source, chain)), value)
+            return self._looked_up(alone[1], origin, chain)
+        pasted = REFERENCE.sub(lambda match: str(self._looked_up(match[1], origin, chain)), value)
         if "${" in pasted:
-            raise ConfigError(f"{value!r} ({source}) has an open ${{", fix="write ${globals.NAME}")
+            raise ConfigError(f"{value!r} ({origin}) has an open ${{", fix="write ${globals.NAME}")
         return Plain(pasted) if isinstance(value, Plain) else pasted
 
-    def _looked_up(self, reference: str, source: Source, chain: tuple[str, ...]) -> object:
+    def _looked_up(self, reference: str, origin: Origin, chain: tuple[str, ...]) -> object:
         section, _, name = reference.strip().partition(".")
         if section != "globals" or not name:
             raise ConfigError(
-                f"${{{reference}}} ({source}) is not a reference", fix="only ${globals.NAME} can be referred to"
+                f"${{{reference}}} ({origin}) is not a reference", fix="only ${globals.NAME} can be referred to"
             )
         if name not in self.globals:
             fix = nearest(name, self.globals) if self.globals else f"add `globals: {{{name}: …}}`"
-            raise ConfigError(f"${{{reference}}} ({source}): there is no global {name!r}", fix=fix)
+            raise ConfigError(f"${{{reference}}} ({origin}): there is no global {name!r}", fix=fix)
         if name not in self._resolved:
-            self._resolve(name, reference, source, chain)
+            self._resolve(name, reference, origin, chain)
         value, size = self._resolved[name]
         self._room -= size
         if self._room < 0:
             raise ConfigError(
-                f"${{{reference}}} ({source}): references put in more than {MAX_GROWTH:,} characters",
+                f"${{{reference}}} ({origin}): references put in more than {MAX_GROWTH:,} characters",
                 why=f"globals.{name} alone is {size:,} long once its own references are replaced",
                 fix="let globals refer to fewer others",
             )
         return value
 
-    def _resolve(self, name: str, reference: str, source: Source, chain: tuple[str, ...]) -> None:
+    def _resolve(self, name: str, reference: str, origin: Origin, chain: tuple[str, ...]) -> None:
         if name in chain:
-            raise ConfigError(f"${{{reference}}} ({source}) refers to itself", why=" -> ".join((*chain, name)))
+            raise ConfigError(f"${{{reference}}} ({origin}) refers to itself", why=" -> ".join((*chain, name)))
         if len(chain) > MAX_CHAIN:
             raise ConfigError(
-                f"${{{reference}}} ({source}): more than {MAX_CHAIN} globals refer to one another in a row",
+                f"${{{reference}}} ({origin}): more than {MAX_CHAIN} globals refer to one another in a row",
                 why=" -> ".join((*chain, name)),
                 fix="give some of them their value directly",
             )
-        value = self(self.globals[name], source, (*chain, name))
+        value = self(self.globals[name], origin, (*chain, name))
         self._resolved[name] = value, size_of(value)
 
 

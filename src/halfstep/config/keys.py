@@ -62,7 +62,7 @@ def canonical(statement: Statement, schema: type[Section]) -> Statement | None:
         example = next((key for key in fields_of(schema) if key.startswith(path + ".")), f"{path}.NAME")
         raise ConfigError(f"{statement}: {path} holds settings, not a value", fix=f"set one of them, such as {example}")
     if path not in fields_of(schema):
-        raise ConfigError(f"unknown key {statement.path!r} ({statement.source})", fix=suggestion(path, schema))
+        raise ConfigError(f"unknown key {statement.path!r} ({statement.origin})", fix=suggestion(path, schema))
     return replace(statement, path=path)
 
 

@@ -21,12 +21,12 @@ from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS, precision_na
 from halfstep.config.foreign import translated
 from halfstep.config.interpolate import Interpolation, references
 from halfstep.config.keys import canonical, field_at, fields_of, is_empty
+from halfstep.config.layers import file_statements, flag_statements, layer_statements, override_statements
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
-from halfstep.config.problems import explained
-from halfstep.config.scalars import settled
+from halfstep.config.problems import as_config_error
+from halfstep.config.scalars import typed_by_field
 from halfstep.config.schema import RunConfig
-from halfstep.config.sources import file_statements, flag_statements, layer_statements, override_statements
-from halfstep.config.statements import DEFAULT, LAYERS, OPEN_SECTIONS, Override, Source, Statement, open_section_of
+from halfstep.config.statements import DEFAULT, LAYERS, OPEN_SECTIONS, Origin, Override, Statement, open_section_of
 from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 from halfstep.config.workers import num_cores
 from halfstep.config.workloads import Schemas, is_import_path, schema_for
@@ -36,10 +36,10 @@ from halfstep.errors import ConfigError, counted, nearest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A config, the source of each of its values, what was overridden, and what the user should know."""
+    """A config, the origin of each of its values, what was overridden, and what the user should know."""
 
     config: RunConfig
-    sources: Mapping[str, Source]
+    origins: Mapping[str, Origin]
     overridden: tuple[Override, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def load(
         if strongest("workload", said) is None and "workload" not in document.values:
             return from_foreign(document, overrides, given, kinds)
         return resolve([*file_statements(document), *said], kinds)
-    named = Statement(path="workload", value=target, source=Source(layer="flag", where=target, key="WORKLOAD"))
+    named = Statement(path="workload", value=target, origin=Origin(layer="flag", where=target, key="WORKLOAD"))
     in_file = file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
     return resolve([*in_file, named, *said], kinds)
 
@@ -96,7 +96,7 @@ def from_dict(
 ) -> Loaded:
     """The config for a Python dict, flat as in guide 0 (`use_amp`, `num_epochs`) or nested as in a file."""
     said = [*override_statements(overrides), *flag_statements({"preset": preset})]
-    named = Statement(path="workload", value=workload, source=Source(layer="flag", where=workload, key="WORKLOAD"))
+    named = Statement(path="workload", value=workload, origin=Origin(layer="flag", where=workload, key="WORKLOAD"))
     return resolve([*layer_statements(values, "file", "config dict"), named, *said], kinds)
 
 
@@ -114,56 +114,56 @@ def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
     workload = strongest("workload", said)
     if workload is None or is_empty(workload.value):
         raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
-    schema = schema_for(str(workload.value), kinds, str(workload.source))
+    schema = schema_for(str(workload.value), kinds, str(workload.origin))
     said = [*preset_statements(strongest("preset", said), schema), *said]
     settings = [setting for statement in said if (setting := canonical(statement, schema))]
     settings += meant_by_globals(settings, used)
     settings += demo_statements(settings, schema)
     precision, warnings = precision_statements([s for s in settings if s.path in PRECISION_KEYS])
-    others = [settled_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
+    others = [typed_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
     chosen, overridden = layered([*precision, *others])
     config = validated(chosen, schema)
-    sources = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
-    sources["data.num_workers"] = Source(layer="default", where=f"auto: {counted(num_cores(), 'core')}")
-    sources |= {path: statement.source for path, statement in chosen.items()}
+    origins = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
+    origins["data.num_workers"] = Origin(layer="default", where=f"auto: {counted(num_cores(), 'core')}")
+    origins |= {path: statement.origin for path, statement in chosen.items()}
     notes = (
         *unused_globals(said, used), *unused_options(config), *scaled_rate(config), *optimizations(settings, config),
     )  # fmt: skip
-    return Loaded(config=config, sources=sources, overridden=tuple(overridden), notes=notes, warnings=warnings)
+    return Loaded(config=config, origins=origins, overridden=tuple(overridden), notes=notes, warnings=warnings)
 
 
 def strongest(path: str, said: Iterable[Statement]) -> Statement | None:
     """What the highest layer says about a key that decides how the others are read."""
-    ranked = sorted((s for s in said if s.path == path), key=lambda s: LAYERS.index(s.source.layer))
+    ranked = sorted((s for s in said if s.path == path), key=lambda s: LAYERS.index(s.origin.layer))
     return ranked[-1] if ranked else None
 
 
 def with_globals(said: Sequence[Statement]) -> list[Statement]:
     """Every reference replaced by the global of the highest layer that names it."""
-    ranked = sorted(said, key=lambda s: LAYERS.index(s.source.layer))
+    ranked = sorted(said, key=lambda s: LAYERS.index(s.origin.layer))
     values = {s.path.removeprefix("globals."): s.value for s in ranked if open_section_of(s.path) == "globals"}
     interpolated = Interpolation(values)
-    return [replace(s, value=interpolated(s.value, s.source)) for s in said]
+    return [replace(s, value=interpolated(s.value, s.origin)) for s in said]
 
 
 def meant_by_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
     """Guide 3's globals as the settings they mean, where nothing refers to them and their layer says no other."""
-    spoken_of = {(s.source.layer, s.path) for s in settings}
+    spoken_of = {(s.origin.layer, s.path) for s in settings}
     return [
         replace(s, path=path)
         for s in settings
         if (path := GLOBAL_ALIASES.get(s.path.removeprefix("globals.")))
         and s.path.removeprefix("globals.") not in used
-        and (s.source.layer, path) not in spoken_of
+        and (s.origin.layer, path) not in spoken_of
     ]
 
 
 def preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list[Statement]:
-    name = settled(chosen.value, str | None) if chosen else None
+    name = typed_by_field(chosen.value, str | None) if chosen else None
     if chosen is None or name is None:
         return []
     if name not in schema.presets:
-        raise ConfigError(f"unknown preset {name!r} ({chosen.source})", fix=nearest(str(name), schema.presets))
+        raise ConfigError(f"unknown preset {name!r} ({chosen.origin})", fix=nearest(str(name), schema.presets))
     return layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
 
 
@@ -178,39 +178,39 @@ def precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tu
     found: list[Statement] = []
     below = Stated()
     for layer in LAYERS:
-        own = [statement for statement in said if statement.source.layer == layer]
+        own = [statement for statement in said if statement.origin.layer == layer]
         stated = stated_by(own, below) if own else below
-        if stated is not below and stated.source:
-            found.append(Statement(path="precision.default", value=stated.value, source=stated.source))
+        if stated is not below and stated.origin:
+            found.append(Statement(path="precision.default", value=stated.value, origin=stated.origin))
         below = stated
     return found, below.notes
 
 
-def settled_statement(statement: Statement, schema: type[RunConfig]) -> Statement:
+def typed_statement(statement: Statement, schema: type[RunConfig]) -> Statement:
     if open_section_of(statement.path) == "precision.modules":
-        return replace(statement, value=precision_name(statement.value, str(statement.source)))
-    return replace(statement, value=settled(statement.value, field_at(schema, statement.path).annotation))
+        return replace(statement, value=precision_name(statement.value, str(statement.origin)))
+    return replace(statement, value=typed_by_field(statement.value, field_at(schema, statement.path).annotation))
 
 
 def layered(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[Override]]:
     """One statement a path, the highest layer's, and what it overrode; a layer must agree with itself."""
     chosen: dict[str, Statement] = {}
     overridden: list[Override] = []
-    for statement in sorted(settings, key=lambda s: LAYERS.index(s.source.layer)):
+    for statement in sorted(settings, key=lambda s: LAYERS.index(s.origin.layer)):
         earlier = chosen.get(statement.path)
         if earlier and earlier.value != statement.value:
-            if earlier.source.layer == statement.source.layer:
+            if earlier.origin.layer == statement.origin.layer:
                 raise disagreement(earlier, statement)
-            if earlier.source.layer == "demo":  # nobody said it, so nobody was overruled
+            if earlier.origin.layer == "demo":  # nobody said it, so nobody was overruled
                 chosen[statement.path] = statement
                 continue
             overridden.append(
                 Override(
                     key=statement.path,
                     value=statement.value,
-                    source=statement.source,
+                    origin=statement.origin,
                     replaced_value=earlier.value,
-                    replaced=earlier.source,
+                    replaced=earlier.origin,
                 )
             )
         chosen[statement.path] = statement
@@ -221,7 +221,7 @@ def validated(chosen: Mapping[str, Statement], schema: type[RunConfig]) -> RunCo
     try:
         return schema.model_validate(nested(chosen))
     except ValidationError as error:
-        raise explained(error, chosen, schema) from None
+        raise as_config_error(error, chosen, schema) from None
 
 
 def nested(chosen: Mapping[str, Statement]) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def nested(chosen: Mapping[str, Statement]) -> dict[str, Any]:
 def unused_globals(said: Sequence[Statement], used: set[str]) -> list[str]:
     """Globals set by hand that change nothing."""
     names = [
-        s.path.removeprefix("globals.") for s in said if s.path.startswith("globals.") and s.source.layer == "override"
+        s.path.removeprefix("globals.") for s in said if s.path.startswith("globals.") and s.origin.layer == "override"
     ]
     idle = [name for name in names if name not in used and name not in GLOBAL_ALIASES]
     return [f"globals.{name} is set, but nothing refers to ${{globals.{name}}}" for name in idle]
@@ -270,7 +270,7 @@ def scaled_rate(config: RunConfig) -> list[str]:
 def optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:
     """What --use-optimizations switched, in words: TF32 and cudnn.benchmark as in the guide, and our own search."""
     said = [s for s in settings if PRECISION_KEYS.get(s.path) == "optimizations"]
-    if not said or settled(strongest(said[0].path, said).value, bool) is not True:  # type: ignore[union-attr]
+    if not said or typed_by_field(strongest(said[0].path, said).value, bool) is not True:  # type: ignore[union-attr]
         return []
     precision = config.precision.default
     if precision in ("tf32", "auto"):

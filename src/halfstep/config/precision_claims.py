@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from halfstep.config.aliases import MIXED, PRECISION_KEYS, precision_name
 from halfstep.config.scalars import typed
-from halfstep.config.statements import Layer, Source, Statement
+from halfstep.config.statements import Layer, Origin, Statement
 from halfstep.errors import ConfigError
 
 HALF_TYPES = ("bf16", "fp16")
@@ -25,7 +25,7 @@ class Stated:
 
     value: str = ""
     type: str = ""
-    source: Source | None = None
+    origin: Origin | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -60,7 +60,7 @@ SAME_PLACE: dict[Layer, str] = {
 
 def disagreement(one: Statement, other: Statement) -> ConfigError:
     """The error for two statements of one layer that cannot both hold."""
-    why = SAME_PLACE[one.source.layer] + ", so neither wins over the other"
+    why = SAME_PLACE[one.origin.layer] + ", so neither wins over the other"
     return ConfigError(f"{one} and {other} disagree", why=why, fix="keep one of them")
 
 
@@ -72,7 +72,7 @@ def stated_by(statements: Sequence[Statement], below: Stated) -> Stated:
     if not value:
         return replace(below, notes=notes) if notes else below
     kind = parts.type or (parts.name if parts.name in MIXED else "") or below.type
-    return Stated(value=value, type=kind, source=joint_source(statements), notes=notes)
+    return Stated(value=value, type=kind, origin=joint_origin(statements), notes=notes)
 
 
 def sorted_parts(statements: Iterable[Statement]) -> Parts:
@@ -83,7 +83,7 @@ def sorted_parts(statements: Iterable[Statement]) -> Parts:
         if role == "switch or name":
             role = "switch" if isinstance(value, bool) else "name"
         if role in ("name", "type"):
-            name = precision_name(statement.value, str(statement.source))
+            name = precision_name(statement.value, str(statement.origin))
             # `amp_dtype: float32` names a precision; only a half format can be the type of mixed precision.
             parts.say(role if name in MIXED else "name", name, statement)
         else:
@@ -169,12 +169,12 @@ def type_alone(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
     if below.value in ("", "auto"):
         others = "scripts that know this key ignore it unless mixed precision is switched on, and train in fp32"
         return parts.type, (f"{said} is taken as precision={parts.type}; {others}",)
-    off = f"precision is {below.value} ({below.source})"
+    off = f"precision is {below.value} ({below.origin})"
     return "", (f"{said} changes nothing: {off}; precision={parts.type} would change it",)
 
 
-def joint_source(statements: Sequence[Statement]) -> Source:
-    first = statements[0].source
-    where = list(dict.fromkeys(statement.source.where for statement in statements))
-    key = list(dict.fromkeys(statement.source.key for statement in statements))
-    return Source(layer=first.layer, where=" ".join(where), key=" + ".join(key))
+def joint_origin(statements: Sequence[Statement]) -> Origin:
+    first = statements[0].origin
+    where = list(dict.fromkeys(statement.origin.where for statement in statements))
+    key = list(dict.fromkeys(statement.origin.key for statement in statements))
+    return Origin(layer=first.layer, where=" ".join(where), key=" + ".join(key))

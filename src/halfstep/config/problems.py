@@ -32,7 +32,7 @@ BOUNDS = {
 }
 
 
-def explained(error: ValidationError, said: Mapping[str, Statement], schema: type[Section]) -> ConfigError:
+def as_config_error(error: ValidationError, said: Mapping[str, Statement], schema: type[Section]) -> ConfigError:
     """One error for all that is wrong, each setting on a line of its own."""
     details: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
@@ -69,9 +69,9 @@ def described(path: str, said: Mapping[str, Statement]) -> str:
         inside = [str(said[key]) for key in said if key.startswith(f"{path}.")]
         return f"{path} ({', '.join(inside)})" if inside else path
     statement = said[path]
-    source = statement.source
-    other_key = source.layer in ("file", "preset") and source.key != path
-    return f"{path} = {statement.value!r} ({source}{f', as {source.key}' if other_key else ''})"
+    origin = statement.origin
+    other_key = origin.layer in ("file", "preset") and origin.key != path
+    return f"{path} = {statement.value!r} ({origin}{f', as {origin.key}' if other_key else ''})"
 
 
 def complaint(details: list[ErrorDetails]) -> str:

@@ -42,15 +42,15 @@ def typed(text: str) -> object:
     return str(text)
 
 
-def settled(value: object, annotation: Any) -> object:
+def typed_by_field(value: object, annotation: Any) -> object:
     """`value` with every `Plain` inside turned into what a field of this annotation expects."""
     if isinstance(value, Plain):
         keeps_text = is_text_only(annotation) and not (value.lower() in NULLS and type(None) in atoms(annotation))
         return str(value) if keeps_text else typed(value)
     if isinstance(value, Mapping):
-        return {key: settled(item, annotation) for key, item in value.items()}
+        return {key: typed_by_field(item, annotation) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [settled(item, annotation) for item in value]
+        return [typed_by_field(item, annotation) for item in value]
     return value
 
 

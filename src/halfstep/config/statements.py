@@ -17,7 +17,7 @@ OPEN_SECTIONS = ("globals", "precision.modules", "model.options")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class Origin:
     """Where a value came from."""
 
     layer: Layer
@@ -30,7 +30,7 @@ class Source:
         return self.where or self.layer
 
 
-DEFAULT = Source(layer="default")
+DEFAULT = Origin(layer="default")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +39,13 @@ class Statement:
 
     path: str
     value: object
-    source: Source
+    origin: Origin
 
     def __str__(self) -> str:
         """As the user would find it again: flags and overrides show their value themselves."""
-        if self.source.layer in ("flag", "override"):
-            return f"`{self.source.where}`"
-        return f"`{self.source.key}: {self.value}` ({self.source.where})"
+        if self.origin.layer in ("flag", "override"):
+            return f"`{self.origin.where}`"
+        return f"`{self.origin.key}: {self.value}` ({self.origin.where})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +54,12 @@ class Override:
 
     key: str
     value: object
-    source: Source
+    origin: Origin
     replaced_value: object
-    replaced: Source
+    replaced: Origin
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value} ({self.source}) overrides {self.replaced_value} ({self.replaced})"
+        return f"{self.key} = {self.value} ({self.origin}) overrides {self.replaced_value} ({self.replaced})"
 
 
 def leaves(mapping: Mapping[str, object], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:

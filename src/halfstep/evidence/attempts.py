@@ -43,7 +43,7 @@ class Subject:
     plan: Plan
     plan_for: PlanFor
     scale: float = 1.0
-    ways: Mapping[str, LossFn] = field(default_factory=dict)
+    variants: Mapping[str, LossFn] = field(default_factory=dict)
     """How else forward and loss ran or can run: "compiled", "kernels off"."""
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)
     trained: Sequence[Tensor] = ()

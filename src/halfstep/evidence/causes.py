@@ -77,8 +77,8 @@ class Runs:
 
 
 def run_all(subject: Subject) -> Runs:
-    """The step as it was, and in the other ways."""
-    compiled = subject.ways.get("as it was")
+    """The step as it was, and in its variants."""
+    compiled = subject.variants.get("as it was")
     eager = attempt(subject, "eager" if compiled else "as it was", traced=True)
     in_fp32 = subject.plan_for("fp32", {})
     return Runs(
@@ -86,12 +86,16 @@ def run_all(subject: Subject) -> Runs:
         eager=eager,
         fp32=attempt(subject, "fp32", in_fp32, traced=True),
         fp64=attempt(subject, "fp64", in_fp32, dtype=torch.float64),
-        others={name: attempt(subject, name, loss=way) for name, way in subject.ways.items() if name != "as it was"},
+        others={
+            name: attempt(subject, name, loss=variant)
+            for name, variant in subject.variants.items()
+            if name != "as it was"
+        },
     )
 
 
 def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
-    """Run the step in every way and name the cause."""
+    """Run the step in every variant and name the cause."""
     runs = run_all(subject)
     names = dict(zip(capsule.about["sample_ids"], capsule.about["sample_names"], strict=False))
     found = (

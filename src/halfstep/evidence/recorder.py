@@ -31,7 +31,7 @@ WindowOf = Callable[[Reading], "Sequence[Any] | None"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class CapsuleContext:
     """What is known of the training besides its steps."""
 
     about: Mapping[str, Any]
@@ -54,14 +54,14 @@ class Recorder:
         folder: Path,
         model: nn.Module,
         step: Step | PhasedStep,
-        source: Source,
+        context: CapsuleContext,
         *,
         notice: Notice,
         most: int = MOST_CAPSULES,
         spikes: bool = False,
         most_bytes: int = capsule.MOST_BYTES,
     ) -> None:
-        self.folder, self.model, self.step, self.source = folder, model, step, source
+        self.folder, self.model, self.step, self.context = folder, model, step, context
         self.notice, self.most, self.spikes, self.most_bytes = notice, most, spikes, most_bytes
         self._trail: deque[dict[str, Any]] = deque(maxlen=TRAIL)
         self._row = ""
@@ -77,8 +77,8 @@ class Recorder:
                 cause,
                 own,
                 phase,
-                window=self.source.window_of(reading),
-                rng=found.rng if found and self.source.keeps_generators else {},
+                window=self.context.window_of(reading),
+                rng=found.rng if found and self.context.keeps_generators else {},
             )
         self._row = cause
         self._trail.append({key: getattr(own, key) for key in ("attempted", "loss", "grad_norm", "lr", "scale")})
@@ -133,23 +133,23 @@ class Recorder:
             "epoch": reading.epoch,
             "window": reading.window,
             "sample_ids": ids,
-            "sample_names": self.source.names_of(ids),
+            "sample_names": self.context.names_of(ids),
             "loss": reading.loss,
             "grad_norm": reading.grad_norm,
             "scale": reading.scale,
             "lr": reading.lr,
             "committed": reading.committed,
             "commits_after": max(int(self._committed(phase)) - reading.committed, 0),
-            "weights": "state.safetensors" if fits else self.source.checkpoint(),
+            "weights": "state.safetensors" if fits else self.context.checkpoint(),
             "trail": list(self._trail),
             "start": self._start,
             "not_finite": not_finite(capsule.state_of(self.model)) + self._bad_averages(),
             "layout": layout(self.model),
-            **self.source.about,
+            **self.context.about,
         }
         path = self.folder / f"{reading.attempted:08d}"
         try:
-            capsule.write(path, about, window=window, rng=rng, state=state, config=self.source.config)
+            capsule.write(path, about, window=window, rng=rng, state=state, config=self.context.config)
         except HalfstepError as error:  # a by-product: the run itself goes on
             return self.notice(f"{error.what} ({error.why})")
         return self.notice(f"step {reading.attempted} is kept; find the cause with: {suggested('replay', path)}")

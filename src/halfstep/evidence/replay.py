@@ -91,7 +91,7 @@ class Replayed:
 
 
 def replay(subject: Subject, capsule: Capsule) -> Replayed:
-    """Run the step again in every way, and say why it went bad."""
+    """Run the step again in every variant, and say why it went bad."""
     found = diagnose(subject, capsule)
     rate = capsule.about.get("base_lr") or capsule.about["lr"]
     tried = remedies(subject, found, rate=rate if isinstance(rate, float) else 0.0, is_run=capsule.is_of_a_run)

@@ -10,7 +10,7 @@ from typing import Protocol, TextIO, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.config.sources import file_statements
+from halfstep.config.layers import file_statements
 from halfstep.config.yaml_source import read_yaml
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, nearest
 
@@ -149,9 +149,9 @@ def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
     answers: dict[str, str] = {}
     for statement in file_statements(read_yaml(path)):
         if statement.path not in known:
-            raise ConfigError(f"{statement.source}: no question {statement.path!r}", fix=nearest(statement.path, known))
+            raise ConfigError(f"{statement.origin}: no question {statement.path!r}", fix=nearest(statement.path, known))
         if statement.value is not None and not isinstance(statement.value, str):
-            raise ConfigError(f"{statement.source}: {statement.path} is {statement.value!r}", fix="write one word")
+            raise ConfigError(f"{statement.origin}: {statement.path} is {statement.value!r}", fix="write one word")
         answer = (statement.value or "").strip()
         if answer:
             known[statement.path].chosen(answer)

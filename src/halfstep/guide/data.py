@@ -17,7 +17,7 @@ from halfstep.workloads import KINDS, from_dict
 from halfstep.workloads.guiding import Guiding, Opened, spread
 from halfstep.workloads.other_data import any_folder
 
-Source = Literal["folder", "demo"]
+DataOrigin = Literal["folder", "demo"]
 SIZED_FILES = 256
 """Pictures whose size is looked up, over the whole set."""
 DECODE_FILES, DECODE_S = 32, 1.0
@@ -31,7 +31,7 @@ CELL, GAP, BAND = 160, 6, 20
 class DataLook:
     """What a data folder holds."""
 
-    source: Source
+    source: DataOrigin
     folder: Path
     num_train: int
     num_val: int
@@ -99,7 +99,7 @@ def save_grid(look: DataLook, path: Path) -> None:
     sheet.save(path, format="PNG")
 
 
-def _look(workload: str, folder: Path, source: Source, on_bad_file: OnBadFile) -> DataLook:
+def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataLook:
     # Without a folder the config has the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
     config = any_folder(config, folder, on_bad_file=on_bad_file)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.kernels.beside import Beside
 from halfstep.kernels.normalise import (
     GradientSums,
     Norm,
@@ -23,6 +22,7 @@ from halfstep.kernels.normalise import (
     normalised,
 )
 from halfstep.kernels.row_convolution import convolved_rows, row_convolution_fits, row_gradient
+from halfstep.kernels.side_stream import SideStream
 
 
 def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
@@ -46,7 +46,7 @@ def weights_for(z: Tensor, w: Tensor) -> Tensor:
 
 
 def convolution_gradients(
-    beside: Beside,
+    side: SideStream,
     dy: Tensor,
     z: Tensor,
     w: Tensor,
@@ -56,15 +56,15 @@ def convolution_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of z, channels_last, and of w, in z's dtype, which autograd casts to w's; None where not wanted.
 
-    That of w comes aside, behind that of z: who needs it waits for the end of `beside`.
+    That of w comes aside, behind that of z: who needs it waits for the end of `side`.
     """
     w, dy = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last)
     dz = _input_gradient(dy, z, w, stride, padding) if wants[0] else None
-    return dz, _weight_gradient_aside(beside, dy, z, w, stride, padding) if wants[1] else None
+    return dz, _weight_gradient_aside(side, dy, z, w, stride, padding) if wants[1] else None
 
 
 def convolution_gradients_and_sums(
-    beside: Beside, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants_w: bool, y: Tensor, norm: Norm
+    side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants_w: bool, y: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor | None, GradientSums]:
     """`convolution_gradients` of z = relu(y·scale + offset), and the sums that y's own gradient needs."""
     w, dy, parts = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last), None
@@ -72,7 +72,7 @@ def convolution_gradients_and_sums(
         dz, parts = row_gradient(dy, w, y, norm)
     else:
         dz = _input_gradient(dy, z, w, stride, padding)
-    dw = _weight_gradient_aside(beside, dy, z, w, stride, padding) if wants_w else None
+    dw = _weight_gradient_aside(side, dy, z, w, stride, padding) if wants_w else None
     return dz, dw, gradient_sums(dz, y, norm) if parts is None else finished_sums(parts, norm)
 
 
@@ -83,10 +83,10 @@ def _input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int)
 
 
 def _weight_gradient_aside(
-    beside: Beside, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
+    side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
 ) -> Tensor | None:
-    beside.keep(dy)  # which may be a copy of our own
-    with beside.aside():
+    side.keep(dy)  # which may be a copy of our own
+    with side.aside():
         return _library_gradients(dy, z, w, stride, padding, (False, True))[1]
 
 
@@ -140,9 +140,9 @@ class NormReluConv(torch.autograd.Function):
         y, w, z, *vectors = ctx.saved_tensors
         norm = Norm(*vectors)
         z = normalised(y, norm) if z is None else z
-        with Beside(y.device) as beside:
+        with SideStream(y.device) as side:
             dz, dw, sums = convolution_gradients_and_sums(
-                beside, gradients[0], z, w, ctx.stride, ctx.padding, ctx.needs_input_grad[3], y, norm
+                side, gradients[0], z, w, ctx.stride, ctx.padding, ctx.needs_input_grad[3], y, norm
             )
             dy = gradient_of_raw(dz, y, norm, sums, masked=True)
         return dy, sums.weight, sums.g, dw, None, None, None, None

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import NormReluConv, convolution_gradients, convolved, weights_for
 from halfstep.kernels.normalise import Norm, gradient_of_raw, normalisation, normalised
+from halfstep.kernels.side_stream import SideStream
 from halfstep.kernels.stem import StemConv, stem_fits
 from halfstep.kernels.weights import cast_together
 
@@ -157,8 +157,8 @@ class Join(torch.autograd.Function):
         (z, *kept), num_readers = ctx.saved_tensors, len(ctx.strides)
         weights, raws = kept[:num_readers], kept[num_readers:]
         wants = ctx.needs_input_grad
-        with Beside(z.device) as beside:
-            dzs, dws = reader_gradients(beside, gradients, z, weights, ctx.strides, any(wants[:6]), wants[9:])
+        with SideStream(z.device) as side:
+            dzs, dws = reader_gradients(side, gradients, z, weights, ctx.strides, any(wants[:6]), wants[9:])
             dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
             if not any(wants[:6]):
                 return (*[None] * 9, *dws)
@@ -205,8 +205,8 @@ class StemPool(torch.autograd.Function):
         y, raw, places, z, *kept = ctx.saved_tensors
         how, weights, wants = Norm(*kept[:4]), kept[4:], ctx.needs_input_grad
         z = normalised(raw, how) if z is None else z
-        with Beside(z.device) as beside:
-            dzs, dws = reader_gradients(beside, gradients, z, weights, ctx.strides, any(wants[:3]), wants[6:])
+        with SideStream(z.device) as side:
+            dzs, dws = reader_gradients(side, gradients, z, weights, ctx.strides, any(wants[:3]), wants[6:])
             dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
             if not any(wants[:3]):
                 return (*[None] * 6, *dws)
@@ -222,7 +222,7 @@ def read(z: Tensor, weights: Sequence[Tensor], strides: Sequence[int]) -> tuple[
 
 
 def reader_gradients(
-    beside: Beside,
+    side: SideStream,
     gradients: Sequence[Tensor],
     z: Tensor,
     weights: Sequence[Tensor],
@@ -236,7 +236,7 @@ def reader_gradients(
     for dy, w, stride, wants_w in zip(gradients, weights, strides, wants_weights, strict=True):
         is_sparse = bool(dzs) and stride == 2 and w.shape[2] == 1  # a sum's second, or it would be read as a whole map
         wants = (wants_z and not is_sparse, wants_w)
-        dz, dw = convolution_gradients(beside, dy, z, w, stride, w.shape[2] // 2, wants)
+        dz, dw = convolution_gradients(side, dy, z, w, stride, w.shape[2] // 2, wants)
         if wants_z and is_sparse:
             dz = pixel_gradient(dy, w)
         dzs += [] if dz is None else [dz]

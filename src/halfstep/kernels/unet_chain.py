@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import (
     convolution_gradients,
     convolution_gradients_and_sums,
@@ -25,6 +24,7 @@ from halfstep.kernels.chain import (
 )
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 from halfstep.kernels.padded_image import PaddedImage
+from halfstep.kernels.side_stream import SideStream
 from halfstep.kernels.stem import convolved_image, padded_image, stem_weight_gradient_through_norm
 
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
@@ -68,9 +68,9 @@ class StemNormReluConv(torch.autograd.Function):
         padded, norm = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows), Norm(*vectors)
         y = convolved_image(padded, w_stem) if y is None else y
         z = normalised(y, norm) if z is None else z
-        with Beside(y.device) as beside:
+        with SideStream(y.device) as side:
             wants_w = ctx.needs_input_grad[4]
-            dz, dw, sums = convolution_gradients_and_sums(beside, gradients[0], z, w, 1, 1, wants_w, y, norm)
+            dz, dw, sums = convolution_gradients_and_sums(side, gradients[0], z, w, 1, 1, wants_w, y, norm)
             dw_stem = stem_weight_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
         return None, dw_stem, sums.weight, sums.g, dw, None, None, None
 
@@ -102,8 +102,8 @@ class PoolConv(torch.autograd.Function):
 
         y, w, z, *vectors = ctx.saved_tensors
         norm, dcat = Norm(*vectors), gradients[1].contiguous(memory_format=torch.channels_last)
-        with Beside(y.device) as beside:
-            dpooled, dw = convolution_gradients(beside, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
+        with SideStream(y.device) as side:
+            dpooled, dw = convolution_gradients(side, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
             assert dpooled is not None
             dskip = dcat[:, : y.shape[1]]
             sums = pool_gradient_sums(y, dskip, dpooled, norm)
@@ -148,11 +148,11 @@ class UpConcatConv(torch.autograd.Function):
         skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
         z = normalised(deep, norm) if z is None else z
         cat = concatenated(skip, skip_norm, z, taps, b_up) if cat is None else cat
-        with Beside(deep.device) as beside:
-            dcat, dw = convolution_gradients(beside, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
+        with SideStream(deep.device) as side:
+            dcat, dw = convolution_gradients(side, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
             assert dcat is not None
             dhalf = dcat[:, skip.shape[1] :]
-            with beside.aside():
+            with side.aside():
                 dtaps, db_up = tap_gradients(dhalf, z)
             dz = doubling_gradient(dhalf, z, taps)
             sums = gradient_sums(dz, deep, norm)

@@ -117,7 +117,7 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> dict[str, L
     return shapes
 
 
-def settled(plan: Plan, *, fp8_ms: float, bf16_ms: float, force: bool = False, strict: bool = False) -> Plan:
+def after_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, force: bool = False, strict: bool = False) -> Plan:
     """The plan after whole steps were timed both ways: fp8 that is slower as a whole goes back to bf16, unless forced.
 
     Layers can gain while the step loses: a bf16 layer fuses with its neighbours.

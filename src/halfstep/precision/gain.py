@@ -1,4 +1,4 @@
-"""What one part of a way to run steps gained, by timed steps. No torch."""
+"""What one part of a mode gained, by timed steps. No torch."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,9 +60,9 @@ class Plan:
     """Those of parts that the model uses and does not hold; empty in plans of older runs."""
     warnings: tuple[str, ...] = ()
     """What the user must see once: a fall down the ladder, an ignored wish."""
-    way: Literal["", "eager", "compile", "graph"] = ""
+    mode: Literal["", "eager", "compile", "graph"] = ""
     """How steps run, once that is chosen; empty before."""
-    way_reason: str = ""
+    mode_reason: str = ""
     """What was measured for it."""
     channels_last: bool | None = None
     """The memory layout that was measured to be faster; None where nothing was measured."""
@@ -70,7 +71,7 @@ class Plan:
     cudnn_benchmark: bool = False
     """Whether cuDNN times its algorithms at each start, for full batches, instead of guessing."""
     gains: tuple[Gain, ...] = ()
-    """What each part of the way gained; empty where nothing was measured, and in plans of older runs."""
+    """What each part of the mode gained; empty where nothing was measured, and in plans of older runs."""
     memory: dict[str, Any] = field(default_factory=dict)
     """The setting of `train.memory: low`; empty for the normal step."""
     memory_reason: str = ""
@@ -119,7 +120,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         try:
-            fields: dict[str, Any] = json.loads(text)
+            fields = with_current_names(json.loads(text))
             rows = tuple(Row(**row) for row in fields.pop("rows"))
             frozen = tuple(Row(**row) for row in fields.pop("frozen", ()))
             gains = tuple(Gain(**gain) for gain in fields.pop("gains", ()))
@@ -128,6 +129,15 @@ class Plan:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "use the plan.json of a run folder"
             raise PrecisionError(f"this is not a stored plan: {error}", fix=fix) from error
+
+
+FORMER_NAMES = {"way": "mode", "way_reason": "mode_reason"}
+"""Fields of stored plans and cached modes that earlier versions called otherwise."""
+
+
+def with_current_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored fields of a plan by the names they have today."""
+    return {FORMER_NAMES.get(name, name): value for name, value in fields.items()}
 
 
 def folded(rows: tuple[Row, ...]) -> list[tuple[tuple[str, ...], Row]]:
@@ -146,8 +156,8 @@ def render(plan: Plan) -> str:
         f"device     {plan.device_name}" + (f" ({plan.device})" if plan.device else " (not on this machine)"),
         f"why        {plan.reason}",
     ]
-    if plan.way:
-        lines.append(f"steps      {plan.way}: {plan.way_reason}")
+    if plan.mode:
+        lines.append(f"steps      {plan.mode}: {plan.mode_reason}")
     lines += [f"gained     {gain}" for gain in plan.gains]
     if plan.memory_reason:
         lines.append(f"memory     low: {plan.memory_reason}")

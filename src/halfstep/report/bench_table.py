@@ -14,7 +14,7 @@ from halfstep.report.tables import columns_table
 
 Record = Mapping[str, Any]
 NOTHING = "-"
-WHO = ("who", "way", "precision")
+WHO = ("who", "mode", "precision")
 OLDER_UNIT = {"name": "sample", "per_sample": 1}
 """Of a stored bench that does not say what it counts."""
 GAP = 2
@@ -93,7 +93,7 @@ def _columns(rows: Sequence[Mapping[str, Any]], unit: Mapping[str, Any]) -> dict
 
     columns = {
         "who": [row["name"] for row in rows],
-        "way": [row["variant"] for row in rows],
+        "mode": [row["variant"] for row in rows],
         "precision": [row["precision"] for row in rows],
         "ms/step": each("ms", significant=4),
         "windows": [f"{digits(row['ms_min'], 4)}–{digits(row['ms_max'], 4)}" for row in rows],

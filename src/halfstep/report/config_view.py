@@ -12,7 +12,7 @@ from rich.table import Table
 
 from halfstep.config.keys import fields_of
 from halfstep.config.load import Loaded
-from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Source
+from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Origin
 
 TABLE_WIDTH = 110
 """Columns below which four table columns squeeze the description into a ribbon."""
@@ -24,7 +24,7 @@ class Setting:
 
     key: str
     value: object
-    source: Source
+    origin: Origin
     description: str
 
 
@@ -35,10 +35,10 @@ def settings(loaded: Loaded) -> Iterator[Setting]:
         described = field.description or ""
         if path in OPEN_SECTIONS and isinstance(value, dict) and value:
             for key, item in value.items():
-                source = loaded.sources.get(f"{path}.{key}", DEFAULT)
-                yield Setting(key=f"{path}.{key}", value=item, source=source, description=described)
+                origin = loaded.origins.get(f"{path}.{key}", DEFAULT)
+                yield Setting(key=f"{path}.{key}", value=item, origin=origin, description=described)
         else:
-            yield Setting(key=path, value=value, source=loaded.sources.get(path, DEFAULT), description=described)
+            yield Setting(key=path, value=value, origin=loaded.origins.get(path, DEFAULT), description=described)
 
 
 def value_at(loaded: Loaded, path: str) -> object:
@@ -54,7 +54,7 @@ def config_as_json(loaded: Loaded) -> dict[str, Any]:
         "settings": {
             setting.key: {
                 "value": setting.value,
-                "source": asdict(setting.source),
+                "source": asdict(setting.origin),
                 "description": setting.description,
             }
             for setting in settings(loaded)
@@ -82,7 +82,7 @@ def show_table(rows: list[Setting], console: Console) -> None:
     table.add_column("from", overflow="fold", max_width=30)
     table.add_column("what it is", style="dim", min_width=20)
     for row in rows:
-        cells = (row.key, shown(row.value), str(row.source))
+        cells = (row.key, shown(row.value), str(row.origin))
         table.add_row(*(f"[{style_of(row)}]{escape(cell)}[/]" for cell in cells), escape(row.description))
     console.print(table)
 
@@ -90,12 +90,12 @@ def show_table(rows: list[Setting], console: Console) -> None:
 def show_list(rows: list[Setting], console: Console) -> None:
     """For narrow terminals: the description stands below its setting."""
     for row in rows:
-        said = escape(f"{row.key} = {shown(row.value)}  ({row.source})")
+        said = escape(f"{row.key} = {shown(row.value)}  ({row.origin})")
         console.print(f"[{style_of(row)}]{said}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
 
 
 def style_of(row: Setting) -> str:
-    return "dim" if row.source.layer == "default" else "bold"
+    return "dim" if row.origin.layer == "default" else "bold"
 
 
 def header_lines(loaded: Loaded) -> list[str]:

@@ -216,7 +216,7 @@ def draw_explanations(explanations: Sequence[Explained], record: Mapping[str, An
 
 
 def _picture_title(explanations: Sequence[Explained], record: Mapping[str, Any]) -> str:
-    """What was trained, and below it by whom, in which way and precision, and where."""
+    """What was trained, and below it by whom, in which mode and precision, and where."""
     who_way_precision = zip(*(explanation.title.split() for explanation in explanations), strict=True)
     rows = " ".join("/".join(dict.fromkeys(words)) for words in who_way_precision)
     return (

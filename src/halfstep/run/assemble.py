@@ -39,7 +39,7 @@ from halfstep.step.values import Values
 from halfstep.tune.fp8_trial import fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.modes import Region, Way, asked_way, compiled, eager_region
+from halfstep.tune.modes import Mode, Region, asked_mode, compiled, eager_region
 from halfstep.tune.trial_time import total_steps_of
 from halfstep.workloads import KINDS, build
 from halfstep.workloads.kind import Unit
@@ -55,7 +55,7 @@ class Assembly:
     workload: Workload
     model: nn.Module
     device: torch.device
-    way: Way | None
+    mode: Mode | None
     """How steps run; None in the plan of an older run, which trained eager."""
     region: Region
     """Forward and loss, compiled when first called."""
@@ -148,7 +148,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         workload=workload,
         model=model,
         device=device,
-        way=asked_way(config, plan),
+        mode=asked_mode(config, plan),
         region=region,
         eager=eager,
         step=step,

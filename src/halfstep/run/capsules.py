@@ -21,7 +21,7 @@ from halfstep.errors import CheckpointError, HardwareError
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
 from halfstep.evidence.capsule import Capsule
-from halfstep.evidence.recorder import Recorder, Source
+from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.hardware.probe import probe
@@ -51,7 +51,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Callable[[str], No
     if not config.guard.capsules or is_far:
         return
     parts.recent = RecentWindows(LAG + 1) if parts.world is None else None
-    source = Source(
+    context = CapsuleContext(
         about={
             "workload": config.workload,
             "base_lr": config.optimizer.lr,
@@ -69,7 +69,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Callable[[str], No
         folder.path / FOLDER,
         parts.model,
         parts.step,
-        source,
+        context,
         notice=notice,
         most=config.guard.capsules,
         spikes=config.guard.capture_spikes,
@@ -145,7 +145,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         plan=parts.plan,
         plan_for=lambda precision, modules: _plan(parts.config, parts.workload, parts.plan, precision, modules),
         scale=_number(capsule.about["scale"], 1.0),
-        ways=_ways(parts.plan, region),
+        variants=_variants(parts.plan, region),
         frozen=modules_of(parts.workload.frozen),
         frozen_state=dict(frozen),
         trained=step.trained_parameters(),
@@ -175,13 +175,13 @@ def _plan(config: RunConfig, workload: Workload, own: Plan, precision: str, modu
     )
 
 
-def _ways(plan: Plan, region: Region) -> dict[str, LossFn]:
+def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:
     """What ran compiled runs so again, with and without our kernels."""
-    if plan.way not in ("compile", "graph"):
+    if plan.mode not in ("compile", "graph"):
         return {}
 
     def as_it_was(batch: Any) -> Any:
-        with chains(on=plan.way == "graph"):
+        with chains(on=plan.mode == "graph"):
             return region(batch)
 
     def without_kernels(batch: Any) -> Any:

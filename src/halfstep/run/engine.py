@@ -1,10 +1,10 @@
-"""The engine: one window through the step, in the fastest way that works.
+"""The engine: one window through the step, in the fastest mode that works.
 
     eager     kernel by kernel
     compile   model and loss through torch.compile
     graph     the whole step, compiled and captured as one CUDA graph, once windows of one shape have come in a row
 
-What cannot be compiled or captured goes on in the next best way, with one line that says why. Batches of another
+What cannot be compiled or captured goes on in the next best mode, with one line that says why. Batches of another
 size than the full one, such as an epoch's last, run eager: compiling for them would cost more than it gains. So do
 those of a third shape (compiled_shapes.py), and no graph is captured of them.
 """
@@ -33,11 +33,11 @@ from halfstep.tune.compiler_warnings import CompilerWarnings
 from halfstep.tune.cudnn_trials import cudnn_trials
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
-from halfstep.tune.modes import UNCAPTURED, Batch, Notice, Way
+from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice
 
 MOST_GRAPHS = 2
 """Each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured."""
-FROM_FASTEST: tuple[Way, ...] = ("graph", "compile", "eager")
+FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
 MOST_DROPS = 3
 """So often a step that does not fit beside the graphs gets their memory, and they are captured anew afterwards."""
 
@@ -74,13 +74,13 @@ class Engine:
     def __init__(
         self,
         parts: Assembly,
-        way: Way,
+        mode: Mode,
         notice: Notice,
         count: Count = lambda outputs, batch: None,
         before_compiling: Callable[[], None] = lambda: None,
         graphs: Graphs | None = None,
     ) -> None:
-        self.parts, self.way, self.notice, self.count = parts, way, notice, count
+        self.parts, self.mode, self.notice, self.count = parts, mode, notice, count
         self._before_compiling = before_compiling
         self._compiler_warnings = CompilerWarnings(lambda text: self.notice(text, "warning"))
         self.pieces = 1
@@ -90,7 +90,7 @@ class Engine:
         self._shape: Shape = ()
         self._in_a_row = 0
         self._num_drops = 0
-        if way == "graph" and (reason := parts.step.why_never_captured()):
+        if mode == "graph" and (reason := parts.step.why_never_captured()):
             self._stay_uncaptured(reason)
 
     def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> Facts:
@@ -132,7 +132,7 @@ class Engine:
                 raise
             except Exception as error:
                 # Not only dynamo's own kinds: an assembler or a driver that is missing fails in other words.
-                if self.way == "eager" or not compiles and not isinstance(error, TorchDynamoException):
+                if self.mode == "eager" or not compiles and not isinstance(error, TorchDynamoException):
                     raise
                 self._go_eager(error)
             else:
@@ -140,23 +140,23 @@ class Engine:
                 self.guarded.commit(facts)
                 return facts, outputs, pieces
 
-    def go_on_as(self, way: Way) -> None:
+    def go_on_as(self, mode: Mode) -> None:
         """What failed in an earlier part of the run is not tried again: until it fails, steps would round otherwise."""
-        if FROM_FASTEST.index(way) > FROM_FASTEST.index(self.way):
-            self.way = way
+        if FROM_FASTEST.index(mode) > FROM_FASTEST.index(self.mode):
+            self.mode = mode
             again = "another train.fast with --allow-changes tries anew"
-            self.notice(f"steps run {way}, as they did when the run was stopped ({again})", "info")
+            self.notice(f"steps run {mode}, as they did when the run was stopped ({again})", "info")
 
     def stored(self) -> dict[str, Any]:
         """What a resumed run has to know to make the same steps."""
-        return {"pieces": self.pieces, "way": self.way, "compiled_shapes": list(self.shapes.taken)}
+        return {"pieces": self.pieces, "mode": self.mode, "compiled_shapes": list(self.shapes.taken)}
 
     def go_on(self, state: Mapping[str, Any], *, is_same: bool) -> None:
         """Go on as it was stored; other settings may bring other shapes, and a step that can be compiled."""
         self.pieces = int(state["pieces"])
         if is_same:
             self.shapes.taken = list(state.get("compiled_shapes", ()))  # older runs stored neither
-            self.go_on_as(state.get("way", self.way))
+            self.go_on_as(state.get("mode", state.get("way", self.mode)))  # "way": the name in older runs
 
     def forget_graphs(self) -> None:
         """Give their memory back; they are captured anew when needed."""
@@ -169,7 +169,7 @@ class Engine:
 
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
-            with chains(on=self.way == "graph"):
+            with chains(on=self.mode == "graph"):
                 value, weight, found = region(batch)
             outputs.append(_detached(found))
             return value, 0 if isinstance(batch, Idle) else weight
@@ -177,7 +177,7 @@ class Engine:
         return loss
 
     def _runs_compiled(self, batch: Batch) -> bool:
-        if self.way == "eager" or not self._is_full(batch):
+        if self.mode == "eager" or not self._is_full(batch):
             return False
         has_code = self.shapes.take(batch)
         if not has_code and (reason := self.shapes.why_eager(batch)):
@@ -195,7 +195,7 @@ class Engine:
     # --- capturing ---
 
     def _captured(self, window: list[Batch]) -> Captured | None:
-        if self.way != "graph" or any(isinstance(batch, Idle) for batch in window):
+        if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
         shape = (id(self), *shape_of(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
@@ -228,7 +228,7 @@ class Engine:
         return self.graphs[shape]
 
     def _stay_uncaptured(self, reason: str) -> None:
-        self.way = "compile"
+        self.mode = "compile"
         self.forget_graphs()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
         self.shapes.ready.clear()  # without chains the code is another
@@ -244,7 +244,7 @@ class Engine:
                 why="other processes may be in the middle of it",
                 fix="train.fast=off",
             ) from error
-        self.way = "eager"
+        self.mode = "eager"
         self.notice(f"not compiled, running eager: {compile_reason(error)}", "warning")
 
     def _make_room(self, error: OutOfMemory) -> None:

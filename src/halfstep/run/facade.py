@@ -376,7 +376,9 @@ class Step:
     def _hints(self) -> list[str]:
         hints = [*self._schedules.hints]
         for committer in self._step.committers:
-            if committer.way != "found_inf" and type(committer.optimizer) in READS_FLAG_IN_KERNEL:
-                price = "a copy of weights and state each step" if committer.way == "select" else "one wait each step"
+            if committer.method != "found_inf" and type(committer.optimizer) in READS_FLAG_IN_KERNEL:
+                price = (
+                    "a copy of weights and state each step" if committer.method == "select" else "one wait each step"
+                )
                 hints.append(f"{committer.name} is not fused: skipping safely costs {price}; fused=True makes it free")
         return hints

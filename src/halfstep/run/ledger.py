@@ -30,9 +30,9 @@ from halfstep.run.engine import Engine, prepared_window
 from halfstep.run.frozen import modules_of
 from halfstep.run.phased_engine import PhasedEngine
 from halfstep.step.step import LossFn
+from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.memory_limit import first_line, split_window
 from halfstep.tune.modes import Batch, Notice, Region
-from halfstep.tune.own_thread import in_own_thread
 
 AnyEngine = Engine | PhasedEngine
 CAPTURED = "captured"
@@ -54,7 +54,7 @@ def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch], replay: 
         prepared = split_window(prepared_window(parts, window), own.pieces)
         # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is no step.
         work = partial(_ledgers_of_one, parts, own, prepared, phase)
-        ledgers, islands = in_own_thread(work, parts.device) if parts.device.type == "cuda" else work()
+        ledgers, islands = in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers
         if phase in replayed:
             kernels = matched(replayed[phase], uncaptured(own, prepared))
@@ -71,7 +71,7 @@ def _replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dic
     """The kernels of each phase that was replayed: they come in the order of the phases."""
     iteration = parts.step.attempted - 1
     due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
-    captured = [name for name, own in engines_of(engine) if name in due and own.way == "graph"]
+    captured = [name for name, own in engines_of(engine) if name in due and own.mode == "graph"]
     return dict(zip(captured, replays_of(events), strict=False))
 
 
@@ -91,7 +91,7 @@ def _ledgers_of_one(
     )
     islands = {product.module for product in observer.seen.calls if product.is_island}
     eager = to_ledger(observer, mode=_named("eager", phase))
-    if engine.way == "eager":
+    if engine.mode == "eager":
         return [eager], islands
     recorder = GraphRecorder()
     with undone(step), chains(on=False):
@@ -105,7 +105,7 @@ def _notes(engine: Engine, num_graphs: int) -> list[str]:
     notes = []
     if num_graphs > 1:
         notes.append(f"{num_graphs - 1} graph breaks: what runs between the graphs is in the eager rows alone")
-    if engine.way == "graph":
+    if engine.mode == "graph":
         notes.append(
             "layers that run as chains of kernels of our own are shown as torch's layers here; "
             "the captured rows show their kernels"
@@ -156,7 +156,7 @@ class RunLedger:
 
     def look(self, engine: AnyEngine, window: list[Batch]) -> None:
         """After a step of this window: what failed to be observed is said, and the run goes on."""
-        mode, attempted = CAPTURED if self._replay else engine.way, self.parts.step.attempted
+        mode, attempted = CAPTURED if self._replay else engine.mode, self.parts.step.attempted
         if not self._is_due(mode, attempted):
             return
         self._modes.add(mode)

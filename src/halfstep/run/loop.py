@@ -29,7 +29,7 @@ from halfstep.step.facts import Facts, Reading
 from halfstep.step.guard import Action, Verdict
 from halfstep.step.phase_facts import PhasedFacts
 from halfstep.step.randomness import generator_states, restore_generators, seed_everything
-from halfstep.tune.memory_limit import OutOfMemory, explained
+from halfstep.tune.memory_limit import OutOfMemory, explaining_out_of_memory
 
 Looked = TypeVar("Looked")
 
@@ -53,7 +53,7 @@ class Loop:
         self.parts, self.checkpoints, self.journal, self.interrupts = parts, checkpoints, journal, interrupts
         self.position = Position()
         self.train_metrics = parts.workload.metrics()
-        self.engine = engine_for(parts, parts.way or "eager", journal.notice, self._count, journal.compiling)
+        self.engine = engine_for(parts, parts.mode or "eager", journal.notice, self._count, journal.compiling)
         journal.train_metric = self._trained
         self.ledger: RunLedger | None = None
         if parts.config.log.ledger:
@@ -85,7 +85,7 @@ class Loop:
         epochs = self.parts.config.train.epochs
         self._keep_a_way_back()
         while self.position.epoch < epochs and not self.is_over:
-            with explained(self.parts.config, lambda: self.engine.pieces, self.parts.device):
+            with explaining_out_of_memory(self.parts.config, lambda: self.engine.pieces, self.parts.device):
                 self._train_epoch()
                 self._act_on(self.parts.guard.drain())
                 self._end_epoch()

@@ -17,7 +17,7 @@ from halfstep.data.prefetch import RecentWindows
 from halfstep.errors import CheckpointError, HardwareError
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
-from halfstep.evidence.recorder import Recorder, Source
+from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.hardware.probe import probe
@@ -34,11 +34,11 @@ class OwnCapsules:
 
     def __init__(self, folder: str | os.PathLike[str], step: Step, guard: Guard, *, spikes: bool) -> None:
         self.recent = RecentWindows(LAG + 1)
-        source = Source(
+        context = CapsuleContext(
             about={"plan": json.loads(step.plan.to_json())},
             window_of=lambda reading: self.recent.of(reading.attempted),
         )
-        self.recorder = Recorder(Path(folder), step.model, step, source, notice=warn_user, spikes=spikes)
+        self.recorder = Recorder(Path(folder), step.model, step, context, notice=warn_user, spikes=spikes)
         guard.observers.append(self.recorder.observe)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The engine of several phases: one window through each that is due, in the fastest way that works for it.
+"""The engine of several phases: one window through each that is due, in the fastest mode that works for it.
 
 Each phase has an engine of its own, with its own compiled code and graphs; the graphs share one memory pool. Which
 phases are due is decided on the host, by the number of iterations.
@@ -15,7 +15,7 @@ from halfstep.run.engine import FROM_FASTEST, Count, Engine, Graphs, prepared_wi
 from halfstep.run.phases import AssembledPhase
 from halfstep.step.phase_facts import PhasedFacts
 from halfstep.step.phases import PhasedStep
-from halfstep.tune.modes import Batch, Level, Notice, Way
+from halfstep.tune.modes import Batch, Level, Mode, Notice
 
 UNCOMPILED = "runs eager: its loss takes gradients itself, which the compiler cannot follow"
 
@@ -26,12 +26,12 @@ class PhasedEngine:
     def __init__(
         self,
         parts: Assembly,
-        way: Way,
+        mode: Mode,
         notice: Notice,
         count: Count = lambda outputs, batch: None,
         before_compiling: Callable[[], None] = lambda: None,
     ) -> None:
-        self.parts, self.asked, self.notice = parts, way, notice
+        self.parts, self.asked, self.notice = parts, mode, notice
         self.graphs = Graphs()
         self.counts = any(phase.is_counted for phase in parts.phases)
         self.engines = {
@@ -43,8 +43,8 @@ class PhasedEngine:
 
     def _engine_of(self, own: AssembledPhase, count: Count, before_compiling: Callable[[], None]) -> Engine:
         parts = dataclasses.replace(self.parts, step=own.step, region=own.region, eager=own.eager, phases=())
-        way: Way = self.asked if own.phase.compiles else "eager"
-        return Engine(parts, way, self._notice_of(own.phase.name), count, before_compiling, self.graphs)
+        mode: Mode = self.asked if own.phase.compiles else "eager"
+        return Engine(parts, mode, self._notice_of(own.phase.name), count, before_compiling, self.graphs)
 
     def _notice_of(self, name: str) -> Notice:
         def say(text: str, level: Level) -> None:
@@ -58,10 +58,10 @@ class PhasedEngine:
         return self.parts.step
 
     @property
-    def way(self) -> Way:
+    def mode(self) -> Mode:
         """The slowest that a phase has come to run in; those that are never compiled do not count."""
-        ways = [self.engines[own.phase.name].way for own in self.parts.phases if own.phase.compiles]
-        return max(ways, key=FROM_FASTEST.index, default=self.asked)
+        modes = [self.engines[own.phase.name].mode for own in self.parts.phases if own.phase.compiles]
+        return max(modes, key=FROM_FASTEST.index, default=self.asked)
 
     @property
     def pieces(self) -> int:
@@ -83,7 +83,7 @@ class PhasedEngine:
 
     def stored(self) -> dict[str, Any]:
         own = {name: engine.stored() for name, engine in self.engines.items()}
-        return {"pieces": self.pieces, "way": self.way, "compiled_shapes": [], "phases": own}
+        return {"pieces": self.pieces, "mode": self.mode, "compiled_shapes": [], "phases": own}
 
     def go_on(self, state: Mapping[str, Any], *, is_same: bool) -> None:
         for name, engine in self.engines.items():
@@ -99,11 +99,11 @@ class PhasedEngine:
 
 def engine_for(
     parts: Assembly,
-    way: Way,
+    mode: Mode,
     notice: Notice,
     count: Count = lambda outputs, batch: None,
     before_compiling: Callable[[], None] = lambda: None,
 ) -> Engine | PhasedEngine:
     """What makes the steps of this assembly."""
     kind = PhasedEngine if parts.phases else Engine
-    return kind(parts, way, notice, count, before_compiling)
+    return kind(parts, mode, notice, count, before_compiling)

@@ -34,8 +34,8 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     train = config.train
     batch = f"{train.batch_size}" + (f" x {train.accumulate} accumulated" if train.accumulate > 1 else "")
     commits = [
-        f"{name} ({ON_BAD_STEP[way]}{f', {format_bytes(extra)} extra' if extra else ''})"
-        for name, way, extra in parts.step.describe()
+        f"{name} ({ON_BAD_STEP[method]}{f', {format_bytes(extra)} extra' if extra else ''})"
+        for name, method, extra in parts.step.describe()
     ]
     apart = [f"{row.module} {row.compute}" for row in plan.rows if row.is_part]
     islands = [row.module for row in plan.rows if row.kind == "island"]
@@ -47,9 +47,9 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
         *described(parts.workload.frozen, plan),
         ("data", f"{num_train:,} training, {counted(num_val, 'validation sample')}"),
-        *([("data folder", _with_source(str(config.data.dir), loaded, "data.dir"))] if config.data.dir else []),
+        *([("data folder", _with_origin(str(config.data.dir), loaded, "data.dir"))] if config.data.dir else []),
         *parts.workload.about,
-        ("workers", f"{config.data.num_workers} ({loaded.sources.get('data.num_workers', DEFAULT)})"),
+        ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
         *_processes(parts),
         ("steps", _length(parts)),
@@ -113,10 +113,10 @@ def _length(parts: Assembly) -> str:
     return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
 
 
-def _with_source(value: str, loaded: Loaded, key: str) -> str:
+def _with_origin(value: str, loaded: Loaded, key: str) -> str:
     """A value, and who said it: a folder that was typed as `data` is shown in full beside it."""
-    source = loaded.sources.get(key, DEFAULT)
-    return value if source.layer == "default" else f"{value} ({source})"
+    origin = loaded.origins.get(key, DEFAULT)
+    return value if origin.layer == "default" else f"{value} ({origin})"
 
 
 def _duration(seconds: float) -> str:

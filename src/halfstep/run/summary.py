@@ -37,7 +37,7 @@ def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float
         "skipped": loop.journal.num_skipped,
         "trained_s": loop.waiting.trained_s,
         "waited_s": loop.waiting.waited_s,
-        "steps_run": loop.engine.way,
+        "steps_run": loop.engine.mode,
         "precision": plan.granted,
         "simulated": plan.simulated,
         "device": f"{plan.device} ({plan.device_name})",

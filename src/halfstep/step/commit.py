@@ -1,4 +1,4 @@
-"""How a verdict reaches an optimizer: three ways, chosen by what the optimizer can do, shown with their price.
+"""How a verdict reaches an optimizer: three methods, chosen by what the optimizer can do, shown with their price.
 
     found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit and AdamWBf16 read the flag inside their kernel: free;
                 in a CUDA graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
@@ -29,7 +29,7 @@ from halfstep.step.optimizers import OPTIMIZERS
 from halfstep.step.rates import Rates
 from halfstep.step.single_pass import SinglePass, takes
 
-Way = Literal["found_inf", "select", "host"]
+CommitMethod = Literal["found_inf", "select", "host"]
 
 READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit, AdamWBf16)
 REFUSED: dict[type[Optimizer], str] = {
@@ -38,8 +38,8 @@ REFUSED: dict[type[Optimizer], str] = {
 }
 
 
-def way_to_commit(optimizer: Optimizer) -> Way:
-    """The cheapest way that leaves everything bit-identical on a bad step."""
+def commit_method(optimizer: Optimizer) -> CommitMethod:
+    """The cheapest method that leaves everything bit-identical on a bad step."""
     for kind, reason in REFUSED.items():
         if isinstance(optimizer, kind):
             raise ConfigError(
@@ -59,13 +59,13 @@ def _is_capturable(optimizer: Optimizer) -> bool:
 
 
 class Committer:
-    """One optimizer and its way to commit."""
+    """One optimizer and its commit method."""
 
     def __init__(self, optimizer: Optimizer, rates: Rates | None) -> None:
         self.optimizer, self.rates = optimizer, rates
-        self.way = way_to_commit(optimizer)
-        self.takes_tensor_lr = self.way == "found_inf" or self.way == "select" and _is_capturable(optimizer)
-        self.settled: set[Tensor] = set()
+        self.method = commit_method(optimizer)
+        self.takes_tensor_lr = self.method == "found_inf" or self.method == "select" and _is_capturable(optimizer)
+        self.stepped: set[Tensor] = set()
         """Parameters whose state the optimizer has built."""
         self.single_pass: SinglePass | None = None
         """While a step is captured: what takes the place of torch's kernel."""
@@ -78,8 +78,8 @@ class Committer:
 
     @property
     def extra_bytes(self) -> int:
-        """What the way costs in memory while a step commits."""
-        if self.way != "select":
+        """What the method costs in memory while a step commits."""
+        if self.method != "select":
             return 0
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         state = [value for own in self.optimizer.state.values() for value in own.values() if torch.is_tensor(value)]
@@ -87,8 +87,8 @@ class Committer:
 
     def commit(self, bad: Tensor, factor: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`, or leave everything as it was where `bad` is set."""
-        by_host = self.way == "host" or self._has_unsettled()
-        if self.way == "found_inf" and not by_host:
+        by_host = self.method == "host" or self._has_unstepped()
+        if self.method == "found_inf" and not by_host:
             return self._commit_in_kernel(bad, factor)
         if factor is not None:
             torch._foreach_mul_([p.grad for p in self._with_grad() if p.grad is not None], factor)
@@ -96,7 +96,7 @@ class Committer:
 
     def forget(self) -> None:
         """After the state was loaded: the tensors are new ones."""
-        self.settled = set(self.optimizer.state)
+        self.stepped = set(self.optimizer.state)
         if self.rates is not None and self.takes_tensor_lr:
             self.rates.bind(self.optimizer)
 
@@ -114,11 +114,11 @@ class Committer:
             return
         self._begin_momentum()
         self._step()
-        self.settled.update(self._with_grad())
+        self.stepped.update(self._with_grad())
 
     def _begin_momentum(self) -> None:
         """Fused SGD cannot begin the momentum of one parameter after the others: what it starts from is put there."""
-        if type(self.optimizer) is not torch.optim.SGD or self.way != "found_inf" or not self.settled:
+        if type(self.optimizer) is not torch.optim.SGD or self.method != "found_inf" or not self.stepped:
             return
         for group in self.optimizer.param_groups:
             for p in group["params"]:
@@ -161,8 +161,8 @@ class Committer:
                 fix="use AdamW, SGD or another optimizer that steps without one",
             ) from error
 
-    def _has_unsettled(self) -> bool:
-        return any(p not in self.settled for p in self._with_grad())
+    def _has_unstepped(self) -> bool:
+        return any(p not in self.stepped for p in self._with_grad())
 
     def _with_grad(self) -> Iterator[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)

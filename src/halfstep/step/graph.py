@@ -119,11 +119,11 @@ class GraphedStep:
             raise CaptureFailed(reason)
 
     def _recorded(self, loss_fn: LossFn) -> Facts:
-        facts = self.step.judge(loss_fn, self.inputs)
+        facts = self.step.forward_backward(loss_fn, self.inputs)
         reason = self.step.why_not_captured()
         if reason:
             raise CaptureFailed(reason)
-        self.step.settle(facts)
+        self.step.commit_on_device(facts)
         return facts
 
 

@@ -31,9 +31,9 @@ from halfstep.step.step_state import load_into, refuse_unfit, state_of
 class PhaseStep(Step):
     """A step that trains its own parameters only: all others of the model get no gradients while it runs."""
 
-    def judge(self, loss_fn: LossFn, window: Window) -> Facts:
+    def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
         with without_gradients_of_others(self.model, self.trained_parameters()):
-            return super().judge(loss_fn, window)
+            return super().forward_backward(loss_fn, window)
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class Step:
             self.abandon()
         self._rng = rng_state(self.device)
         try:
-            facts = self.judge(loss_fn, window)
+            facts = self.forward_backward(loss_fn, window)
             self.writes.refuse_unsaved(facts.bad)
         except BaseException as error:
             self.abandon()
@@ -143,7 +143,7 @@ class Step:
         self._judged = [(p, g, 0 if g is None else g._version) for p, g in gradients]
         return facts
 
-    def judge(self, loss_fn: LossFn, window: Window) -> Facts:
+    def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
         """The part of `compute` that the device does: what a CUDA graph can hold."""
         parameters = self.trained_parameters()
         if self.values is not None:
@@ -174,7 +174,7 @@ class Step:
         try:
             self._refuse_edited_gradients()
             self.look_ahead()
-            self.settle(facts)
+            self.commit_on_device(facts)
         except BaseException:
             self.abandon()
             raise
@@ -190,7 +190,7 @@ class Step:
             self.values.look_ahead()
 
     @torch.no_grad()
-    def settle(self, facts: Facts) -> None:
+    def commit_on_device(self, facts: Facts) -> None:
         """The part of `commit` that the device does; everything is written in place, so that a graph can hold it."""
         bad = facts.bad
         if self.rates is not None:
@@ -209,7 +209,7 @@ class Step:
 
     def why_never_captured(self) -> str:
         """What is known of that before the first step."""
-        by_host = [c.name for c in self.committers if c.way == "host"]
+        by_host = [c.name for c in self.committers if c.method == "host"]
         return f"{', '.join(by_host)} commits by the host's decision" if by_host else ""
 
     def why_not_captured(self) -> str:
@@ -218,7 +218,7 @@ class Step:
             return f"a CUDA graph needs a CUDA device, not {self.device}"
         if reason := self.why_never_captured() or self.writes.why_not_captured:
             return reason
-        return "" if all(c.settled for c in self.committers) else "an optimizer has not made its first step"
+        return "" if all(c.stepped for c in self.committers) else "an optimizer has not made its first step"
 
     def forget_writes(self) -> None:
         """After state was loaded: a compute() before it is void, and what forward writes is found anew."""
@@ -353,7 +353,7 @@ class Step:
         They divide by the inverse, a rounding away from the multiplication wherever the factor is not a power of two;
         on a CPU, where a pass costs little, a step keeps the very bits of a plain loop. And they write the gradients
         back, so that a second optimizer of the same parameter would scale them twice."""
-        in_kernels = self.device.type == "cuda" and all(c.way == "found_inf" for c in self.committers)
+        in_kernels = self.device.type == "cuda" and all(c.method == "found_inf" for c in self.committers)
         held = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
         return in_kernels and held == len(parameters)
 
@@ -397,8 +397,8 @@ class Step:
         self.rates.set_cut(factor)
 
     def describe(self) -> list[tuple[str, str, int]]:
-        """Optimizer, its way to commit, and the bytes that way costs: for the plan."""
-        return [(c.name, c.way, c.extra_bytes) for c in self.committers]
+        """Optimizer, its commit method, and the bytes that it costs: for the plan."""
+        return [(c.name, c.method, c.extra_bytes) for c in self.committers]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed step needs besides the model; waits for the device."""

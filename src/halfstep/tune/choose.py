@@ -1,6 +1,6 @@
 """`train.fast: auto` and `train.memory: low`: how steps run is chosen by timed trials before the run begins.
 
-Trials cost time, so they must promise to gain some: none for a short run, nor on a CPU (way_search.py has the
+Trials cost time, so they must promise to gain some: none for a short run, nor on a CPU (mode_search.py has the
 candidates, trial_time.py the clock). What was found is kept on disk for the next run of the same model, shape, device
 and versions, and in the plan of this one, which a resumed run follows without measuring again.
 """
@@ -17,13 +17,13 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
 from halfstep.measure.clock import Stopwatch
-from halfstep.precision.fp8_pays import settled, without_fp8
+from halfstep.precision.fp8_pays import after_whole_steps, without_fp8
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_levers import levers_of
 from halfstep.tune.memory_low import CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
-from halfstep.tune.mode_cache import KeptWay
-from halfstep.tune.mode_search import FoundWay, WaySearch
-from halfstep.tune.modes import NEEDS_CUDA, asked_way
+from halfstep.tune.mode_cache import CachedMode
+from halfstep.tune.mode_search import FoundMode, ModeSearch
+from halfstep.tune.modes import NEEDS_CUDA, asked_mode
 from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime, total_steps_of
 from halfstep.tune.trials import Rehearse, cost_in
 from halfstep.workloads.workload import Workload
@@ -54,7 +54,7 @@ def tuned(
     wish = config.train.tune_kernels
     if wish != "auto":
         plan = dataclasses.replace(plan, tunes_kernels=wish)
-    plan = tuning.with_fp8_that_pays(tuning.with_way(plan))
+    plan = tuning.with_fp8_that_pays(tuning.with_mode(plan))
     return tuning.with_memory(plan) if config.train.memory == "low" else plan
 
 
@@ -64,7 +64,7 @@ def untuned(plan: Plan, *, keeps_memory: bool) -> Plan:
     lines = plan.memory_trials if keeps_memory else ()
     plain = dataclasses.replace(plan, memory=memory, memory_reason=reason, memory_trials=lines)
     return dataclasses.replace(
-        plain, way="", way_reason="", channels_last=None, tunes_kernels=False, cudnn_benchmark=False, gains=()
+        plain, mode="", mode_reason="", channels_last=None, tunes_kernels=False, cudnn_benchmark=False, gains=()
     )
 
 
@@ -78,11 +78,11 @@ class Tuning:
     rehearse: Rehearse
     driver: Driver
 
-    # --- the way ---
+    # --- the mode ---
 
-    def with_way(self, plan: Plan) -> Plan:
-        way = asked_way(self.config, plan)
-        if way is not None:
+    def with_mode(self, plan: Plan) -> Plan:
+        mode = asked_mode(self.config, plan)
+        if mode is not None:
             reason = (
                 f"train.fast={self.config.train.fast}"
                 if self.config.train.fast != "auto"
@@ -90,42 +90,42 @@ class Tuning:
             )
             if self.config.train.fast == "graph" and not plan.on_cuda:
                 self.say(NEEDS_CUDA.format(plan.device))
-            return dataclasses.replace(plan, way=way, way_reason=reason)
+            return dataclasses.replace(plan, mode=mode, mode_reason=reason)
         fields = self._found_before(plan) or self._found_now(plan)
-        self.say(f"steps run {fields['way']}: {fields['way_reason']}")
+        self.say(f"steps run {fields['mode']}: {fields['mode_reason']}")
         for gain in fields.get("gains", ()):
             self.say(f"  {gain}")
         return dataclasses.replace(plan, **fields)
 
     def _found_before(self, plan: Plan) -> dict[str, Any] | None:
-        return KeptWay(self.config, self.workload, plan).for_run(expected_steps(self.config, self.workload))
+        return CachedMode(self.config, self.workload, plan).for_run(expected_steps(self.config, self.workload))
 
     def _found_now(self, plan: Plan) -> dict[str, Any]:
         try:
             found = self._measured(plan)
         except CannotRun as error:
-            return {"way": "eager", "way_reason": str(error)}
+            return {"mode": "eager", "mode_reason": str(error)}
         if found is None:
             reason = f"a run of {counted(expected_steps(self.config, self.workload), 'step')} is too short for trials"
-            return {"way": "eager", "way_reason": f"{reason} (train.fast=graph compiles all the same)"}
-        problem = KeptWay(self.config, self.workload, plan).write(found) if found.is_final else ""
+            return {"mode": "eager", "mode_reason": f"{reason} (train.fast=graph compiles all the same)"}
+        problem = CachedMode(self.config, self.workload, plan).write(found) if found.is_final else ""
         if problem:
             self.say(problem)
         return found.fields
 
-    def _measured(self, plan: Plan) -> FoundWay | None:
+    def _measured(self, plan: Plan) -> FoundMode | None:
         """None for a run that is too short for any trial."""
         num_steps = expected_steps(self.config, self.workload)
         if num_steps < FEWEST_STEPS:
             return None
         self.say("measuring how fast steps run ...")
         others = self.driver.used_by_others(plan.device)
-        found = WaySearch(self.config, self.workload, plan, TrialTime(num_steps, most_s=MOST_S), self.rehearse).found()
+        found = ModeSearch(self.config, self.workload, plan, TrialTime(num_steps, most_s=MOST_S), self.rehearse).found()
         others = others or self.driver.used_by_others(plan.device)
         if not others:
             return found
-        reason = f"{found.fields['way_reason']}; the GPU was in use by others ({others}): not kept for other runs"
-        return dataclasses.replace(found, fields={**found.fields, "way_reason": reason}, is_final=False)
+        reason = f"{found.fields['mode_reason']}; the GPU was in use by others ({others}): not kept for other runs"
+        return dataclasses.replace(found, fields={**found.fields, "mode_reason": reason}, is_final=False)
 
     # --- fp8 ---
 
@@ -135,31 +135,31 @@ class Tuning:
         if plan.granted != "fp8" or plan.simulated or wish.force:
             return plan
         self.say("measuring whole steps in fp8 and in bf16 ...")
-        way = plan.way or "eager"
+        mode = plan.mode or "eager"
         try:
-            fp8 = cost_in(way, self.config, self.workload, plan, self.rehearse)
+            fp8 = cost_in(mode, self.config, self.workload, plan, self.rehearse)
         except CannotRun as error:
-            return without_fp8(plan, f"its step cannot run {way}: {error}", strict=wish.strict)
+            return without_fp8(plan, f"its step cannot run {mode}: {error}", strict=wish.strict)
         try:
-            bf16 = cost_in(way, self.config, self.workload, without_fp8(plan, "to compare"), self.rehearse)
+            bf16 = cost_in(mode, self.config, self.workload, without_fp8(plan, "to compare"), self.rehearse)
         except CannotRun as error:
-            self.say(f"fp8 is not compared with bf16, whose step cannot run {way}: {error}")
+            self.say(f"fp8 is not compared with bf16, whose step cannot run {mode}: {error}")
             return plan
-        return settled(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, force=wish.force, strict=wish.strict)
+        return after_whole_steps(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, force=wish.force, strict=wish.strict)
 
     # --- memory ---
 
     def with_memory(self, plan: Plan) -> Plan:
         if plan.memory:
             return plan
-        clock, way = Stopwatch(), plan.way or "eager"
+        clock, mode = Stopwatch(), plan.mode or "eager"
         costs: list[Cost | None] = []
 
         def measure(setting: MemorySetting) -> Cost:
             self.say(f"measuring memory: {setting} ...")
             costs.append(None)
             trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
-            costs[-1] = found = cost_in(way, self.config, self.workload, trial_plan, self.rehearse)
+            costs[-1] = found = cost_in(mode, self.config, self.workload, trial_plan, self.rehearse)
             return found
 
         def may_go_on() -> bool:
@@ -167,7 +167,7 @@ class Tuning:
             limit_s = _memory_trials_s(ran[0] * expected_steps(self.config, self.workload)) if ran else MEMORY_TRIALS_S
             return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
 
-        levers = levers_of(self.workload.model, self.config.optimizer.name, is_compiled=way != "eager")
+        levers = levers_of(self.workload.model, self.config.optimizer.name, is_compiled=mode != "eager")
         try:
             choice = choose_memory(measure, levers.positions, notes=levers.notes, may_go_on=may_go_on)
         except CannotRun as error:

@@ -31,7 +31,7 @@ def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
 
 
 @contextmanager
-def explained(config: RunConfig, pieces: Callable[[], int], device: torch.device) -> Iterator[None]:
+def explaining_out_of_memory(config: RunConfig, pieces: Callable[[], int], device: torch.device) -> Iterator[None]:
     """Where memory runs out inside, the user reads what to do. Nothing was saved since the last checkpoint."""
     try:
         yield

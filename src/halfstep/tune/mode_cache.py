@@ -1,7 +1,7 @@
 """What trials found, kept on disk for the next run of the same model, shapes, device and versions.
 
-A kept way is followed where it pays: what its steps save over the run must be more than what its start takes. Compiled
-code lies in another folder, which may be emptied; a mark in there tells whether this way's code was put into it.
+A kept mode is followed where it pays: what its steps save over the run must be more than what its start takes. Compiled
+code lies in another folder, which may be emptied; a mark in there tells whether this mode's code was put into it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from halfstep.config.schema import RunConfig
 from halfstep.disk import cache_directory
 from halfstep.hardware.cache import read_json, write_json
 from halfstep.precision.gain import Gain
-from halfstep.precision.plan import Plan
+from halfstep.precision.plan import Plan, with_current_names
 from halfstep.tune.cudnn_trials import CUDNN_TRIALS_S
-from halfstep.tune.mode_search import FoundWay
+from halfstep.tune.mode_search import FoundMode
 from halfstep.tune.modes import COMPILE_S, KERNEL_TUNING_S, WARM_START_S, compiled_code
 from halfstep.workloads.workload import Workload
 
@@ -31,7 +31,7 @@ MUCH_LONGER = 2.0
 """A run so much longer than the one that measured tries what that one left untried."""
 
 
-class KeptWay:
+class CachedMode:
     """A decision on disk, under everything it depends on."""
 
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan) -> None:
@@ -44,19 +44,20 @@ class KeptWay:
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )
+        # The prefix is that of earlier versions, whose files are still read.
         self.name = f"ways-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
         self.path: Path = cache_directory() / f"{self.name}.json"
 
-    def read(self) -> FoundWay | None:
+    def read(self) -> FoundMode | None:
         try:
             stored = read_json(self.path)
-            fields = dict(stored.pop("fields"))
+            fields = with_current_names(stored.pop("fields"))
             fields["gains"] = tuple(Gain(**gain) for gain in fields["gains"])
-            return FoundWay(**{**stored, "fields": fields, "untried": tuple(stored["untried"])})
+            return FoundMode(**{**stored, "fields": fields, "untried": tuple(stored["untried"])})
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None  # nothing or nothing usable: measured again
 
-    def write(self, found: FoundWay) -> str:
+    def write(self, found: FoundMode) -> str:
         """Empty, or why it could not be kept."""
         self.mark()
         return write_json(self.path, dataclasses.asdict(found))
@@ -67,16 +68,18 @@ class KeptWay:
         if found is None or _leaves_open(found, num_steps):
             return None
         start_s, saved_s = self._start_s(found), _saved_s(found, num_steps)
-        fields = {**found.fields, "way_reason": f"measured before: {found.fields['way_reason']}"}
+        fields = {**found.fields, "mode_reason": f"measured before: {found.fields['mode_reason']}"}
         if start_s <= saved_s:
             self.mark()
             return fields
-        reason = f"{found.fields['way']} would save {saved_s:.0f} s of this run and take about {start_s:.0f} s to start"
-        plain = {"way": "eager", "tunes_kernels": False, "cudnn_benchmark": False, "gains": ()}
-        return {**fields, **plain, "way_reason": f"{reason} ({fields['way_reason']})"}
+        reason = (
+            f"{found.fields['mode']} would save {saved_s:.0f} s of this run and take about {start_s:.0f} s to start"
+        )
+        plain = {"mode": "eager", "tunes_kernels": False, "cudnn_benchmark": False, "gains": ()}
+        return {**fields, **plain, "mode_reason": f"{reason} ({fields['mode_reason']})"}
 
     def mark(self) -> None:
-        """This way's code is in the compiler's cache, or will be: gone when that is emptied."""
+        """This mode's code is in the compiler's cache, or will be: gone when that is emptied."""
         with contextlib.suppress(OSError):  # then the next start counts as a cold one
             self._mark.parent.mkdir(parents=True, exist_ok=True)
             self._mark.touch()
@@ -85,19 +88,19 @@ class KeptWay:
     def _mark(self) -> Path:
         return compiled_code() / f"halfstep-{self.name}"
 
-    def _start_s(self, found: FoundWay) -> float:
+    def _start_s(self, found: FoundMode) -> float:
         fields = found.fields
         cold_s = KERNEL_TUNING_S if fields["tunes_kernels"] else COMPILE_S
-        compiling_s = 0.0 if fields["way"] == "eager" else WARM_START_S if self._mark.exists() else cold_s
+        compiling_s = 0.0 if fields["mode"] == "eager" else WARM_START_S if self._mark.exists() else cold_s
         return compiling_s + (CUDNN_TRIALS_S if fields["cudnn_benchmark"] else 0.0)
 
 
-def _leaves_open(found: FoundWay, num_steps: int) -> bool:
+def _leaves_open(found: FoundMode, num_steps: int) -> bool:
     expected_s = (found.eager_ms or found.ms) / 1e3 * num_steps
     return bool(found.untried) and expected_s > MUCH_LONGER * found.run_s
 
 
-def _saved_s(found: FoundWay, num_steps: int) -> float:
+def _saved_s(found: FoundMode, num_steps: int) -> float:
     if found.eager_ms is None:
-        return math.inf  # it does not run in any other way
+        return math.inf  # it does not run in any other mode
     return (found.eager_ms - found.ms) / 1e3 * num_steps

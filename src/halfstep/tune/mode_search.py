@@ -21,19 +21,19 @@ from halfstep.precision.plan import Plan
 from halfstep.tune.cudnn_trials import CUDNN_TRIALS_S, has_convolutions
 from halfstep.tune.layout import convolves_images, wants_channels_last
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
-from halfstep.tune.modes import COMPILE_S, KERNEL_TUNING_S, Way
+from halfstep.tune.modes import COMPILE_S, KERNEL_TUNING_S, Mode
 from halfstep.tune.trial_time import TrialTime
 from halfstep.tune.trials import Rehearse, Trial
 from halfstep.workloads.workload import Workload
 
 WORTH = 1.02
-"""A way must be this much faster to be preferred to a simpler one: trials differ by that much."""
+"""A mode must be this much faster to be preferred to a simpler one: trials differ by that much."""
 WORTH_SEARCHING = 1.01
 """What cuDNN's own trials must gain, and over the run more than they take: nothing else changes by them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundWay:
+class FoundMode:
     """What trials decided."""
 
     fields: dict[str, Any]
@@ -48,13 +48,13 @@ class FoundWay:
     """Whether it holds for other runs too: what a short run had no time to compile for says nothing."""
 
 
-class WaySearch:
+class ModeSearch:
     """One search, from the eager step on."""
 
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan, time: TrialTime, rehearse: Rehearse) -> None:
         self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
         self.fields: dict[str, Any] = {
-            "way": "eager",
+            "mode": "eager",
             "channels_last": wants_channels_last(config, plan, *workload.modules()),
             "tunes_kernels": config.train.tune_kernels is True,
             "cudnn_benchmark": False,
@@ -67,7 +67,7 @@ class WaySearch:
         self.out_of_time: list[str] = []
         self.too_short_for: list[str] = []
 
-    def found(self) -> FoundWay:
+    def found(self) -> FoundMode:
         """Try everything there is time for."""
         eager = self._eager()
         with self._trial() as trial:
@@ -76,9 +76,9 @@ class WaySearch:
         best = self._with_tuned_kernels(best)
         factor = [f"{eager.ms / best.ms:.2f}x eager"] if eager and best and best is not eager else []
         reason = "; ".join([_line(self.costs) or "nothing could be measured", *factor, *self._remarks()])
-        gains = tuple(_settled(gain, self.fields) for gain in self.gains)
-        return FoundWay(
-            fields={**self.fields, "way_reason": reason, "gains": gains},
+        gains = tuple(_with_outcome(gain, self.fields) for gain in self.gains)
+        return FoundMode(
+            fields={**self.fields, "mode_reason": reason, "gains": gains},
             eager_ms=eager.ms if eager else None,
             ms=best.ms if best else 0.0,
             run_s=self.time.run_s or 0.0,
@@ -115,7 +115,7 @@ class WaySearch:
         if not self._may_try("graph", COMPILE_S):
             return eager
         captured = self._tried(trial, "graph")
-        # Without a graph it is the way that is left, and of its code most is there. Beside one it may be compiled anew.
+        # Without a graph it is the mode that is left, and most of its code is there. With one it may compile anew.
         start_s = COMPILE_S if captured else 0.0
         compiled = self._tried(trial, "compile") if self.compiles and self._may_try("compile", start_s) else None
         if eager and compiled:
@@ -125,26 +125,26 @@ class WaySearch:
             self._note("graph", simpler, captured)
         if not self.costs:
             return None
-        self.fields["way"] = fastest_way(self.costs)
-        return {"eager": eager, "compile": compiled, "graph": captured}[self.fields["way"]]
+        self.fields["mode"] = fastest_mode(self.costs)
+        return {"eager": eager, "compile": compiled, "graph": captured}[self.fields["mode"]]
 
     def _with_cudnn_trials(self, trial: Trial, best: Cost | None) -> Cost | None:
         if best is None or not self.plan.on_cuda or not has_convolutions(self.workload.model):
             return best
         if not self._may_try("cudnn.benchmark", CUDNN_TRIALS_S):
             return best
-        way: Way = self.fields["way"]
-        cost = self._tried(trial, way, f"{way} + cudnn.benchmark", cudnn_benchmark=True)
+        mode: Mode = self.fields["mode"]
+        cost = self._tried(trial, mode, f"{mode} + cudnn.benchmark", cudnn_benchmark=True)
         return self._better(best, cost, "cudnn.benchmark", "cudnn_benchmark", WORTH_SEARCHING, CUDNN_TRIALS_S)
 
     def _with_tuned_kernels(self, best: Cost | None) -> Cost | None:
-        way: Way = self.fields["way"]
-        if best is None or way == "eager" or self.config.train.tune_kernels != "auto":
+        mode: Mode = self.fields["mode"]
+        if best is None or mode == "eager" or self.config.train.tune_kernels != "auto":
             return best
         if not self._may_try("kernel tuning", KERNEL_TUNING_S):
             return best
         with self._trial(tunes_kernels=True) as trial:
-            cost = self._tried(trial, way, f"{way} + kernel tuning")
+            cost = self._tried(trial, mode, f"{mode} + kernel tuning")
         return self._better(best, cost, "kernel tuning", "tunes_kernels")
 
     # --- one candidate ---
@@ -160,17 +160,17 @@ class WaySearch:
         return False
 
     def _trial(self, **changed: bool) -> AbstractContextManager[Trial]:
-        way_independent = {name: value for name, value in {**self.fields, **changed}.items() if name != "way"}
-        return self.rehearse(self.config, self.workload, dataclasses.replace(self.plan, **way_independent))
+        mode_independent = {name: value for name, value in {**self.fields, **changed}.items() if name != "mode"}
+        return self.rehearse(self.config, self.workload, dataclasses.replace(self.plan, **mode_independent))
 
-    def _tried(self, trial: Trial, way: Way, label: str = "", **switches: bool) -> Cost | None:
+    def _tried(self, trial: Trial, mode: Mode, label: str = "", **switches: bool) -> Cost | None:
         try:
-            cost = trial.cost(way, self.time, **switches)
+            cost = trial.cost(mode, self.time, **switches)
         except CannotRun as error:
-            self.problems.append(f"{label or way} not possible: {error}")
+            self.problems.append(f"{label or mode} not possible: {error}")
             self.compiles &= isinstance(error, DoesNotFit | NotCaptured)
             return None
-        self.costs[label or way] = cost
+        self.costs[label or mode] = cost
         return cost
 
     def _note(self, part: str, before: Cost, after: Cost) -> None:
@@ -198,12 +198,12 @@ class WaySearch:
         return [*found, f"{self.time.spent_s:.0f} s of trials and {self.time.starts_s:.0f} s of first steps"]
 
 
-def _settled(gain: Gain, fields: dict[str, Any]) -> Gain:
+def _with_outcome(gain: Gain, fields: dict[str, Any]) -> Gain:
     """Whether the part is in what runs is known at the end only."""
     taken = {
         "channels_last": fields["channels_last"],
-        "compile": fields["way"] != "eager",
-        "graph": fields["way"] == "graph",
+        "compile": fields["mode"] != "eager",
+        "graph": fields["mode"] == "graph",
         "cudnn.benchmark": fields["cudnn_benchmark"],
         "kernel tuning": fields["tunes_kernels"],
     }
@@ -216,13 +216,13 @@ def _faster_layout(tried: dict[bool, Cost], usual: bool) -> bool:
     return not usual if tried[not usual].ms * WORTH < tried[usual].ms else usual
 
 
-def fastest_way(costs: dict[str, Cost]) -> Way:
-    """The simplest of the ways that are as fast as the fastest; eager counts in its better layout."""
+def fastest_mode(costs: dict[str, Cost]) -> Mode:
+    """The simplest of the modes that are as fast as the fastest; eager counts in its better layout."""
     eager = [cost for label, cost in costs.items() if label.startswith("eager")]
-    ways: dict[Way, Cost] = {"eager": min(eager)} if eager else {}
-    ways |= {way: costs[way] for way in ("compile", "graph") if way in costs}
-    limit = min(cost.ms for cost in ways.values()) * WORTH
-    return next(way for way, cost in ways.items() if cost.ms <= limit)
+    modes: dict[Mode, Cost] = {"eager": min(eager)} if eager else {}
+    modes |= {mode: costs[mode] for mode in ("compile", "graph") if mode in costs}
+    limit = min(cost.ms for cost in modes.values()) * WORTH
+    return next(mode for mode, cost in modes.items() if cost.ms <= limit)
 
 
 def _line(costs: dict[str, Cost]) -> str:

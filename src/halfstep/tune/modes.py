@@ -1,4 +1,4 @@
-"""The ways a step can run: eager, compiled, or as one CUDA graph of compiled kernels; and which one was asked for."""
+"""The modes a step can run: eager, compiled, or as one CUDA graph of compiled kernels; and which one was asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfstep.precision.plan import Plan
 from halfstep.tune.memory_levers import activation_budget as budget
 from halfstep.workloads.workload import Workload
 
-Way: TypeAlias = Literal["eager", "compile", "graph"]
+Mode: TypeAlias = Literal["eager", "compile", "graph"]
 Batch: TypeAlias = dict[str, Tensor]
 Region: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | float, Any]]
 """Forward and loss of one batch: (loss, weight, outputs). This is what gets compiled."""
@@ -40,15 +40,15 @@ KERNEL_TUNING_S = 240.0
 NEEDS_CUDA = "warning: train.fast=graph needs a CUDA device, this run is on {}: the step is compiled, not captured"
 
 
-def asked_way(config: RunConfig, plan: Plan) -> Way | None:
+def asked_mode(config: RunConfig, plan: Plan) -> Mode | None:
     """What the settings or the stored plan say; None where it is left to measurement (`auto` on a CUDA device)."""
     wish = config.train.fast
     if plan.simulated and wish in ("compile", "graph"):
         raise ConfigError(
             "a simulated precision cannot be compiled", why="simulation is eager only", fix="train.fast=off"
         )
-    if plan.way:
-        return plan.way
+    if plan.mode:
+        return plan.mode
     if wish == "auto":
         # Repeatable to the bit means the same kernels each time, and inductor times its kernels anew.
         is_measured = plan.on_cuda and not config.train.deterministic and not plan.simulated

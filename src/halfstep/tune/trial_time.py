@@ -1,10 +1,10 @@
-"""The clock that trials of ways run against: at most a minute, and at most a twentieth of the expected run.
+"""The clock that trials of modes run against: at most a minute, and at most a twentieth of the expected run.
 
 Two accounts are kept apart:
 
     starts   the first step of each candidate, in which code is compiled and cuDNN tries its algorithms. Nothing can
              interrupt it, so what it usually takes is weighed before: all starts together must fit into a twentieth of
-             the run. It is what a run in that way would begin with anyway, and compiled code is found again on disk.
+             the run. It is what a run in that mode would begin with anyway, and compiled code is found again on disk.
     steps    everything else. The clock bounds it: asked before each candidate, and for how many steps one is timed.
 """
 
@@ -69,11 +69,11 @@ class TrialTime:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """A candidate's first step."""
-        lap = Stopwatch(clock=self.clock)
+        start = Stopwatch(clock=self.clock)
         try:
             yield
         finally:
-            self.starts_s += lap.elapsed_s
+            self.starts_s += start.elapsed_s
 
 
 def total_steps_of(config: RunConfig, num_batches: int) -> int:

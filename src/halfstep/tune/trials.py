@@ -14,10 +14,10 @@ from halfstep.config.schema import RunConfig
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.measure.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
+from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
-from halfstep.tune.modes import UNCAPTURED, Batch, Level, Notice, Way
-from halfstep.tune.own_thread import in_own_thread
+from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
 from halfstep.tune.trial_time import TrialTime
 from halfstep.workloads.workload import Workload
 
@@ -54,7 +54,7 @@ class Steps(Protocol):
     """What makes the steps of a run: its engine."""
 
     @property
-    def way(self) -> Way: ...
+    def mode(self) -> Mode: ...
 
     def __call__(self, window: list[Batch]) -> object: ...
     def forget_graphs(self) -> None: ...
@@ -81,42 +81,42 @@ Rehearse = Callable[[RunConfig, Workload, Plan], AbstractContextManager["Trial"]
 """Puts a copy of a run together for one trial; handed in by whoever can, since this room knows no run."""
 
 
-def cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
-    """What a step takes in this way, or compiled where it cannot be captured: as the run itself would go on."""
+def cost_in(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+    """What a step takes in this mode, or compiled where it cannot be captured: as the run itself would go on."""
     try:
-        return _cost_in(way, config, workload, plan, rehearse)
+        return _cost_in(mode, config, workload, plan, rehearse)
     except NotCaptured:
         pass  # not tried in here: the error's frames hold the model that it is about
     return _cost_in("compile", config, workload, plan, rehearse)
 
 
-def _cost_in(way: Way, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+def _cost_in(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
     with rehearse(config, workload, plan) as trial:
-        return trial.cost(way)
+        return trial.cost(mode)
 
 
 class Trial:
     """Steps on one window of real data, over and over."""
 
-    def __init__(self, parts: Rehearsed, engine: Callable[[Any, Way, Notice], Steps], batch: Batch) -> None:
+    def __init__(self, parts: Rehearsed, engine: Callable[[Any, Mode, Notice], Steps], batch: Batch) -> None:
         self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
 
-    def cost(self, way: Way, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
-        """Milliseconds and peak bytes of a step that runs in this way; CannotRun where it does not."""
+    def cost(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
+        """Milliseconds and peak bytes of a step that runs in this mode; CannotRun where it does not."""
         if cudnn_benchmark is not None:
             self.parts.plan = dataclasses.replace(self.parts.plan, cudnn_benchmark=cudnn_benchmark)
-        return in_own_thread(lambda: self._cost(way, time or TrialTime()), self.parts.device)
+        return in_fresh_thread(lambda: self._cost(mode, time or TrialTime()), self.parts.device)
 
-    def _cost(self, way: Way, time: TrialTime) -> Cost:
-        if way == "graph" and (reason := self.parts.step.why_never_captured()):
+    def _cost(self, mode: Mode, time: TrialTime) -> Cost:
+        if mode == "graph" and (reason := self.parts.step.why_never_captured()):
             raise NotCaptured(reason)
 
         def ended(text: str, level: Level) -> None:
-            if engine.way != way:  # before it goes on, and compiles, in another
-                raise (NotCaptured if engine.way == "compile" else CannotRun)(text)
+            if engine.mode != mode:  # before it goes on, and compiles, in another
+                raise (NotCaptured if engine.mode == "compile" else CannotRun)(text)
 
-        engine = self.engine(self.parts, way, ended)
+        engine = self.engine(self.parts, mode, ended)
         try:
             peak = self._warmed_up(engine, time)
             found = Cost(self._timed(engine, time) * 1e3, peak)
@@ -125,7 +125,7 @@ class Trial:
         except CannotRun:
             raise
         except Exception as error:
-            if way == "eager":
+            if mode == "eager":
                 raise  # the run itself would fail with it
             raise CannotRun(f"{type(error).__name__}: {first_line(error)}") from error
         finally:

@@ -41,7 +41,7 @@ def ledger(word: str, *, flags: Mapping[str, object], overrides: Sequence[str]) 
 
 def _replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
     """Steps until one is captured, where steps are, and the record of one more; the assembly is our own."""
-    if engine.way == "graph":
+    if engine.mode == "graph":
         for _ in range(MOST_STEPS):
             if not engine.graphs:
                 engine(window)
@@ -62,7 +62,7 @@ def at_hand(
         parts = _of_run(Path(word), config) if is_run(word) else _of_config(config)
         try:
             with algorithms(deterministic=config.train.deterministic):
-                engine = engine_for(parts, parts.way or "eager", _unsaid)
+                engine = engine_for(parts, parts.mode or "eager", _unsaid)
                 window = _first_window(parts)
                 engine(window)
                 yield parts, engine, window

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from halfstep.align.declarations import Source
 from halfstep.align.dialects import (
     accelerate,
     composer,
@@ -15,7 +16,6 @@ from halfstep.align.dialects import (
     transformers,
 )
 from halfstep.align.document import Node
-from halfstep.align.statements import Source
 
 DIALECTS: tuple[tuple[Callable[[Node], bool], Callable[[Node], Source]], ...] = (
     (own.recognises, own.read),

@@ -6,9 +6,9 @@ An explicit `Accelerator(mixed_precision=…)` beats this file, and a plain `pyt
 
 from __future__ import annotations
 
+from halfstep.align.declarations import Draft, Source, is_on
 from halfstep.align.document import Node
 from halfstep.align.spellings import ACCELERATE_WORDS
-from halfstep.align.statements import Draft, Source, is_on
 
 MARKS = ("compute_environment", "distributed_type", "mixed_precision", "main_training_function", "num_machines")
 LAUNCHER_KEYS = {

@@ -1,6 +1,6 @@
 """Command lines: a launcher's flags, a trainer's flags, and `key=value` overrides, from a shell script or as text.
 
-Guide 1's `--mixed_precision --precision_type bf16` is one statement; a bare `--bf16` (guide 3) sets the Trainer's
+Guide 1's `--mixed_precision --precision_type bf16` is one declaration; a bare `--bf16` (guide 3) sets the Trainer's
 precision over the YAML; `accelerate launch --mixed_precision` beats accelerate's file.
 """
 
@@ -11,11 +11,11 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from halfstep.align.declarations import Draft, Source, is_on
 from halfstep.align.dialects import lightning, torchtitan, transformers
 from halfstep.align.document import Node, plain_scalar
 from halfstep.align.links import names_in_command
 from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
-from halfstep.align.statements import Draft, Source, is_on
 
 COMMAND = re.compile(r"\b(python3?|torchrun|accelerate|deepspeed|composer)\b")
 COMMAND_LINE = "command_line"

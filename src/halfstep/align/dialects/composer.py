@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from halfstep.align.declarations import Draft, Source
 from halfstep.align.document import Node
 from halfstep.align.spellings import COMPOSER_WORDS
-from halfstep.align.statements import Draft, Source
 
 MARKS = ("max_duration", "global_train_batch_size", "device_train_microbatch_size", "eval_interval", "algorithms")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from halfstep.align.declarations import AUTO, Draft, Source, is_on
 from halfstep.align.document import Node
 from halfstep.align.findings import Edit
 from halfstep.align.spellings import dtype_of
-from halfstep.align.statements import AUTO, Draft, Source, is_on
 
 MARKS = ("train_micro_batch_size_per_gpu", "zero_optimization", "zero_allow_untested_optimizer", "steps_per_print")
 SCALER_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")

@@ -7,8 +7,8 @@ without a dtype, which is float16 on CUDA, and no GradScaler is made (accelerate
 
 from __future__ import annotations
 
+from halfstep.align.declarations import Draft, Source, is_on
 from halfstep.align.document import Node
-from halfstep.align.statements import Draft, Source, is_on
 
 
 def recognises(root: Node) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from halfstep.align.declarations import Draft, Source
 from halfstep.align.document import Node
 from halfstep.align.spellings import ACCELERATE_WORDS
-from halfstep.align.statements import Draft, Source
 
 NAME = "environment"
 

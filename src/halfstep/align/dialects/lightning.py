@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from halfstep.align.declarations import Draft, Source
 from halfstep.align.document import Node
 from halfstep.align.spellings import LIGHTNING_1_WORDS, LIGHTNING_2_WORDS
-from halfstep.align.statements import Draft, Source
 
 MARKS = ("accelerator", "devices", "strategy", "max_epochs", "gradient_clip_val", "accumulate_grad_batches")
 LONG_WORDS = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from halfstep.align.declarations import Draft, Source, Topic, is_on
 from halfstep.align.document import Node
 from halfstep.align.spellings import dtype_of
-from halfstep.align.statements import Draft, Source, Topic, is_on
 from halfstep.config.aliases import PRECISIONS, precision_name
 from halfstep.errors import ConfigError
 
@@ -62,7 +62,7 @@ def names_format(root: Node) -> bool:
 
 
 def read_flat(root: Node) -> Source:
-    """`use_amp` and its dtype are one statement, `mixed_precision: bf16` is one by itself."""
+    """`use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
     draft = Draft(root, "use_amp/amp_dtype")
     section = flat_section(root) or ""
     if root.has(section + "use_amp"):

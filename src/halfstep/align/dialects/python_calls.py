@@ -1,6 +1,6 @@
 """What a training script itself passes: `Trainer(…)`, `TrainingArguments(…)`, `Accelerator(…)`, FSDP policies, dicts.
 
-Only literals are believed; an argument that is computed is not a statement.
+Only literals are believed; an argument that is computed is not a declaration.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import ast
 import dataclasses
 import re
 
+from halfstep.align.declarations import Declaration, Draft, Source, as_number
 from halfstep.align.dialects import lightning, own, transformers
 from halfstep.align.document import Node, Scalar
 from halfstep.align.findings import Finding
 from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
-from halfstep.align.statements import Draft, Source, Statement, as_number
 from halfstep.align.textlines import lines_of
 
 RELEVANT = re.compile(
@@ -92,7 +92,7 @@ def sources_of(tree: ast.Module, text: str, path: str, *, lightning_version: str
             found.append(from_dict(literals.dictionary(node)))
     found += [script_clipping(tree, literals), overwritten_amp(tree, literals), script_engine(tree, literals)]
     said = (source for source in found if source is not None)
-    return [source for source in said if source.statements or source.findings or IMPORTS in source.facts]
+    return [source for source in said if source.declarations or source.findings or IMPORTS in source.facts]
 
 
 def script_engine(tree: ast.Module, literals: Literals) -> Source | None:
@@ -123,8 +123,8 @@ def script_clipping(tree: ast.Module, literals: Literals) -> Source | None:
         literal = literals.literal(call.args[1]) if len(call.args) > 1 else None
         limit = as_number(literal[0]) if literal is not None else None
         place = literals.mapping([], call).place
-        said = Statement(topic="clip", value=limit or "set", spelled=f"{ast.unparse(call.func)}(…)", place=place)
-        return Source(name=literals.path, dialect="script", statements=(said,))
+        said = Declaration(topic="clip", value=limit or "set", spelled=f"{ast.unparse(call.func)}(…)", place=place)
+        return Source(name=literals.path, dialect="script", declarations=(said,))
     return None
 
 

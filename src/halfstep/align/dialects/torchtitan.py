@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from halfstep.align.declarations import Draft, Source
 from halfstep.align.document import Node
 from halfstep.align.spellings import TITAN_WORDS, dtype_of
-from halfstep.align.statements import Draft, Source
 
 
 def recognises(root: Node) -> bool:

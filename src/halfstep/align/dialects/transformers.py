@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+from halfstep.align.declarations import Draft, Source, is_on
 from halfstep.align.document import Node
 from halfstep.align.spellings import HF_OPTIMIZERS, dtype_of
-from halfstep.align.statements import Draft, Source, is_on
 
 MARKS = (
     "per_device_train_batch_size",

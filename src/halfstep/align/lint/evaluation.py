@@ -21,7 +21,7 @@ def find(amp: Amp) -> Iterator[Finding]:
             yield from outside_autocast(amp, trace)
 
 
-def evaluated(trace: Trace) -> list[Event]:
+def evaluation_calls(trace: Trace) -> list[Event]:
     """Model calls after `model.eval()`, before the model trains again, in a function that never goes backward there."""
     found: list[Event] = []
     mode = ""
@@ -45,7 +45,7 @@ def without_no_grad(amp: Amp, trace: Trace) -> Iterator[Finding]:
         return
     if whole is not None and whole.name in amp.called_under_no_grad:
         return
-    for event in evaluated(trace)[:1]:
+    for event in evaluation_calls(trace)[:1]:
         if not event.grad_off and not is_frozen(amp, trace, event.called):
             message = "evaluation records gradients: model.eval() alone does not stop that"
             yield amp.script.finding("eval-without-no-grad", event.node, message, fix="wrap it in torch.no_grad()")
@@ -60,7 +60,7 @@ def is_frozen(amp: Amp, trace: Trace, model: str) -> bool:
 
 
 def outside_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    for event in evaluated(trace)[:1]:
+    for event in evaluation_calls(trace)[:1]:
         if not event.regions:
             message = "training runs under autocast, evaluation does not: slower, and not the numbers training sees"
             fix = "open the same autocast around evaluation"

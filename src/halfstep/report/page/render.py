@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -83,7 +83,7 @@ def _cards(run: RunRecord) -> str:
         ("energy", _optional(summary.get("joules"), "{:,.0f} J")),
         ("skipped steps", _optional(summary.get("skipped"), "{:.0f}")),
         ("precision", str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")),
-        ("steps run", str(summary.get("steps_run", run.plan.get("way") or ""))),
+        ("steps run", str(summary.get("steps_run", _mode(run.plan)))),
         ("device", str(run.plan.get("device_name", ""))),
     ]
     cards = "".join(
@@ -111,13 +111,19 @@ def _chart(chart: Chart) -> str:
 def _plan(run: RunRecord) -> str:
     plan, titles = run.plan, ("module", "stored", "computes in", "why")
     lines = [f"asked {plan.get('asked')}, granted {plan.get('granted')}: {plan.get('reason', '')}"]
-    lines += [f"steps run {plan['way']}: {plan.get('way_reason', '')}"] if plan.get("way") else []
+    reason = plan.get("mode_reason", plan.get("way_reason", ""))
+    lines += [f"steps run {mode}: {reason}"] if (mode := _mode(plan)) else []
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
     warned = "".join(f"<p class=bad>{escape(str(line))}</p>" for line in plan.get("warnings", ()))
     rows = [(row["module"], row["storage"], row["compute"], row["reason"]) for row in plan.get("rows", ())]
     special = [cells for cells, row in zip(rows, plan.get("rows", ()), strict=True) if row.get("kind") != "default"]
     whole = f"<details><summary>every module ({len(rows)})</summary>{_table(titles, rows)}</details>"
     return said + warned + (_table(titles, special) if special else "") + whole
+
+
+def _mode(plan: Mapping[str, Any]) -> str:
+    """How steps run; earlier versions stored it as `way`."""
+    return str(plan.get("mode") or plan.get("way") or "")
 
 
 def _has_time(run: RunRecord) -> bool:

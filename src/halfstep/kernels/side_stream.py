@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class Beside:
+class SideStream:
     """A block whose `aside()` parts run on a second stream, behind all that was asked for before them.
 
     The end of the block waits for them, as the device waits and not the host. On the CPU all runs in order.

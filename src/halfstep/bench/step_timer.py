@@ -60,7 +60,7 @@ def schedule_for(timed_steps: int, device: torch.device) -> Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lapped:
+class Timings:
     """What the clock found."""
 
     start_s: float
@@ -80,7 +80,7 @@ class Lapped:
     """What held the device's clocks down."""
 
 
-class Laps:
+class StepTimer:
     """Called after each step; `found()` once all of them are made."""
 
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
@@ -94,7 +94,7 @@ class Laps:
         self.start_peak_bytes: int | None = None
         self.marks: list[Mark] = []
         self._energy: EnergyMeter | None = None
-        self._lapped: Lapped | None = None
+        self._timings: Timings | None = None
         reset_peak(device)
 
     def __call__(self) -> None:
@@ -113,9 +113,9 @@ class Laps:
         if self.count == self.schedule.steps:
             self._end()
 
-    def found(self) -> Lapped:
-        assert self._lapped is not None, f"the runner made {self.count} of {self.schedule.steps} steps"
-        return self._lapped
+    def found(self) -> Timings:
+        assert self._timings is not None, f"the runner made {self.count} of {self.schedule.steps} steps"
+        return self._timings
 
     def _end_warm_up(self) -> None:
         wait_for(self.device)
@@ -141,7 +141,7 @@ class Laps:
         wait_for(self.device)
         joules = self._energy.joules() if self._energy is not None else None
         window_s = [_between(a, b) / self.schedule.window for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        self._lapped = Lapped(
+        self._timings = Timings(
             start_s=self.start_s,
             cache=self.cache,
             window_s=tuple(window_s),

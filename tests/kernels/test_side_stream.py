@@ -1,4 +1,4 @@
-"""A block beside which weights' gradients run: how long it keeps what they read."""
+"""A block on whose side stream weights' gradients run: how long it keeps what they read."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import weakref
 
 import torch
 
-from halfstep.kernels.beside import Beside
 from halfstep.kernels.chain import convolution_gradients
+from halfstep.kernels.side_stream import SideStream
 
 
 def test_what_the_second_stream_reads_is_kept_until_the_block_ends_and_no_longer() -> None:
-    with Beside(torch.device("cpu")) as beside:
+    with SideStream(torch.device("cpu")) as side:
         tensor = torch.zeros(3)
         seen = weakref.ref(tensor)
-        beside.keep(tensor)
+        side.keep(tensor)
         del tensor
         assert seen() is not None
     assert seen() is None
@@ -23,8 +23,8 @@ def test_what_the_second_stream_reads_is_kept_until_the_block_ends_and_no_longer
 def test_a_gradient_that_was_copied_is_kept_until_the_block_ends() -> None:
     z = torch.randn(2, 6, 7, 6).to(memory_format=torch.channels_last)
     w, dy = torch.randn(5, 6, 1, 1), torch.randn(2, 5, 7, 6)
-    with Beside(z.device) as beside:
-        convolution_gradients(beside, dy, z, w, 1, 0)
-        (kept,) = beside._kept
+    with SideStream(z.device) as side:
+        convolution_gradients(side, dy, z, w, 1, 0)
+        (kept,) = side._kept
         assert kept.data_ptr() != dy.data_ptr()
         assert torch.equal(kept, dy)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from halfstep.bench.laps import NUM_WINDOWS, Laps, Schedule, schedule_for
+from halfstep.bench.step_timer import NUM_WINDOWS, Schedule, StepTimer, schedule_for
 from halfstep.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 
 def test_the_windows_see_the_timed_steps_and_not_the_warm_up() -> None:
     schedule = Schedule(warm_up=2, ramp=1, window=2)
-    laps = Laps(schedule, CPU)
+    timer = StepTimer(schedule, CPU)
     for step in range(schedule.steps):
         time.sleep(0.05 if step < 3 else 0.002)
-        laps()
-    found = laps.found()
+        timer()
+    found = timer.found()
     assert len(found.window_s) == NUM_WINDOWS
     assert all(0.002 <= seconds < 0.03 for seconds in found.window_s)
     assert 0.05 <= found.start_s < 0.1
@@ -27,20 +27,20 @@ def test_the_windows_see_the_timed_steps_and_not_the_warm_up() -> None:
 
 def test_a_slow_window_shows_in_the_spread() -> None:
     schedule = Schedule(warm_up=1, ramp=0, window=1)
-    laps = Laps(schedule, CPU)
+    timer = StepTimer(schedule, CPU)
     for step in range(schedule.steps):
         time.sleep(0.03 if step == 3 else 0.001)
-        laps()
-    windows = laps.found().window_s
+        timer()
+    windows = timer.found().window_s
     assert max(windows) == windows[2] > 2 * min(windows)
 
 
 def test_a_cpu_has_neither_memory_of_a_rows_own_nor_an_energy_counter() -> None:
     schedule = Schedule(warm_up=1, ramp=0, window=1)
-    laps = Laps(schedule, CPU)
+    timer = StepTimer(schedule, CPU)
     for _ in range(schedule.steps):
-        laps()
-    found = laps.found()
+        timer()
+    found = timer.found()
     assert (found.peak_bytes, found.start_peak_bytes) == (None, None)
     assert (found.reserved_bytes, found.joules_a_step, found.clock_limits) == (None, None, ())
 

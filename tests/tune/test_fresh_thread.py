@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.tune.own_thread import _Errand, in_own_thread
+from halfstep.tune.fresh_thread import _Errand, in_fresh_thread
 
 CPU = torch.device("cpu")
 
 
 def test_results_and_errors_come_through() -> None:
-    assert in_own_thread(threading.get_ident, CPU) != threading.get_ident()
+    assert in_fresh_thread(threading.get_ident, CPU) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
-        in_own_thread(lambda: 1 // 0, CPU)
+        in_fresh_thread(lambda: 1 // 0, CPU)
 
 
 def test_backward_runs_in_the_same_thread_and_context_variables_of_the_caller_hold() -> None:
@@ -40,7 +40,7 @@ def test_backward_runs_in_the_same_thread_and_context_variables_of_the_caller_ho
         y.sum().backward()
         return threading.get_ident(), setting.get(), torch.autograd.is_multithreading_enabled()
 
-    ident, value, is_multithreaded = in_own_thread(work, CPU)
+    ident, value, is_multithreaded = in_fresh_thread(work, CPU)
     assert threads == [ident]
     assert value == "callers"
     assert not is_multithreaded
@@ -59,7 +59,7 @@ def test_ctrl_c_ends_the_work_and_is_raised_after_its_clean_up() -> None:
             events.append("cleaned up")
 
     with pytest.raises(KeyboardInterrupt):
-        in_own_thread(work, CPU)
+        in_fresh_thread(work, CPU)
     assert events == ["cleaned up"]
 
 
@@ -84,5 +84,5 @@ def test_code_is_compiled_after_a_thread_that_compiled_is_gone() -> None:
         torch.compiler.reset()
         return float(torch.compile(lambda x: x * 2, backend="eager")(torch.ones(())))
 
-    assert [in_own_thread(compiled, torch.device("cpu")) for _ in range(2)] == [2.0, 2.0]
+    assert [in_fresh_thread(compiled, torch.device("cpu")) for _ in range(2)] == [2.0, 2.0]
     assert compiled() == 2.0

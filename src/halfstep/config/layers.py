@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from halfstep.config.aliases import PRECISION_NAMES
 from halfstep.config.scalars import Plain
-from halfstep.config.statements import Layer, Source, Statement, leaves
+from halfstep.config.statements import Layer, Origin, Statement, leaves
 from halfstep.config.yaml_source import Document, parse_flow
 from halfstep.errors import ConfigError
 
@@ -28,8 +28,8 @@ def parse_override(word: str) -> list[Statement]:
         raise ConfigError(f"{word!r} is not an override", fix=fix)
     if not KEY.fullmatch(key):
         raise ConfigError(f"{word!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
-    source = Source(layer="override", where=word, key=key)
-    return statements_of({key: parse_value(text.strip(), word)}, lambda _: source)
+    origin = Origin(layer="override", where=word, key=key)
+    return statements_of({key: parse_value(text.strip(), word)}, lambda _: origin)
 
 
 def parse_value(text: str, word: str) -> object:
@@ -43,28 +43,28 @@ def parse_value(text: str, word: str) -> object:
 def flag_statements(flags: Mapping[str, object]) -> list[Statement]:
     """Flags by name (`data_dir`, `bf16`); None means the flag was not given."""
 
-    def source_of(path: tuple[str, ...]) -> Source:
+    def origin_of(path: tuple[str, ...]) -> Origin:
         flag, value = "--" + path[0].replace("_", "-"), flags[path[0]]
-        return Source(layer="flag", where=flag if value is True else f"{flag} {value}", key=flag)
+        return Origin(layer="flag", where=flag if value is True else f"{flag} {value}", key=flag)
 
     given = {name: value for name, value in flags.items() if value is not None}
-    return statements_of(given, source_of)
+    return statements_of(given, origin_of)
 
 
 def file_statements(document: Document) -> list[Statement]:
     """What a YAML file says, with its lines."""
 
-    def source_of(path: tuple[str, ...]) -> Source:
+    def origin_of(path: tuple[str, ...]) -> Origin:
         line = document.lines.get(path)
-        return Source(layer="file", where=f"{document.name}:{line}" if line else document.name, key=".".join(path))
+        return Origin(layer="file", where=f"{document.name}:{line}" if line else document.name, key=".".join(path))
 
-    return statements_of(document.values, source_of)
+    return statements_of(document.values, origin_of)
 
 
 def layer_statements(values: Mapping[str, object], layer: Layer, where: str) -> list[Statement]:
     """What a dict of a Python caller or a preset says."""
-    return statements_of(values, lambda path: Source(layer=layer, where=where, key=".".join(path)))
+    return statements_of(values, lambda path: Origin(layer=layer, where=where, key=".".join(path)))
 
 
-def statements_of(values: Mapping[str, object], source_of: Callable[[tuple[str, ...]], Source]) -> list[Statement]:
-    return [Statement(path=".".join(path), value=value, source=source_of(path)) for path, value in leaves(values)]
+def statements_of(values: Mapping[str, object], origin_of: Callable[[tuple[str, ...]], Origin]) -> list[Statement]:
+    return [Statement(path=".".join(path), value=value, origin=origin_of(path)) for path, value in leaves(values)]

@@ -1,4 +1,4 @@
-"""What a source says about a run, in one vocabulary: a `Statement` a topic, a `Source` a file, call or command."""
+"""What a source says about a run, in one vocabulary: a `Declaration` a topic, a `Source` a file, call or command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Statement:
+class Declaration:
     """One topic, its value in our words, how the source spells it, and how it would spell another value."""
 
     topic: Topic
@@ -70,7 +70,7 @@ class Source:
 
     name: str
     dialect: str
-    statements: tuple[Statement, ...] = ()
+    declarations: tuple[Declaration, ...] = ()
     findings: tuple[Finding, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     """What resolving needs besides the table: `strategy`, `version`, `backend`."""
@@ -78,12 +78,12 @@ class Source:
     named_by: Place | None = None
     """Who names this file, when the user did not."""
 
-    def says(self, topic: Topic) -> Statement | None:
-        return next((s for s in self.statements if s.topic == topic), None)
+    def says(self, topic: Topic) -> Declaration | None:
+        return next((s for s in self.declarations if s.topic == topic), None)
 
     def value(self, topic: Topic) -> str:
-        statement = self.says(topic)
-        return statement.value if statement else ""
+        declaration = self.says(topic)
+        return declaration.value if declaration else ""
 
 
 class Draft:
@@ -91,7 +91,7 @@ class Draft:
 
     def __init__(self, root: Node, dialect: str) -> None:
         self.root, self.dialect = root, dialect
-        self.statements: list[Statement] = []
+        self.declarations: list[Declaration] = []
         self.findings: list[Finding] = []
         self.facts: dict[str, str] = {}
         self.references: list[Reference] = []
@@ -101,8 +101,8 @@ class Draft:
         node = self.root.get(key)
         spelled = f"{key}: {shown(node)}" if node is not None else key
         place = node.place if node is not None else self.root.place
-        self.statements.append(
-            Statement(topic=topic, value=value, spelled=spelled, place=place, rewrites=rewrites or {})
+        self.declarations.append(
+            Declaration(topic=topic, value=value, spelled=spelled, place=place, rewrites=rewrites or {})
         )
 
     def number(self, topic: Topic, key: str) -> None:
@@ -115,7 +115,9 @@ class Draft:
             self.say(topic, AUTO, key)
         elif (text := as_number(value)) is not None:
             spelled = f"{key}: {shown(node)}"
-            self.statements.append(Statement(topic=topic, value=text, spelled=spelled, place=node.place, number=node))
+            self.declarations.append(
+                Declaration(topic=topic, value=text, spelled=spelled, place=node.place, number=node)
+            )
 
     def find(self, rule: str, message: str, key: str, *, fix: str = "", edits: tuple[Edit, ...] = ()) -> None:
         node = self.root.get(key)
@@ -137,7 +139,7 @@ class Draft:
         return Source(
             name=self.root.path,
             dialect=self.dialect,
-            statements=tuple(self.statements),
+            declarations=tuple(self.declarations),
             findings=tuple(self.findings),
             facts=self.facts,
             references=tuple(self.references),

@@ -1,6 +1,6 @@
-"""Every way of running passes the same four tests: the eager loss curve, bit-identical skips, resume, no host waits.
+"""Every mode of running passes the same four tests: the eager loss curve, bit-identical skips, resume, no host waits.
 
-A covering choice of way, memory, layout and format; the reference is the eager step, contiguous, nothing recomputed.
+A covering choice of mode, memory, layout and format; the reference is the eager step, contiguous, nothing recomputed.
 In channels_last and a half format captured U-Nets and ResNets run as chains of our own kernels, others through the
 compiler alone.
 """
@@ -27,7 +27,7 @@ from halfstep.step.guard import Guard
 from halfstep.step.randomness import algorithms
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_low import NORMAL, MemorySetting
-from halfstep.tune.modes import UNCAPTURED, Way
+from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import from_dict
 from halfstep.workloads.classification import demo as demo_classification
 from halfstep.workloads.segmentation import demo as demo_segmentation
@@ -61,10 +61,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way of running."""
+    """One mode of running."""
 
     workload: str
-    way: Way
+    mode: Mode
     precision: str
     channels_last: bool
     memory: MemorySetting = NORMAL
@@ -73,23 +73,23 @@ class Case:
     def __str__(self) -> str:
         layout = "channels_last" if self.channels_last else "contiguous"
         repeatable = " deterministic" if self.deterministic else ""
-        return f"{self.workload} {self.way} {self.precision} {layout} {self.memory}{repeatable}"
+        return f"{self.workload} {self.mode} {self.precision} {layout} {self.memory}{repeatable}"
 
 
 POINTWISE, BLOCKS = MemorySetting(recompute="pointwise"), MemorySetting(recompute="blocks")
 ALL_LOW = MemorySetting(recompute="pointwise", optimizer_bits=8)
 BUDGETED = MemorySetting(activation_budget=0.5, optimizer_bits=8)
 CASES = [
-    Case(workload="unet", way="eager", precision="bf16", channels_last=True),
-    Case(workload="unet", way="eager", precision="fp16", channels_last=False, memory=ALL_LOW),
-    Case(workload="unet", way="compile", precision="bf16", channels_last=True),
-    Case(workload="unet", way="graph", precision="fp16", channels_last=True, deterministic=True),
-    Case(workload="unet", way="graph", precision="bf16", channels_last=True, memory=ALL_LOW),
-    Case(workload="unet", way="graph", precision="fp16", channels_last=False, memory=POINTWISE, deterministic=True),
-    Case(workload="resnet50", way="eager", precision="bf16", channels_last=True, memory=BLOCKS),
-    Case(workload="resnet50", way="compile", precision="fp16", channels_last=True, memory=POINTWISE),
-    Case(workload="resnet50", way="graph", precision="bf16", channels_last=True, deterministic=True),
-    Case(workload="resnet50", way="graph", precision="bf16", channels_last=False, memory=BUDGETED),
+    Case(workload="unet", mode="eager", precision="bf16", channels_last=True),
+    Case(workload="unet", mode="eager", precision="fp16", channels_last=False, memory=ALL_LOW),
+    Case(workload="unet", mode="compile", precision="bf16", channels_last=True),
+    Case(workload="unet", mode="graph", precision="fp16", channels_last=True, deterministic=True),
+    Case(workload="unet", mode="graph", precision="bf16", channels_last=True, memory=ALL_LOW),
+    Case(workload="unet", mode="graph", precision="fp16", channels_last=False, memory=POINTWISE, deterministic=True),
+    Case(workload="resnet50", mode="eager", precision="bf16", channels_last=True, memory=BLOCKS),
+    Case(workload="resnet50", mode="compile", precision="fp16", channels_last=True, memory=POINTWISE),
+    Case(workload="resnet50", mode="graph", precision="bf16", channels_last=True, deterministic=True),
+    Case(workload="resnet50", mode="graph", precision="bf16", channels_last=False, memory=BUDGETED),
 ]
 """Two of them contiguous and compiled: only those wait for inductor, which takes most of the time."""
 
@@ -100,7 +100,7 @@ class Run:
     def __init__(self, case: Case, data: Path) -> None:
         self.case = case
         settings = {
-            **ALWAYS, **MODELS[case.workload], "data.dir": str(data / case.workload), "train.fast": FAST[case.way],
+            **ALWAYS, **MODELS[case.workload], "data.dir": str(data / case.workload), "train.fast": FAST[case.mode],
             "precision": case.precision, "train.channels_last": case.channels_last,
             "train.deterministic": case.deterministic,
         }  # fmt: skip
@@ -108,7 +108,7 @@ class Run:
         workload = build_workload(config)
         plan = plan_for(config, workload, probe(ALWAYS["device"]))
         self.parts = assemble(config, workload, dataclasses.replace(plan, memory=dataclasses.asdict(case.memory)))
-        self.engine = Engine(self.parts, case.way, lambda text, level: pytest.fail(text))
+        self.engine = Engine(self.parts, case.mode, lambda text, level: pytest.fail(text))
         loaded = (batch for epoch in range(2) for batch in self.parts.train_loader.epoch(epoch))
         full = (batch for batch in loaded if len(batch["image"]) == config.train.batch_size)
         self.batches = [self._on_device(batch) for _, batch in zip(range(NUM_STEPS), full, strict=False)]
@@ -142,7 +142,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def references(data: Path) -> dict[tuple[str, str], list[Reading]]:
     found = {}
     for workload, precision in dict.fromkeys((case.workload, case.precision) for case in CASES):
-        plain = Case(workload=workload, way="eager", precision=precision, channels_last=False)
+        plain = Case(workload=workload, mode="eager", precision=precision, channels_last=False)
         with algorithms(deterministic=False):
             found[workload, precision] = Run(plain, data).readings
     return found
@@ -166,8 +166,8 @@ def furthest_apart(some: list[Reading], others: list[Reading]) -> float:
 def test_the_loss_curve_is_that_of_eager(
     run: Run, references: dict[tuple[str, str], list[Reading]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.engine.way == run.case.way
-    assert len(run.engine.graphs) == (run.case.way == "graph")
+    assert run.engine.mode == run.case.mode
+    assert len(run.engine.graphs) == (run.case.mode == "graph")
     assert len(run.readings) == NUM_STEPS
     assert not any(reading.is_bad for reading in run.readings)
     off = furthest_apart(run.readings, references[run.case.workload, run.case.precision])
@@ -183,7 +183,7 @@ def test_bad_steps_leave_every_bit_alone(run: Run) -> None:
         assert run.engine.step([run.poisoned()]).read().is_bad
         assert_same_bits(before, everything(step))
     assert run.train(run.batches[:1])[0].committed == committed + 1
-    assert len(run.engine.graphs) == (run.case.way == "graph")
+    assert len(run.engine.graphs) == (run.case.mode == "graph")
 
 
 def test_steps_make_no_host_synchronisation(run: Run) -> None:
@@ -205,7 +205,7 @@ def test_a_stored_state_is_restored_to_the_bit_and_goes_on(run: Run) -> None:
     restore_rng(rng, parts.device)
     assert_same_bits(before, everything(parts.step))
     again = run.train(batches)
-    assert len(run.engine.graphs) == (run.case.way == "graph")
+    assert len(run.engine.graphs) == (run.case.mode == "graph")
     if run.case.deterministic:
         assert again == first
         assert_same_bits(then, everything(parts.step))

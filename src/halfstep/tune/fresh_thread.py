@@ -1,4 +1,4 @@
-"""Work in a thread of its own, backward passes included.
+"""Work in a fresh thread, backward passes included.
 
 torch keeps cuDNN's choice of algorithms for each thread, by the shapes alone: a convolution that ran before in this
 thread keeps its algorithm, whatever `cudnn.benchmark` says by then (ATen/native/cudnn/Conv_v8.cpp; tests/gpu has the
@@ -23,7 +23,7 @@ LOOK_S = 0.1
 """How often the waiting thread looks up: on some systems a signal does not end the wait for a lock."""
 
 
-def in_own_thread(work: Callable[[], T], device: torch.device) -> T:
+def in_fresh_thread(work: Callable[[], T], device: torch.device) -> T:
     """What `work` returns or raises. An interrupt of the caller reaches it, and is raised once it has ended."""
     before_a_thread()
     errand = _Errand(work, device)
