@@ -1,6 +1,6 @@
 """SlotContrast at MOVi-E's size: one training step by stock PyTorch, written plainly and used well, and by halfstep.
 
-    python benchmarks/slotcontrast_speed.py [--rows plain,plain_tuned,halfstep,halfstep_low] [--out DIR]
+    python benchmarks/slotcontrast_speed.py [--rows plain,plain_tuned,halfstep,halfstep_low,fifty_steps] [--out DIR]
 
 ViT-B/14 frozen with random weights, 64 clips of 4 frames at 336 pixels from bytes of 128 pixels, 15 slots of 128. Every
 row is a process of its own. Rows:
@@ -10,6 +10,7 @@ row is a process of its own. Rows:
     plain_tuned   the same with torch.compile and fused Adam
     halfstep      `halfstep train` with train.fast=graph
     halfstep_low  the same with train.memory=low
+    fifty_steps   a run of 50 steps on generated clips: how many of them were bad and skipped
 
 Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it. `--small` is for trying
 the script on a CPU.
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +29,18 @@ from torch import Tensor, nn
 
 from halfstep.bench.settings import bench_config
 from halfstep.models.slotcontrast import SlotContrast
+from halfstep.report.metrics_file import read
+from halfstep.run.train import train
+from halfstep.workloads import load
 from halfstep.workloads.slots.build import build_backbone, build_model, prepare_of
 from halfstep.workloads.slots.config import SlotContrastConfig
+from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.slots.random_data import random_batch
 from recording import store, time_steps
 from step_rows import halfstep_row, row_in_a_process
 
-ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low")
+ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low", "fifty_steps")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
 WORDS = ("preset=movi_e", "model.backbone_weights=random")
 SMALL = (
@@ -53,6 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.row:
         run = by_halfstep if arguments.row.startswith("halfstep") else by_torch
+        run = in_a_run if arguments.row == "fifty_steps" else run
         print(json.dumps(run(arguments.row, arguments)))
         return
     found = []
@@ -76,6 +84,22 @@ def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
     return halfstep_row(config, arguments.precision)
+
+
+def in_a_run(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """By `halfstep train`, on clips of which each is seen once."""
+    with tempfile.TemporaryDirectory() as scratch:
+        write_demo(Path(scratch) / "clips", num_train=arguments.batch_size, num_val=1, frames=8)
+        words = (
+            *words_of(row, arguments), f"precision={arguments.precision}", f"data.dir={scratch}/clips",
+            "data.num_workers=4", "train.fast=graph", "train.max_steps=50", "train.validate_every_steps=0",
+            "train.validate_every=1000", "train.val_batch_size=1", "schedule.warmup_steps=10", "log.quiet=true",
+        )  # fmt: skip
+        run = train(load("slotcontrast", overrides=list(words)), out=Path(scratch) / "run")
+        steps = [record for record in read(run / "metrics.jsonl") if record["kind"] == "train"]
+    peak = max(record["memory_bytes"] or 0 for record in steps)
+    first, last = steps[0], steps[-1]
+    return {"skipped": last["skipped"], "first_loss": first["loss"], "loss": last["loss"], "peak_gb": peak / 1e9}
 
 
 def plain_error(model: SlotContrast, slots: Tensor, target: Tensor) -> Tensor:

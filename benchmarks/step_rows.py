@@ -47,6 +47,8 @@ def halfstep_row(config: RunConfig, precision: str, *, warm_up: int = 10) -> dic
         "ms": measured.ms,
         "window_ms": list(measured.window_ms),
         "peak_gb": (measured.peak_bytes or 0) / 1e9,
+        "start_peak_gb": (measured.start_peak_bytes or 0) / 1e9,
+        "start_s": measured.start_s,
         "loss": measured.loss,
         "flops": flops,
         "floor_ms": measured.floor_ms,

@@ -11,16 +11,18 @@ log_softmax before the noise, as upstream has it, adds one number to a whole row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island
+from halfstep.models.chunked import turn_of
 from halfstep.models.keyed_noise import gumbel_noise
-from halfstep.models.recompute import Recomputing, block_runner, recomputed, region_runner
+from halfstep.models.recompute import Recomputing, block_runner, region_runner
 
 WIDTH = 64
 CHUNK_BYTES = 2**27
@@ -69,42 +71,22 @@ class DVae(Recomputing):
 
     def embedded_softly(self, rows: Tensor, tau: Tensor | float, noise: Tensor, *, hard: bool) -> Tensor:
         """The decoder's first layer on softmax((logits + noise) / tau), before its bias: (N, positions, 64)."""
-        chunks = _chunks(rows, self.vocabulary)
-
-        def embedded(rows: Tensor, noise: Tensor) -> Tensor:
-            logits = self._logits(rows)
-            with fp32_island():
-                noisy = logits.float() + gumbel_noise(noise, rows.shape[1], self.vocabulary)
-                shares = torch.softmax(noisy / tau, dim=-1)
-                if hard:
-                    every = torch.arange(self.vocabulary, device=rows.device)
-                    one_hot = (noisy.argmax(dim=-1, keepdim=True) == every).float()
-                    shares = one_hot - shares.detach() + shares
-            weight = self._first_convolution().weight.flatten(1)
-            return F.linear(shares.to(rows.dtype), weight.to(rows.dtype))
-
-        pieces = zip(rows.split(chunks), noise.split(chunks), strict=True)
-        if len(chunks) == 1 or not torch.is_grad_enabled():
-            return torch.cat([embedded(*piece) for piece in pieces])
-        return torch.cat([recomputed(embedded, *piece) for piece in pieces])
+        paint = self._first_convolution().weight.flatten(1)
+        tau = torch.as_tensor(tau, dtype=torch.float32, device=rows.device)
+        embedded: Tensor = _softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._to_logits(), paint)
+        return embedded
 
     @torch.no_grad()
     def drawn_words(self, rows: Tensor, noise: Tensor) -> Tensor:
         """One word for each position, drawn by the logits' probabilities: the argmax of logits + Gumbel noise."""
-        chunks = _chunks(rows, self.vocabulary)
-        return torch.cat([self._argmax(*piece) for piece in zip(rows.split(chunks), noise.split(chunks), strict=True)])
+        words: Tensor = _argmax(torch.compiler.is_compiling(), rows, noise, *self._to_logits())
+        return words
 
-    def _argmax(self, rows: Tensor, noise: Tensor) -> Tensor:
-        with fp32_island():
-            drawn = gumbel_noise(noise, rows.shape[1], self.vocabulary)
-        return (self._logits(rows).float() + drawn).argmax(dim=-1)
-
-    def _logits(self, rows: Tensor) -> Tensor:
-        """Weights are cast anew for each chunk, so that the chunks' gradients are summed in fp32."""
+    def _to_logits(self) -> tuple[Tensor, Tensor]:
         last = self.encoder[-1]
         assert isinstance(last, nn.Conv2d)
         assert last.bias is not None
-        return F.linear(rows, last.weight.flatten(1).to(rows.dtype), last.bias.to(rows.dtype))
+        return last.weight.flatten(1), last.bias
 
     def decoded(self, embedded: Tensor, grid: Sequence[int]) -> Tensor:
         """The image from the first layer's output before its bias, (N, positions, 64)."""
@@ -175,12 +157,94 @@ def _decoder_layers(ups: Sequence[int]) -> list[nn.Module]:
     return layers
 
 
-def _chunks(rows: Tensor, vocabulary: int) -> list[int]:
-    """How many frames each pass takes, as even as it gets."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _softly(is_compiled: bool, hard: bool, *inputs: Tensor) -> Tensor:
+    embedded: Tensor = _Softly.apply(is_compiled, hard, *inputs)  # type: ignore[no-untyped-call]
+    return embedded
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _argmax(is_compiled: bool, rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    turn, chunk = turn_of(_drawn, is_compiled=is_compiled), _chunk(rows, len(weight))
+    with fp32_island():
+        pairs = zip(rows.split(chunk), noise.split(chunk), strict=True)
+        return torch.cat([turn(*pair, weight, bias) for pair in pairs])
+
+
+class _Softly(torch.autograd.Function):
+    """Shares of words, embedded, chunk by chunk; backward computes the shares again, and sums gradients of weights in
+    fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, is_compiled: bool, hard: bool, rows: Tensor, noise: Tensor, *rest: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, noise, *rest)
+        ctx.is_compiled, ctx.hard = is_compiled, hard
+        turn, chunk = turn_of(_embedded, is_compiled=is_compiled), _chunk(rows, rest[-1].shape[1])
+        with fp32_island():
+            pairs = zip(rows.split(chunk), noise.split(chunk), strict=True)
+            return torch.cat([turn(*pair, *rest, hard=hard) for pair in pairs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, noise, *rest = ctx.saved_tensors
+        turn, chunk = turn_of(_embedded_backward, is_compiled=ctx.is_compiled), _chunk(rows, rest[-1].shape[1])
+        at_rows, sums = torch.empty_like(rows), [torch.zeros_like(weight, dtype=torch.float32) for weight in rest[1:]]
+        pieces = (part.split(chunk) for part in (at_rows, grad, rows, noise))
+        with fp32_island():
+            for at, *piece in zip(*pieces, strict=True):
+                found, *grads = turn(*piece, *rest, hard=ctx.hard)
+                at.copy_(found)
+                for total, one in zip(sums, grads, strict=True):
+                    total += one
+        return None, None, at_rows, None, None, *(s.to(w.dtype) for s, w in zip(sums, rest[1:], strict=True))
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(rows, weight.to(rows.dtype), bias.to(rows.dtype)).float()
+
+
+def _drawn(rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return (_logits(rows, weight, bias) + gumbel_noise(noise, rows.shape[1], len(weight))).argmax(dim=-1)
+
+
+def _shares(
+    rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, *, hard: bool
+) -> tuple[Tensor, Tensor]:
+    """Each word's share in fp32, and what the decoder sees of it: the same, or one word alone."""
+    noisy = _logits(rows, weight, bias) + gumbel_noise(noise, rows.shape[1], len(weight))
+    shares = torch.softmax(noisy / tau, dim=-1)
+    if not hard:
+        return shares, shares.to(rows.dtype)
+    every = torch.arange(len(weight), device=rows.device)
+    return shares, (noisy.argmax(dim=-1, keepdim=True) == every).to(rows.dtype)
+
+
+def _embedded(
+    rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, paint: Tensor, *, hard: bool
+) -> Tensor:
+    _, seen = _shares(rows, noise, tau, weight, bias, hard=hard)
+    return F.linear(seen, paint.to(rows.dtype))
+
+
+def _embedded_backward(
+    grad: Tensor, rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, paint: Tensor, *, hard: bool
+) -> tuple[Tensor, ...]:
+    """Gradients at rows, weight, bias and paint."""
+    shares, seen = _shares(rows, noise, tau, weight, bias, hard=hard)
+    at_shares = F.linear(grad, paint.t().to(rows.dtype)).float()
+    at_logits = shares * (at_shares - (shares * at_shares).sum(dim=-1, keepdim=True)) / tau
+    half = at_logits.to(rows.dtype).flatten(0, 1)
+    at_rows = torch.mm(half, weight.to(rows.dtype)).view_as(rows)
+    for_paint = torch.mm(grad.flatten(0, 1).t(), seen.flatten(0, 1)).float()
+    return at_rows, torch.mm(half.t(), rows.flatten(0, 1)).float(), half.sum(0, dtype=torch.float32), for_paint
+
+
+def _chunk(rows: Tensor, vocabulary: int) -> int:
+    """How many frames each turn takes, as even as it gets."""
     num_frames, num_positions = rows.shape[:2]
     num_chunks = max(1, -(-num_frames * num_positions * vocabulary * 4 // CHUNK_BYTES))
-    size = -(-num_frames // num_chunks)
-    return [min(size, num_frames - start) for start in range(0, num_frames, size)]
+    return -(-num_frames // num_chunks)
 
 
 def words_grid(height: int, width: int, factor: int) -> tuple[int, int]:

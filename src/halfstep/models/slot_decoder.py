@@ -3,7 +3,8 @@
 Its hidden maps are what fills the memory: at MOVi-E's size (256 frames, 15 slots, 576 positions, 1024 channels) one is
 4.5 GB in bf16. So training streams: some frames at a time run forward, are compared with their target, and run backward
 at once, inside the forward pass. What is left of a chunk is its loss and the sum of its gradients; the backward pass
-only multiplies those by the gradient of the loss. Nothing is computed twice, and memory follows the chunk.
+only multiplies those by the gradient of the loss. Nothing is computed twice, and memory follows the chunk. The loop is
+not compiled, its turns are (chunked.py).
 
 Three products are spared on the way, each equal to the plain form but for rounding:
 
@@ -22,9 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.models.chunked import turn_of
 from halfstep.models.plain_layers import Checks, always, are_plain, has_bias
 from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled
 from halfstep.models.slot_attention import Mlp
@@ -61,9 +64,8 @@ class SlotDecoder(Recomputing):
             of_positions = F.linear(self.pos_emb[0, 0], first.weight, first.bias)
         weights = [part for layer in hidden for part in (layer.weight, layer.bias)]
         dtype = _compute_dtype(slots)
-        inputs = (target, of_slots, of_positions, last.weight, last.bias, *weights)
-        streamed: Any = _Streamed.apply(self._chunk_of(slots), dtype, *inputs)  # type: ignore[no-untyped-call]
-        error, masks = streamed
+        is_compiled, inputs = torch.compiler.is_compiling(), (of_slots, of_positions, last.weight, last.bias, *weights)
+        error, masks = _streamed(self._chunk_of(slots), dtype, is_compiled, target, *inputs)
         return error, masks
 
     def _can_stream(self) -> bool:
@@ -132,29 +134,38 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _streamed(*inputs: Any) -> Any:
+    return _Streamed.apply(*inputs)  # type: ignore[no-untyped-call]
+
+
 class _Streamed(torch.autograd.Function):
     """The error's sum and masks (N, K, P); gradients are computed with them."""
 
     @staticmethod
-    def forward(ctx: Any, chunk: int, dtype: torch.dtype, target: Tensor, of_slots: Tensor, *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, chunk: int, dtype: torch.dtype, is_compiled: bool, target: Tensor, of_slots: Tensor, *weights: Tensor
+    ) -> Any:
+        turn = turn_of(_chunk_step, is_compiled=is_compiled)
+        errors, masks, slot_grads, sums = [], [], [], [torch.zeros_like(weight) for weight in weights]
         with fp32_island():
-            errors, masks, sums, slot_grads = [], [], None, []
             for rows, wanted in zip(of_slots.split(chunk), target.split(chunk), strict=True):
-                error, painted, for_slots, grads = _chunk_step(rows, wanted, weights, dtype)
+                error, painted, for_slots, grads = turn(rows, wanted, weights, dtype)
                 errors.append(error)
                 masks.append(painted)
                 slot_grads.append(for_slots)
-                sums = grads if sums is None else [one + other for one, other in zip(sums, grads, strict=True)]
-        assert sums is not None
+                for total, one in zip(sums, grads, strict=True):
+                    total += one
         ctx.save_for_backward(torch.cat(slot_grads), *sums)
         mask = torch.cat(masks)
         ctx.mark_non_differentiable(mask)
         return torch.stack(errors).sum(), mask
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
         factor = grad / SEED
-        return None, None, None, *(saved * factor for saved in ctx.saved_tensors)
+        return None, None, None, None, *(saved * factor for saved in ctx.saved_tensors)
 
 
 def _chunk_step(
@@ -169,7 +180,7 @@ def _chunk_step(
     x = torch.relu(of_slots.unsqueeze(2) + of_positions).to(dtype).view(-1, width)
     maps = [x]
     for matrix, bias in zip(matrices, hidden[1::2], strict=True):
-        x = torch.relu(torch.addmm(bias.to(dtype), x, matrix.t()))
+        x = _relu_of_product(bias.to(dtype), x, matrix.t())
         maps.append(x)
     top = x.view(frames, slots, positions, -1)
     alpha_weight, paint = last_weight[-1], last_weight[:-1].to(dtype)
@@ -197,6 +208,14 @@ def _chunk_step(
     at_slots = at_first.sum(2, dtype=torch.float32)
     at_positions = at_first.sum((0, 1), dtype=torch.float32)
     return error.square().sum(), masks, at_slots, [at_positions, *grads, *for_hidden]
+
+
+def _relu_of_product(bias: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """On CUDA the ReLU rides in the product's own kernel, which spares a pass over the map."""
+    if x.is_cuda:
+        fused: Tensor = torch._addmm_activation(bias, x, matrix)
+        return fused
+    return torch.relu(torch.addmm(bias, x, matrix))
 
 
 def _through_relu(grad: Tensor, out: Tensor) -> Tensor:

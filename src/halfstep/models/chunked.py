@@ -1,0 +1,25 @@
+"""Loops over chunks that stay out of compiled code, while each of their turns is compiled by itself, once.
+
+A compiler unrolls a loop: that takes minutes, and it fuses what the turns share, so that maps of all chunks are alive
+together, which is what chunks are there to prevent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Turn = TypeVar("Turn", bound=Callable[..., Any])
+
+
+def turn_of(function: Turn, *, is_compiled: bool) -> Turn:
+    """One turn of a loop, to be called without gradients and with chunks of few shapes."""
+    return _compiled(function) if is_compiled else function
+
+
+@functools.cache
+def _compiled(function: Turn) -> Turn:
+    return torch.compile(function, dynamic=False)
