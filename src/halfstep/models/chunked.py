@@ -17,9 +17,10 @@ Turn = TypeVar("Turn", bound=Callable[..., Any])
 
 def turn_of(function: Turn, *, is_compiled: bool) -> Turn:
     """One turn of a loop, to be called without gradients and with chunks of few shapes."""
-    return _compiled(function) if is_compiled else function
+    turn: Turn = _compiled(function) if is_compiled else function
+    return turn
 
 
 @functools.cache
-def _compiled(function: Turn) -> Turn:
+def _compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=False)
