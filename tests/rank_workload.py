@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -52,7 +51,7 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
             os.kill(os.getpid(), signal.SIGKILL)
         if is_now("asked", step):
             os.kill(os.getpid(), signal.SIGTERM)
-        image, _ = augment(batch["image"], torch.zeros(len(batch["image"]), 8, 8), Augmentation(flip=0.5), key=key)
+        image, _ = augment(batch["image"], batch["image"][:, 0], Augmentation(flip=0.5), key=key)
         image = image + 0.1 * noise.normal(key, len(image), (2, 8, 8), image.device)
         if is_now("poisoned", step):
             image[0, 0, 0, 0] = float("nan")

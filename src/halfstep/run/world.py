@@ -135,9 +135,10 @@ def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
     import torch
     import torch.distributed as dist
 
+    from halfstep.hardware.probe import probe
     from halfstep.step.ranks import World
 
-    device = torch.device(device_of(config, launch))
+    device = torch.device(probe(device_of(config, launch)).device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type not in ("cpu", "cuda"):
