@@ -33,6 +33,7 @@ class GuardConfig(Section):
         default=4, description="Faults whose step is kept in RUN/capsules for `halfstep replay`; 0 keeps none"
     )
     capture_spikes: bool = Field(default=False, description="Keep the step of a loss spike, too")
+    hold: bool = Field(default=False, description="Commit nothing after a fault until it is kept: exact capsules")
     skip_spikes: bool = Field(default=False, description="Skip steps whose loss is a spike, not only non-finite ones")
     spike_threshold: Positive = Field(
         default=10.0, description="A spike is a loss this many deviations (MAD) above the median"

@@ -66,22 +66,31 @@ class Recorder:
         self._trail: deque[dict[str, Any]] = deque(maxlen=TRAIL)
         self._row = ""
         """The cause of the faults in a row that are going on."""
+        self._newest = -1
+        """The last step that was kept: none is looked at twice."""
         self._start = _sizes(model)
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
         """See one step, in order, when its values are on the host."""
-        phase, own, cause = self._fault(reading)
-        if cause and cause != self._row:
-            found = facts.phases[phase] if isinstance(facts, PhasedFacts) else facts
-            self._write(
-                cause,
-                own,
-                phase,
-                window=self.context.window_of(reading),
-                rng=found.rng if found and self.context.keeps_generators else {},
-            )
-        self._row = cause
+        self._row = self._kept(facts, reading, self._row)
+        _, own, _ = self._fault(reading)
         self._trail.append({key: getattr(own, key) for key in ("attempted", "loss", "grad_norm", "lr", "scale")})
+
+    def look_early(self, seen: Sequence[tuple[Any, Reading]]) -> None:
+        """Keep what is at fault among steps that are to be observed later: afterwards the weights will be others."""
+        row = self._row
+        for facts, reading in seen:
+            row = self._kept(None if isinstance(facts, Reading) else facts, reading, row)
+
+    def _kept(self, facts: Facts | PhasedFacts | None, reading: Reading, row: str) -> str:
+        """Write a capsule for the first fault of its kind in a row; what kind it was."""
+        phase, own, cause = self._fault(reading)
+        if cause and cause != row and reading.attempted > self._newest:
+            self._newest = reading.attempted
+            found = facts.phases[phase] if isinstance(facts, PhasedFacts) else facts
+            rng = found.rng if found and self.context.keeps_generators else {}
+            self._write(cause, own, phase, window=self.context.window_of(reading), rng=rng)
+        return cause
 
     def failed(self, error: Exception, window: Sequence[Any]) -> None:
         """An exception inside a step, which was undone: weights and generators are those it began with."""
@@ -139,7 +148,7 @@ class Recorder:
             "scale": reading.scale,
             "lr": reading.lr,
             "committed": reading.committed,
-            "commits_after": max(int(self._committed(phase)) - reading.committed, 0),
+            "commits_after": max(int(self._committed(phase)) - reading.committed, 0) + (not reading.is_bad),
             "weights": "state.safetensors" if fits else self.context.checkpoint(),
             "trail": list(self._trail),
             "start": self._start,

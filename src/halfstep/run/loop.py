@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -15,6 +15,7 @@ from halfstep.errors import CheckpointError, Interrupted, TrainingStopped, sugge
 from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
+from halfstep.run.held import HeldWindows, Position
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.ledger import RunLedger
@@ -38,14 +39,6 @@ class AskedToLeave(Exception):
     """The user asked for the end while the run was validating."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Position:
-    """Where the run stands in its data: this many batches of this epoch are behind it."""
-
-    epoch: int = 0
-    batch: int = 0
-
-
 class Loop:
     """Trains an assembly to its end, or to the moment it is asked to stop."""
 
@@ -59,6 +52,11 @@ class Loop:
         if parts.config.log.ledger:
             file = checkpoints.folder.parent / "report" / "ledger.json"
             self.ledger = RunLedger(parts, file, journal.notice, writes=checkpoints.writes)
+        self.held = HeldWindows(parts) if parts.config.guard.hold else None
+        if self.held is not None:
+            parts.guard.make_again = self._make_again
+            if parts.recorder is not None:
+                parts.guard.look_early = parts.recorder.look_early
         self.throughput = Throughput()
         self.waiting = Waiting()
         self.num_samples = 0
@@ -160,18 +158,39 @@ class Loop:
             parts.recent.keep(parts.step.attempted, window)
         if parts.world is not None and self.interrupts:
             parts.ask_to_stop()
+        with self.ledger.around(self.engine) if self.ledger is not None else nullcontext():
+            facts = self._made(window, position)
+        self.journal.attempted = parts.step.attempted
+        if self.ledger is not None:
+            self.ledger.look(self.engine, window)
+        return facts
+
+    def _made(self, window: list[dict[str, Tensor]], position: Position) -> Facts | PhasedFacts:
+        """The step of the window that begins there."""
+        parts = self.parts
+        if self.held is not None:
+            self.held.keep(parts.step.attempted, window, position, self.train_metrics)
         try:
-            with self.ledger.around(self.engine) if self.ledger is not None else nullcontext():
-                facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
+            facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
         except Exception as error:
             if parts.recorder is not None:
                 parts.recorder.failed(error, window)
             raise
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
-        self.journal.attempted = parts.step.attempted
-        if self.ledger is not None:
-            self.ledger.look(self.engine, window)
         return facts
+
+    def _make_again(self, held: list[Facts]) -> list[Facts | PhasedFacts]:
+        """The steps that a fault held, with their own windows, generators and counts."""
+        assert self.held is not None
+        self.held.release()
+        windows = [self.held.of(facts.attempted) for facts in held]
+        if windows:
+            self.parts.step.attempted, self.train_metrics = held[0].attempted, windows[0].metrics
+        made = []
+        for kept in windows:
+            restore_generators(kept.generators)
+            made.append(self._made(kept.window, kept.position))
+        return made
 
     def _after_step(self, samples: int, waiting: Waiting) -> None:
         parts, train = self.parts, self.parts.config.train
@@ -181,6 +200,7 @@ class Loop:
         self.journal.stepped(attempted, self.throughput.per_s(), waiting)
         self._pass_on(attempted)
         if parts.snapshots is not None and parts.snapshots.due(attempted):
+            parts.guard.let_go()
             parts.snapshots.take(parts.model, parts.step)
         if train.checkpoint_every and attempted % train.checkpoint_every == 0:
             self.save()
@@ -190,6 +210,8 @@ class Loop:
     # --- the guard's word ---
 
     def _act_on(self, verdict: Verdict) -> None:
+        if verdict.action is not Action.CONTINUE:
+            self.parts.guard.let_go()
         if verdict.action is Action.ROLLBACK:
             self._roll_back(verdict)
         elif verdict.action is Action.STOP:
@@ -259,6 +281,7 @@ class Loop:
     def _sample(self) -> None:
         folder = self.checkpoints.folder.parent / "report" / "samples" / f"{self.parts.step.attempted:08d}"
         self.sampled_at = self.parts.step.attempted
+        self.parts.guard.let_go()
         if not self.checkpoints.writes:
             return
         try:
@@ -351,6 +374,7 @@ class Loop:
 
     def save(self, *, is_best: bool = False) -> Path:
         """One checkpoint of everything, between two windows."""
+        self.parts.guard.let_go()
         own = {
             "position": asdict(self.position),
             **self.engine.stored(),

@@ -37,6 +37,8 @@ class Reading:
     """Whether somebody asked one of the run's processes to stop."""
     faulty_ranks: tuple[int, ...] = ()
     """The processes whose own loss or buffers were not finite."""
+    holds: bool = False
+    """Whether the steps after it were held (hold.py)."""
 
     @property
     def reason(self) -> str:
@@ -55,7 +57,7 @@ class Reading:
 
 FAULTY = 3
 """The flags of a process that mean a fault: loss or buffers not finite."""
-FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "committed")
+FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "holds", "committed")
 
 
 class Facts:
@@ -63,14 +65,16 @@ class Facts:
     generators as they were before its forward pass (`rng`). Whoever keeps facts can repeat the step."""
 
     __slots__ = (
-        "_event", "_host", "attempted", "bad", "empty", "epoch", "factor", "grad_norm", "ids", "loss", "packed", "rng",
-        "ruined", "said", "scale", "spike", "wait", "window",
+        "_event", "_host", "attempted", "bad", "empty", "epoch", "factor", "grad_norm", "held", "holds", "ids", "loss",
+        "packed", "rng", "ruined", "said", "scale", "spike", "wait", "window",
     )  # fmt: skip
 
     def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
         self.attempted = attempted
         self.loss, self.grad_norm, self.scale = loss, grad_norm, scale
         self.bad = self.spike = self.empty = self.ruined = torch.zeros((), dtype=torch.bool, device=loss.device)
+        self.held = self.holds = self.empty
+        """Not made because of an earlier fault; at fault itself, so that later ones are held."""
         self.factor: Tensor | None = None
         """What the optimizers have yet to multiply the gradients by: unscaling and clipping in one."""
         self.ids: tuple[Tensor, ...] = ()
@@ -88,7 +92,7 @@ class Facts:
     def pack(self, committed: Tensor, lr: Tensor) -> None:
         """Gather the fields on the device; float64 holds every one exactly."""
         numbers = torch.stack([self.loss, self.grad_norm, self.scale, lr]).detach().double()
-        flags = torch.stack([self.bad, self.spike, self.empty, self.ruined]).double()
+        flags = torch.stack([self.bad, self.spike, self.empty, self.ruined, self.holds]).double()
         said = [] if self.said is None else [self.said]
         self.packed = torch.cat([numbers, flags, committed.double().view(1), *said])
 
@@ -96,6 +100,7 @@ class Facts:
         """The facts of a later step that a graph wrote into the same device tensors; to be sent before the next."""
         facts = Facts(attempted=attempted, loss=self.loss, grad_norm=self.grad_norm, scale=self.scale)
         facts.bad, facts.spike, facts.empty, facts.ruined = self.bad, self.spike, self.empty, self.ruined
+        facts.held, facts.holds = self.held, self.holds
         facts.packed, facts.said, facts.wait = self.packed, self.said, self.wait
         return facts
 
@@ -136,6 +141,7 @@ class Facts:
             window=self.window,
             is_asked=asked > 0,
             faulty_ranks=tuple(rank for rank, flags in enumerate(said) if int(flags) & FAULTY),
+            holds=bool(v["holds"]),
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -109,6 +109,12 @@ class Guard:
         self.complete: Callable[[Reading], Reading] = lambda reading: reading
         """Adds what other processes know of a step."""
         self.pending: deque[Facts | PhasedFacts | Reading] = deque()
+        self.make_again: Callable[[list[Any]], list[Any]] | None = None
+        """With a hold (hold.py): clears it, makes the steps of these facts again, and gives their new facts."""
+        self.look_early: Callable[[list[tuple[Any, Reading]]], None] = lambda seen: None
+        """Sees steps up to a fault before it is judged, where what was held has to be made sooner."""
+        self._let_go = -1
+        """The last step whose hold was cleared."""
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
         self.first_fault_committed = 0
 
@@ -141,10 +147,33 @@ class Guard:
 
     def _judge_oldest(self) -> Verdict:
         oldest = self.pending.popleft()
-        reading = self.complete(oldest if isinstance(oldest, Reading) else oldest.read())
+        found = self.complete(oldest if isinstance(oldest, Reading) else oldest.read())
+        reading = replace(found, holds=False)  # nobody else's business: the run is the same with it and without
         for observe in self.observers:
             observe(None if isinstance(oldest, Reading) else oldest, reading)
+        self._make_held_again(found)
         return self.judge(reading)
+
+    def let_go(self) -> None:
+        """Have all that is held made now: before the state is stored, copied, or looked at. Nothing is judged yet."""
+        if self.make_again is None:
+            return
+        seen: list[Facts | PhasedFacts | Reading] = []
+        while self.pending:
+            seen.append(self.pending.popleft())
+            readings = [item if isinstance(item, Reading) else item.read() for item in seen]
+            if self._is_held_for(readings[-1]):
+                self.look_early(list(zip(seen, readings, strict=True)))
+                self._make_held_again(readings[-1])
+        self.pending = deque(seen)
+
+    def _is_held_for(self, reading: Reading) -> bool:
+        return self.make_again is not None and reading.holds and reading.attempted > self._let_go
+
+    def _make_held_again(self, reading: Reading) -> None:
+        if self.make_again is not None and self._is_held_for(reading):
+            self._let_go = reading.attempted
+            self.pending = deque(self.make_again(list(self.pending)))
 
     def judge(self, reading: Reading) -> Verdict:
         """Count a step and decide."""
@@ -191,7 +220,8 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         """Counters, and the facts not looked at yet as plain numbers: a resumed run judges them at the same step."""
         pending = [item if isinstance(item, Reading) else item.read() for item in self.pending]
-        return {"pending": [asdict(reading) for reading in pending], **{name: getattr(self, name) for name in COUNTERS}}
+        plain = [asdict(replace(reading, holds=False)) for reading in pending]  # let_go() came before
+        return {"pending": plain, **{name: getattr(self, name) for name in COUNTERS}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put a stored state back, or refuse it and change nothing."""

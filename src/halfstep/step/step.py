@@ -33,6 +33,7 @@ from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
+from halfstep.step.hold import Hold
 from halfstep.step.ranks import BAD, RUINED, Ranks, is_loss, ranks_of
 from halfstep.step.rates import Rates
 from halfstep.step.scaler import Scaler, ScalerOptions
@@ -97,6 +98,8 @@ class Step:
         self.writes = ForwardWrites(model, also)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around forward and around backward by whoever wants to see what runs in them."""
+        self.hold: Hold | None = None
+        """Set before the first step by whoever can make held steps again."""
         self._rng: dict[str, Tensor] = {}
         """The generators before a compute() that is not committed yet."""
         self._judged: list[tuple[Tensor, Tensor | None, int]] = []
@@ -204,7 +207,10 @@ class Step:
             self.ema.update(self.committed, bad)
         self.spikes.remember(facts.loss, bad)
         if self.scaler.enabled:
-            self.scaler.update(bad, unjudged=facts.empty | facts.spike & bad)
+            unjudged = facts.empty | facts.spike & bad
+            self.scaler.update(bad, unjudged=unjudged if self.hold is None else unjudged | facts.held)
+        if self.hold is not None:
+            self.hold.remember(facts)
         facts.pack(self.committed, lr)
 
     def why_never_captured(self) -> str:
@@ -308,6 +314,8 @@ class Step:
             facts.said, facts.wait = agreed.said, self.ranks.world.wait
         facts.bad = bad | facts.spike if self.spikes.skips else bad
         facts.spike = facts.spike & ~bad
+        if self.hold is not None:
+            self.hold.judge(facts, bad)
         if self._optimizers_multiply(parameters):
             facts.factor = factor
         elif factor is not None:
