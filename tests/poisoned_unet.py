@@ -1,0 +1,28 @@
+"""The U-Net workload with NaN in a pixel at some steps; steps from the fourth on are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from halfstep.workloads.segmentation import KIND as SEGMENTATION
+from halfstep.workloads.segmentation.build import build as build_unet
+from halfstep.workloads.workload import Batch, Workload
+
+POISONED = (8, 9, 13)
+
+
+def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
+    workload = build_unet(config, store)
+
+    def prepare(batch: Batch, *, key: Any, training: bool) -> Batch:
+        prepared = workload.prepare(batch, key=key, training=training)
+        if training and key[1] in POISONED:
+            prepared["image"][0, 0, 0, 0] = float("nan")
+        return prepared
+
+    return replace(workload, prepare=prepare)
+
+
+KIND = replace(SEGMENTATION, builder=build)
