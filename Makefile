@@ -20,6 +20,8 @@ demos: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python tests/soak_ranks.py
 
+# Dozens of processes import halfstep: its bytecode is kept, whatever the shell says.
+test: export PYTHONDONTWRITEBYTECODE =
 test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal -q
 

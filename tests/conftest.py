@@ -3,6 +3,7 @@ Triton's kernels run in its interpreter."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -10,6 +11,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # after the number of threads, which it reads once
+
+from warm_processes import nothing_waits_for_the_disk
 
 # A job in a script's background ignores Ctrl-C, one under nohup a closed terminal, and both hand that down: tests that
 # send themselves such a signal would wait for it for ever.
@@ -20,6 +23,8 @@ for number, usual in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
+nothing_waits_for_the_disk()
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
@@ -27,3 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, none here: this was NOT tested"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Every run collects garbage: without this it would walk torch, the compiler and all tests each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()

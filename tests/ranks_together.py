@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from warm_processes import FORKED
+from warm_processes import FORKED, nothing_waits_for_the_disk
 
 LIMIT_S = 120.0
 
@@ -49,6 +49,7 @@ def _read(path: Path) -> Any:
 
 def _act(scenario: Callable[..., Any], rank: int, size: int, port: int, folder: Path, arguments: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    nothing_waits_for_the_disk()
     import torch
 
     torch.set_num_threads(1)

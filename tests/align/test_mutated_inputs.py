@@ -99,7 +99,7 @@ def binary(text: str, rng: random.Random) -> bytes:
 
 
 def huge(text: str, rng: random.Random) -> bytes:
-    return (text + "\n").encode() * rng.choice((20, 100))
+    return (text + "\n").encode() * rng.choice((10, 40))
 
 
 MUTATIONS: tuple[Callable[[str, random.Random], bytes], ...] = (

@@ -75,7 +75,8 @@ def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
         "accumulated": new("accumulated", **{"train.accumulate": 3, "train.max_steps": 3}),
         "poisoned": new("poisoned", **{"model.options": {"poisoned": [1, 2]}}),
         "asked": new("asked", **{"model.options": {"asked": [1, 2]}}),
-        "broken": new("broken", **{"model.options": {"broken": 7}}),
+        # Its process goes on to other runs, so the other one hears of its end by the time limit alone.
+        "broken": new("broken", **{"model.options": {"broken": 7}, "train.rank_timeout_s": 8}),
         "other configs": new("other configs", **{"optimizer.lr": (1e-3, 1e-2, 1e-3)}),
         "too many": new("too many", **{"train.batch_size": 1}),
         "on its own": new("on its own", **{"train.auto_batch": True}),

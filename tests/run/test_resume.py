@@ -6,9 +6,8 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def config(precision: str = "fp32", workers: int = 0, more: dict[str, Any] | Non
     """Shuffling, augmentation, accumulation 3, average, clipping, skipped steps, checkpoints in mid-epoch."""
     values = {
         "precision.default": precision, "precision.simulate": precision != "fp32", "data.dir": "anywhere",
-        "data.num_workers": workers, "train.batch_size": 3, "train.accumulate": 3, "train.epochs": 5,
+        "data.num_workers": workers, "train.batch_size": 3, "train.accumulate": 3, "train.epochs": 4,
         "train.checkpoint_every": 2, "train.report_every": 1, "ema.enabled": True, "scaler.init_scale": 2.0**24,
         "scaler.growth_interval": 3, "log.quiet": True, "log.curves": False, "device": "cpu",
         "model.options.poisoned": POISONED, **{f"model.options.{name}": value for name, value in options.items()},
@@ -45,6 +44,12 @@ def config(precision: str = "fp32", workers: int = 0, more: dict[str, Any] | Non
 
 def run(out: Path, overrides: list[str]) -> Path:
     return train(load("tiny_workload:build", overrides=overrides), out=out)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nobody may write into it."""
+    return run(tmp_path_factory.mktemp("unbroken") / "run", config())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -64,9 +69,8 @@ def test_a_run_stopped_in_mid_epoch_and_resumed_equals_an_unbroken_one(tmp_path:
 
 
 def test_a_run_stopped_while_it_validates_validates_again_and_equals_an_unbroken_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(tmp_path / "whole", config(workers=0))
     original, calls = loop.validate, itertools.count()
 
     def asked_to_end(*arguments: Any, **named: Any) -> dict[str, float]:
@@ -76,17 +80,16 @@ def test_a_run_stopped_while_it_validates_validates_again_and_equals_an_unbroken
 
     monkeypatch.setattr(loop, "validate", asked_to_end)
     with pytest.raises(Interrupted):
-        run(tmp_path / "parts", config(workers=0))
+        run(tmp_path / "parts", config())
     resume(tmp_path / "parts")
-    assert_same_run(whole, tmp_path / "parts")
+    assert_same_run(unbroken, tmp_path / "parts")
 
 
-def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
-    without = run(tmp_path / "without", config(workers=0))
+def test_the_number_of_workers_changes_nothing(unbroken: Path, tmp_path: Path) -> None:
     with_two = run(tmp_path / "with", config(workers=2))
-    (tensors, _), (other, _) = final_state(without), final_state(with_two)
+    (tensors, _), (other, _) = final_state(unbroken), final_state(with_two)
     assert_same_bits(tensors, other)
-    assert records(without) == records(with_two)
+    assert records(unbroken) == records(with_two)
 
 
 @pytest.mark.slow
@@ -97,9 +100,9 @@ def test_kills_at_any_moment_change_nothing(tmp_path: Path) -> None:
     said = tmp_path / "said"
     # In a process of its own, too: a native bf16 matmul in another test turns oneDNN off for this one.
     first = ("train", "tiny_workload:build", *overrides, "--out")
-    with process(main, [*first, str(whole)], output=said) as unbroken:
-        unbroken.join(timeout=120)
-        assert unbroken.exitcode == 0, said.read_text()
+    with process(main, [*first, str(whole)], output=said) as uncut:
+        uncut.join(timeout=120)
+        assert uncut.exitcode == 0, said.read_text()
     broken, chance = tmp_path / "broken", random.Random(0)
     checkpoints, arguments = Checkpoints(broken / "checkpoints"), [*first, str(broken)]
     for _ in range(5):
@@ -158,13 +161,12 @@ def test_another_number_of_threads_is_set_back_to_the_runs_own(tmp_path: Path) -
     assert_same_run(whole, tmp_path / "parts")
 
 
-def test_a_truncated_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", config())
-    broken = run(tmp_path / "broken", config())
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(unbroken: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(unbroken, tmp_path / "broken"))
     newest = Checkpoints(broken / "checkpoints").all()[-1] / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-7])
     resume(broken)
-    assert_same_run(whole, broken)
+    assert_same_run(unbroken, broken)
 
 
 def test_settings_that_would_make_it_another_run_are_refused(tmp_path: Path) -> None:
@@ -180,11 +182,9 @@ def test_free_settings_may_change(tmp_path: Path) -> None:
     assert max(r["epoch"] for r in records(out) if "epoch" in r) == 2
 
 
-def test_a_finished_run_resumed_trains_no_further(tmp_path: Path) -> None:
-    out = run(tmp_path / "run", config())
-    before = final_state(out)
-    resume(out)
-    assert_same_bits(before[0], final_state(out)[0])
+def test_a_finished_run_resumed_trains_no_further(unbroken: Path, tmp_path: Path) -> None:
+    out = resume(Path(shutil.copytree(unbroken, tmp_path / "run")))
+    assert_same_bits(final_state(unbroken)[0], final_state(out)[0])
 
 
 def test_changed_data_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,26 +196,14 @@ def test_changed_data_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         resume(out, "train.epochs=2")
 
 
-RUNNER = """
-import sys
-sys.path.insert(0, {tests!r})
-from halfstep.cli.main import main
-main(sys.argv[1:])
-"""
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    tests = str(Path(__file__).resolve().parent.parent)
-    command = [sys.executable, "-c", RUNNER.format(tests=tests), "train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-
-
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
-    overrides = config(more={"log.quiet": False, "train.epochs": 3})
-    with start("tiny_workload:build", *overrides, "--out", str(tmp_path / "run")) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(timeout=90) == 0
+    overrides, pipe = config(more={"log.quiet": False, "train.epochs": 3}), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with process(
+        main, ["train", "tiny_workload:build", *overrides, "--out", str(tmp_path / "run")], output=pipe
+    ) as left:
+        with pipe.open() as reader:
+            reader.readline()
+        left.join(timeout=90)
+        assert left.exitcode == 0
     assert max(r["epoch"] for r in records(tmp_path / "run") if "epoch" in r) == 3
