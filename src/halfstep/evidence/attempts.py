@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import CheckpointError, HalfstepError, nearest
 from halfstep.evidence.capsule import Capsule, state_of
+from halfstep.evidence.patches import HALF, WithoutCasts
 from halfstep.evidence.ranges import Operation, Trace
 from halfstep.precision.apply import apply
 from halfstep.precision.frozen import apply_frozen_
@@ -95,7 +96,8 @@ class Attempt:
     def __str__(self) -> str:
         if self.error:
             return f"{self.name}: {self.error}"
-        bad = f", not finite: {', '.join(self.not_finite)}" if self.not_finite else ""
+        shown, more = self.not_finite[:2], len(self.not_finite) - 2
+        bad = f", not finite: {', '.join(shown)}" + (f" and {more} more" if more > 0 else "") if shown else ""
         return f"{self.name}: loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}{bad}"
 
 
@@ -199,7 +201,8 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
         part.to(dtype)
     torch.set_default_dtype(dtype)
     try:
-        yield
+        with WithoutCasts((torch.float32, *HALF)):
+            yield
     finally:
         torch.set_default_dtype(before)
 

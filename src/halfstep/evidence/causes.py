@@ -18,7 +18,7 @@ from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.ranges import Operation, Range, twin_of
 from halfstep.evidence.recorder import not_finite
-from halfstep.evidence.samples import BadPlace, bad_places, outliers, without
+from halfstep.evidence.samples import BadPlace, bad_places, culprit, outliers, row_name, sample_name, without
 from halfstep.formats import format_named
 
 OVERFLOW = "overflow of the format"
@@ -43,6 +43,9 @@ DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p
             "std", "_softmax_backward_data", "binary_cross_entropy")  # fmt: skip
 """Operations that a zero, or nothing but -inf, takes out of the finite range."""
 
+UNDEFINED = "NaN of finite numbers: the operation is not defined there"
+MEAN_OF_NONE = "a mean over nothing: all targets are ignored (ignore_index), or their weights sum to 0"
+
 
 @dataclass(kw_only=True, slots=True)
 class Diagnosis:
@@ -56,6 +59,8 @@ class Diagnosis:
     places: list[BadPlace] = field(default_factory=list)
     rows: set[tuple[int, int]] = field(default_factory=set)
     """Samples to drop."""
+    samples: list[str] = field(default_factory=list)
+    """Their names."""
     tensors: list[str] = field(default_factory=list)
     """Weights and buffers that are not what they should be."""
     fp32_is_good: bool = False
@@ -108,7 +113,17 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
         or _of_numbers(runs)
     )
     found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
+    if found.cause in (OVERFLOW, UNDERFLOW, CODE) and not runs.fp32.is_good:
+        _add_culprit(subject, found, names)
     return found
+
+
+def _add_culprit(subject: Subject, found: Diagnosis, names: Mapping[int, str]) -> None:
+    """Where no format would have helped, one sample may be behind it: an empty mask, an id past the vocabulary."""
+    if (place := culprit(subject)) is not None:
+        name = sample_name(subject.window[place[0]], place[1], names) or row_name(place)
+        found.rows, found.samples = {place}, [name]
+        found.shown.append(f"without sample {name} the step is good")
 
 
 def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
@@ -120,7 +135,8 @@ def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping
     found = outliers(subject, names)
     if found:
         shown = [f"sample {name} alone has the loss {loss:.4g}" for _, name, loss in found]
-        return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows={place for place, *_ in found})
+        rows, samples = {place for place, *_ in found}, [name for _, name, _ in found]
+        return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows=rows, samples=samples)
     return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_trail(capsule)])
 
 
@@ -142,7 +158,8 @@ def _of_input(subject: Subject, names: Mapping[int, str]) -> Diagnosis | None:
     # Marks that the loss leaves out (NaN targets) are no fault: without them the step has to be good.
     if left and not attempt(subject, "without those samples", window=left).is_good:
         return None
-    return Diagnosis(cause=BAD_INPUT, shown=[str(place) for place in places], places=places, rows=rows)
+    shown, samples = [str(place) for place in places], [place.sample for place in places]
+    return Diagnosis(cause=BAD_INPUT, shown=shown, places=places, rows=rows, samples=samples)
 
 
 def _of_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
@@ -193,11 +210,22 @@ def _of_numbers(runs: Runs) -> Diagnosis:
     twin = _twin(runs, origin)
     cause = UNDERFLOW if _divides_by_zero(origin, twin) else OVERFLOW
     shown = [f"{origin.place} gives {origin.output}", *(f"of {r}" for r in origin.inputs[:3])]
+    if _is_undefined(origin):
+        shown.append(
+            MEAN_OF_NONE if origin.name.startswith("nll_loss") else "NaN of finite numbers: it is not defined there"
+        )
     if twin is not None and twin.output.is_finite:
         shown.append(f"in fp32 it gives {twin.output}")
     if not runs.fp32.is_good:
-        shown.append("fp32 is not enough" + (", fp64 is" if runs.fp64.is_good else ", nor is fp64"))
+        shown.append(_in_wider_formats(runs))
     return Diagnosis(cause=cause, shown=shown, origin=origin)
+
+
+def _in_wider_formats(runs: Runs) -> str:
+    at = runs.fp32.origin
+    if at is not None and at.output.dtype in ("float16", "bfloat16"):
+        return f"in an fp32 step it computes in {at.output.dtype} as well: the code itself casts"
+    return "fp32 is not enough" + (", fp64 is" if runs.fp64.is_good else ", nor is fp64")
 
 
 def _twin(runs: Runs, origin: Operation) -> Operation | None:
@@ -209,9 +237,16 @@ def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
     """Whether zeros, or nothing but -inf, made it: in fp32 the output is one that the format could hold."""
     if twin is not None and twin.output.is_finite and twin.output.high > _largest_of(origin.output):
         return False
+    if _is_undefined(origin) and (twin is None or not twin.output.is_finite):
+        return True
     if origin.name not in DIVIDING and not _multiplies_infinity(origin):
         return False
     return any(r.num_zero or r.num_inf for r in origin.inputs) or bool(origin.output.num_nan)
+
+
+def _is_undefined(origin: Operation) -> bool:
+    """NaN of finite numbers is no overflow, which would be infinity: 0/0, a root of -1, a mean over nothing."""
+    return origin.output.num_nan > 0 and all(r.is_finite for r in origin.inputs)
 
 
 def _multiplies_infinity(origin: Operation) -> bool:

@@ -1,29 +1,26 @@
 """The smallest change that helps: each is proposed for a cause, tried on the very step, and named with its line.
 
-Changes of code (an eps, a clamp, an island) are tried by a function mode that acts at the one line in question, above
-autograd, so that backward is the changed code's too.
+Changes of code (an eps, a clamp, an island, a cast left out) are tried by the modes of patches.py.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from halfstep.errors import HalfstepError
 from halfstep.evidence import causes
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.causes import Diagnosis
-from halfstep.evidence.ranges import FOREIGN, LOSS, ROOT
+from halfstep.evidence.patches import HALF, PATCHES, AtLines, IslandAt, Patch, WithoutCasts
+from halfstep.evidence.ranges import LOSS, ROOT
 from halfstep.evidence.samples import without
-from halfstep.islands import fp32_island, to_fp32
 
-Patch = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+MOST_LINES = 3
+"""Of one change; what needs more is no small one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +50,7 @@ def remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -
 
 
 def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
-    if found.cause == causes.BAD_INPUT or found.cause == causes.SPIKE and found.rows:
+    if found.rows and found.cause in (causes.BAD_INPUT, causes.SPIKE, causes.CODE):
         yield _without_samples(subject, found)
     elif found.cause == causes.BAD_STATE:
         yield from _with_state(subject, found)
@@ -63,23 +60,25 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
     elif found.cause == causes.KERNEL:
         yield from _other_code(subject, found)
     elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED):
-        yield from _wider(subject, found, is_run=is_run) if found.fp32_is_good else _patched(subject, found)
+        yield from (
+            _wider(subject, found, is_run=is_run) if found.fp32_is_good else _recoded(subject, found, is_run=is_run)
+        )
 
 
 # --- precision ---
 
 
-def _wider(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
+def _wider(subject: Subject, found: Diagnosis, *, is_run: bool, without_casts: bool = False) -> Iterator[Remedy]:
     """fp32 for the module, for those around it; an island for a line of the loss; another precision for all."""
     module = found.origin.module if found.origin is not None else ""
     for name in _and_around(module):
-        yield _precision(subject, "", {name: "fp32"}, is_run=is_run)
-    if found.origin is not None and found.origin.line:
-        island = attempt(subject, "island", around=AtLine(found.origin.line, island=True))
+        yield _precision(subject, "", {name: "fp32"}, is_run=is_run, without_casts=without_casts)
+    if found.origin is not None and found.origin.line and not without_casts:
+        island = attempt(subject, "island", around=IslandAt(found.origin.line))
         yield Remedy(change=f"an fp32 island (hs.fp32_island()) around {found.origin.line}", outcome=island)
     for precision in ("bf16", "fp32"):
         if precision != subject.plan.granted:
-            yield _precision(subject, precision, {}, is_run=is_run)
+            yield _precision(subject, precision, {}, is_run=is_run, without_casts=without_casts)
 
 
 def _and_around(module: str) -> Iterator[str]:
@@ -88,99 +87,68 @@ def _and_around(module: str) -> Iterator[str]:
         module = module.rpartition(".")[0]
 
 
-def _precision(subject: Subject, precision: str, modules: dict[str, str], *, is_run: bool) -> Remedy:
+def _precision(
+    subject: Subject, precision: str, modules: dict[str, str], *, is_run: bool, without_casts: bool
+) -> Remedy:
     name = next(iter(modules), "")
     change = f"{name} in fp32" if name else f"everything in {precision}"
     in_config = f'precision.modules: {{"{name}": fp32}}' if name else f"precision.default: {precision}"
     in_code = f'hs.Step(..., modules={{"{name}": "fp32"}})' if name else f'hs.Step(..., "{precision}")'
     try:
-        outcome = attempt(subject, change, subject.plan_for(precision, modules))
+        around = WithoutCasts(HALF) if without_casts else None
+        outcome = attempt(subject, change, subject.plan_for(precision, modules), around=around)
     except HalfstepError as error:  # such as a part under tf32, which cannot have a precision of its own
         outcome = Attempt(name=change, error=error.what)
     return Remedy(change=change, line=in_config if is_run else in_code, outcome=outcome)
 
 
-# --- code, at one line ---
+# --- code, at the lines in question ---
 
 
-def _patched(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
-    origin = found.origin
-    if origin is None or not origin.line:
+def _recoded(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
+    yield from _without_casts(subject, found, is_run=is_run)
+    if found.origin is not None and found.origin.line:
+        for words, patch in PATCHES:
+            yield from _patched(subject, found.origin.line, words, patch)
+    if found.rows:
+        yield _without_samples(subject, found)
+
+
+def _without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
+    """Casts to half that the code has itself stay in an fp32 step, too."""
+    in_fp32, every = subject.plan_for("fp32", {}), WithoutCasts(HALF)
+    if not attempt(subject, "fp32", in_fp32, around=every).is_good or not every.lines:
         return
-    for words, patch in PATCHES:
-        outcome = attempt(subject, words, around=AtLine(origin.line, patch))
-        yield Remedy(change=f"{words} at {origin.line}", outcome=outcome)
+    alone = (line for line in every.lines if attempt(subject, "", in_fp32, around=WithoutCasts(HALF, line)).is_good)
+    lines = next(([line] for line in alone), list(every.lines))
+    change = f"no cast to half at {' and '.join(lines)}"
+    yield Remedy(change=change, outcome=attempt(subject, change, around=WithoutCasts(HALF)))
+    for wider in _wider(subject, found, is_run=is_run, without_casts=True):
+        yield replace(wider, change=f"{change}, and {wider.change}")
 
 
-class AtLine(TorchFunctionMode):
-    """Changes the arguments of torch's functions that are called from one line."""
-
-    def __init__(self, line: str, patch: Patch | None = None, *, island: bool = False) -> None:
-        super().__init__()
-        self.line, self.patch, self.island = line, patch, island
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._caller() != self.line:
-            return func(*args, **kwargs)
-        if self.island:
-            with fp32_island():
-                return func(*to_fp32(args), **to_fp32(kwargs))
-        assert self.patch is not None
-        return func(*(changed := self.patch(func, args, kwargs))[0], **changed[1])
-
-    def _caller(self) -> str:
-        frame = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename.startswith(FOREIGN):
-            frame = frame.f_back  # type: ignore[assignment]
-        return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-
-
-def _name(func: Any) -> str:
-    return str(getattr(func, "__name__", "")).strip("_")
-
-
-def _on_first(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: int = 0) -> Patch:
-    def patch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        fits = _name(func) in names and len(args) > position and isinstance(args[position], Tensor)
-        if not fits or not args[position].is_floating_point():
-            return args, kwargs
-        return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
-
-    return patch
-
-
-def _away_from_zero(x: Tensor, eps: float = 1e-4) -> Tensor:
-    return torch.where(x >= 0, x.clamp(min=eps), x.clamp(max=-eps))
-
-
-def _no_infinity(x: Tensor) -> Tensor:
-    return x.clamp(min=torch.finfo(x.dtype).min / 2)
-
-
-PATCHES: tuple[tuple[str, Patch], ...] = (
-    ("an eps of 1e-4 in the denominator", _on_first(("truediv", "div", "divide", "true_divide"), _away_from_zero, 1)),
-    ("an eps of 1e-4 in the denominator", _on_first(("rtruediv", "reciprocal"), _away_from_zero)),
-    ("an eps of 1e-4 under the root or logarithm",
-     _on_first(("log", "log2", "log10", "sqrt", "rsqrt", "pow", "rpow"), lambda x: x.clamp(min=1e-4))),
-    ("an eps of 1e-4 before the norm", _on_first(("norm", "vector_norm"), lambda x: x + 1e-4)),
-    ("a clamp of the argument of exp to at most 10", _on_first(("exp", "expm1", "exp2"), lambda x: x.clamp(max=10.0))),
-    ("a large finite number in place of -inf", _on_first(("softmax", "log_softmax"), _no_infinity)),
-)  # fmt: skip
-"""In order of size; each acts on its own functions alone."""
+def _patched(subject: Subject, line: str, words: str, patch: Patch) -> Iterator[Remedy]:
+    """At this line, and at the next one that fails with it: a bad number is often used twice."""
+    lines = [line]
+    while True:
+        there = AtLines(lines, patch)
+        outcome = attempt(subject, words, around=there, traced=True)
+        if not there.num_changed:
+            return
+        following = outcome.origin.line if outcome.origin is not None else ""
+        if outcome.is_good or following in (*lines, "") or len(lines) == MOST_LINES:
+            break
+        lines.append(following)
+    yield Remedy(change=f"{words} at {' and '.join(lines)}", outcome=outcome)
 
 
 # --- data, state, code path ---
 
 
 def _without_samples(subject: Subject, found: Diagnosis) -> Remedy:
-    names = [place.name or f"row {place.row} of batch {place.batch}" for place in found.places]
-    names = names or [line for line in found.shown if line.startswith("sample ")]
     left = without(subject.window, found.rows)
     outcome = attempt(subject, "without those samples", window=left) if left else None
-    return Remedy(change=f"drop or mend: {', '.join(names)}", outcome=outcome)
+    return Remedy(change=f"drop or mend: sample {', '.join(found.samples)}", outcome=outcome)
 
 
 def _with_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
@@ -193,7 +161,7 @@ def _with_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
             outcome = attempt(subject, f"filled with {filling:g}")
         finally:
             subject.state = before
-        yield Remedy(change=f"initialise {', '.join(own)}: with {filling:g} the step", outcome=outcome)
+        yield Remedy(change=f"initialise {', '.join(own)}, here with {filling:g}", outcome=outcome)
     if not own:
         yield Remedy(change=f"start the average anew: {', '.join(found.tensors)}", line="ema.enabled: false")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from halfstep.errors import HalfstepError
-from halfstep.evidence.attempts import Subject
+from halfstep.evidence.attempts import Subject, attempt
 from halfstep.step.batches import batch_length
 
 OUTLIER = 10.0
@@ -31,9 +31,12 @@ class BadPlace:
     name: str = ""
     """The sample's id and file, where they are known."""
 
+    @property
+    def sample(self) -> str:
+        return self.name or row_name((self.batch, self.row))
+
     def __str__(self) -> str:
-        sample = self.name or f"row {self.row} of batch {self.batch}"
-        return f"sample {sample}: {self.key}{list(self.index)} is {self.value}"
+        return f"sample {self.sample}: {self.key}{list(self.index)} is {self.value}"
 
 
 def bad_places(window: Sequence[Any], names: Mapping[int, str]) -> list[BadPlace]:
@@ -60,6 +63,28 @@ def sample_name(batch: Any, row: int, names: Mapping[int, str]) -> str:
         return ""
     number = int(ids[row])
     return f"{number} ({names[number]})" if names.get(number) else str(number)
+
+
+def row_name(place: tuple[int, int]) -> str:
+    return f"row {place[1]} of batch {place[0]}"
+
+
+def culprit(subject: Subject) -> tuple[int, int] | None:
+    """Batch and row of the one sample without which the step is good, found by halves; None where it is not one."""
+    suspects = [(number, row) for number, batch in enumerate(subject.window) for row in range(batch_length(batch))]
+    is_shown = False
+    while len(suspects) > 1 or not is_shown:
+        halves = (suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :])
+        guilty = (half for half in halves if half and _is_good_without(subject, set(half)))
+        suspects, is_shown = next(guilty, []), True
+        if not suspects:
+            return None
+    return suspects[0]
+
+
+def _is_good_without(subject: Subject, rows: set[tuple[int, int]]) -> bool:
+    left = without(subject.window, rows)
+    return bool(left) and attempt(subject, "without samples", window=left).is_good
 
 
 def without(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
@@ -91,7 +116,7 @@ def outliers(subject: Subject, names: Mapping[int, str]) -> list[tuple[tuple[int
         return []
     usual = statistics.median(losses.values())
     return [
-        (place, sample_name(subject.window[place[0]], place[1], names) or f"row {place[1]}", loss)
+        (place, sample_name(subject.window[place[0]], place[1], names) or row_name(place), loss)
         for place, loss in losses.items()
         if loss > OUTLIER * max(usual, 1e-12)
     ]

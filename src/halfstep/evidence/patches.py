@@ -1,0 +1,145 @@
+"""Changes of code, tried without touching it: function modes act on calls from certain lines, above autograd, so that
+backward is the changed code's too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from halfstep.evidence.ranges import FOREIGN
+from halfstep.islands import fp32_island, to_fp32
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Patch = Callable[[str, tuple[Any, ...], dict[str, Any]], Arguments | None]
+"""New arguments for the function of this name; None: not one that it changes."""
+HALF = (torch.float16, torch.bfloat16)
+CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
+
+
+class AtLines(TorchFunctionMode):
+    """Changes the arguments of torch's functions that are called from these lines."""
+
+    def __init__(self, lines: Collection[str], patch: Patch) -> None:
+        super().__init__()
+        self.lines, self.patch = set(lines), patch
+        self.num_changed = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        changed = self.patch(_name(func), args, kwargs) if _own_line(sys._getframe(1)) in self.lines else None
+        if changed is None:
+            return func(*args, **kwargs)
+        self.num_changed += 1
+        return func(*changed[0], **changed[1])
+
+
+class IslandAt(TorchFunctionMode):
+    """Calls of torch's functions from one line, on an fp32 island."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__()
+        self.line = line
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _own_line(sys._getframe(1)) != self.line:
+            return func(*args, **kwargs)
+        with fp32_island():
+            return func(*to_fp32(args), **to_fp32(kwargs))
+
+
+class WithoutCasts(TorchFunctionMode):
+    """Leaves out casts to these narrower formats that the code itself has, and keeps the lines they stand on."""
+
+    def __init__(self, dtypes: Collection[torch.dtype], only: str = "") -> None:
+        super().__init__()
+        self.dtypes, self.only = dtypes, only
+        self.lines: dict[str, None] = {}
+        """In the order they were met."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _name(func) not in CASTS or not isinstance(result, Tensor) or result.dtype not in self.dtypes:
+            return result
+        caller, given = sys._getframe(1), args[0]
+        line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        is_own = not line.startswith(FOREIGN) and self.only in ("", line)
+        if not is_own or not given.is_floating_point() or given.itemsize <= result.itemsize:
+            return result
+        self.lines[line] = None
+        return given.to(result.device)
+
+
+def _own_line(frame: FrameType | None) -> str:
+    """The innermost line that is the user's or the model's."""
+    while frame is not None and frame.f_code.co_filename.startswith(FOREIGN):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", "")).strip("_")
+
+
+def _on(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: int = 0) -> Patch:
+    def patch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        fits = name in names and len(args) > position and isinstance(args[position], Tensor)
+        if not fits or not args[position].is_floating_point():
+            return None
+        return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
+
+    return patch
+
+
+def _with(names: tuple[str, ...], **more: Any) -> Patch:
+    return lambda name, args, kwargs: (args, kwargs | more) if name in names else None
+
+
+def _in_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    position = 1 if name in ("truediv", "div", "divide", "true_divide") else 0
+    return _on((*_DIVISIONS,), _away_from_zero, position)(name, args, kwargs)
+
+
+_DIVISIONS = ("truediv", "div", "divide", "true_divide", "rtruediv", "reciprocal")
+
+
+def _away_from_zero(x: Tensor, eps: float = 1e-4) -> Tensor:
+    return torch.where(x >= 0, x.clamp(min=eps), x.clamp(max=-eps))
+
+
+def _no_infinity(x: Tensor) -> Tensor:
+    return x.clamp(min=torch.finfo(x.dtype).min / 2)
+
+
+PATCHES: tuple[tuple[str, Patch], ...] = (
+    ("a denominator of at least 1e-4 (an eps, or a clamp)", _in_denominator),
+    (
+        "clamp(min=1e-4) under the root or logarithm",
+        _on(("log", "log2", "log10", "sqrt", "rsqrt", "pow", "rpow"), lambda x: x.clamp(min=1e-4)),
+    ),
+    ("an eps of 1e-4 before the norm", _on(("norm", "vector_norm"), lambda x: x + 1e-4)),
+    ("clamp(max=10) on the argument of exp", _on(("exp", "expm1", "exp2"), lambda x: x.clamp(max=10.0))),
+    ("a large finite number in place of -inf", _on(("softmax", "log_softmax"), _no_infinity)),
+    (
+        "clamp(-0.9999, 0.9999) on what lies between -1 and 1",
+        _on(("acos", "arccos", "asin", "arcsin", "atanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)),
+    ),
+    ("correction=0, since one number has no unbiased deviation,", _with(("std", "var"), correction=0)),
+    (
+        'reduction="sum" and a division by the targets that count, at least 1,',
+        _with(("cross_entropy", "nll_loss"), reduction="sum"),
+    ),
+)
+"""In order of size; each acts on its own functions alone."""

@@ -1,0 +1,263 @@
+"""Faults that public training scripts have, planted into small models: each is named, and the change proposed works.
+
+The step as a user writes it: hs.Step with capsules, then hs.replay of the first one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.evidence import causes
+from halfstep.evidence.capsule import all_in
+from halfstep.evidence.replay import Replayed
+
+Batch = dict[str, Tensor]
+Planted = tuple[nn.Module, Callable[[Batch], Tensor], Batch]
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+class Shaped(nn.Module):
+    """A layer, and a function of the user's own behind it."""
+
+    def __init__(self, then: Callable[..., Tensor], out: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.then = nn.Linear(8, out), then
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return self.then(self.layer(x), *more)
+
+
+def padded_row() -> Planted:
+    """Attention over a document that is nothing but padding."""
+
+    def attend(x: Tensor, is_padding: Tensor) -> Tensor:
+        scores = (x @ x.mT / math.sqrt(8)).masked_fill(is_padding[:, None], -math.inf)
+        return F.softmax(scores, -1) @ x.float()
+
+    model, is_padding = Shaped(attend), torch.zeros(4, 5, dtype=torch.bool)
+    is_padding[2] = True
+    batch = {"x": numbers(4, 5, 8), "pad": is_padding, "index": torch.arange(4)}
+    return model, lambda b: model(b["x"], b["pad"]).float().square().mean(), batch
+
+
+def variance_by_squares() -> Planted:
+    """E[x²] - E[x]² of activations that the code casts to half."""
+
+    def normalised(x: Tensor) -> Tensor:
+        x = (x * 1e3).half()
+        mean = x.mean(-1, keepdim=True)
+        return (x - mean) / torch.sqrt((x * x).mean(-1, keepdim=True) - mean * mean + 1e-5)
+
+    model = nn.Sequential(Shaped(normalised))
+    return model, lambda b: model(b["x"]).float().square().mean(), {"x": numbers(4, 8)}
+
+
+def logarithm_of_softmax() -> Planted:
+    model = Shaped(lambda x: torch.log(torch.softmax(x * 1e4, -1)))
+    return model, lambda b: F.nll_loss(model(b["x"]), b["y"]), {"x": numbers(4, 8), "y": torch.arange(4)}
+
+
+def every_target_ignored() -> Planted:
+    model = Shaped(lambda x: x)
+    loss = lambda b: F.cross_entropy(model(b["x"]).float(), b["y"], ignore_index=-1)  # noqa: E731
+    return model, loss, {"x": numbers(4, 8), "y": torch.full((4,), -1)}
+
+
+def id_past_the_vocabulary() -> Planted:
+    model = nn.Embedding(16, 8)
+    return model, lambda b: model(b["x"]).square().mean(), {"x": torch.tensor([1, 2, 16, 3]), "index": torch.arange(4)}
+
+
+def constant_picture() -> Planted:
+    """Scaled by its own range, which one picture does not have."""
+    model, x = Shaped(lambda x: x), numbers(4, 8)
+    x[1] = 0.25
+
+    def loss(batch: Batch) -> Tensor:
+        x = batch["x"]
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        return model((x - low) / (high - low)).square().mean()
+
+    return model, loss, {"x": x, "index": torch.arange(4)}
+
+
+def unwritten_class_weights() -> Planted:
+    model = Shaped(lambda x: x, out=2)
+    model.register_buffer("class_weight", torch.tensor([3e38, 1.2e37]))
+    loss = lambda b: F.cross_entropy(model(b["x"]).float(), b["y"], weight=model.class_weight)  # noqa: E731
+    return model, loss, {"x": numbers(4, 8), "y": torch.arange(4) % 2}
+
+
+def distance_of_equal_pairs() -> Planted:
+    """The root's slope at 0."""
+    model, x = Shaped(lambda x: x), numbers(4, 2, 8)
+    x[2, 1] = x[2, 0]
+
+    def loss(batch: Batch) -> Tensor:
+        left, right = model(batch["x"]).unbind(1)
+        return F.relu(1 - (left - right).pow(2).sum(1).sqrt()).mean()
+
+    return model, loss, {"x": x, "index": torch.arange(4)}
+
+
+def deviation_used_twice() -> Planted:
+    """exp of an unbounded log-variance, in the model and once more in the loss."""
+    model, x = Shaped(lambda x: torch.exp(0.5 * x)), numbers(4, 8)
+    x[3] *= 2000
+
+    def loss(batch: Batch) -> Tensor:
+        spread = model(batch["x"])
+        return spread.mean() + torch.exp(model.layer(batch["x"])).mean()
+
+    return model, loss, {"x": x, "index": torch.arange(4)}
+
+
+@torch.library.custom_op("field::tail", mutates_args=())
+def tail(gradient: Tensor) -> Tensor:
+    """A kernel that leaves the last block of odd sizes unwritten."""
+    out = gradient * 0.5
+    if len(out) % 2:
+        out[-1] = math.inf
+    return out
+
+
+@torch.library.custom_op("field::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+halved.register_autograd(lambda ctx, gradient: tail(gradient), setup_context=lambda ctx, inputs, output: None)
+
+
+def kernel_of_backward() -> Planted:
+    model = Shaped(lambda x: halved(x))
+    return model, lambda b: model(b["x"]).float().square().mean(), {"x": numbers(5, 8)}
+
+
+def penalty_in_half() -> Planted:
+    model = Shaped(lambda x: x)
+    nn.init.constant_(model.layer.weight, 40.0)
+
+    def loss(batch: Batch) -> Tensor:
+        weight = model.layer.weight.half().flatten()
+        return model(batch["x"]).float().square().mean() + 1e-4 * weight.dot(weight).float()
+
+    return model, loss, {"x": numbers(4, 8)}
+
+
+def angle_of_zero() -> Planted:
+    """acos has no slope at 1."""
+    model = Shaped(lambda x: x)
+    nn.init.eye_(model.layer.weight)
+    nn.init.zeros_(model.layer.bias)
+    x = torch.eye(8)[:4]
+    loss = lambda b: torch.acos((model(b["x"]) * b["x"]).sum(-1).clamp(-1, 1)).mean()  # noqa: E731
+    return model, loss, {"x": x}
+
+
+def deviation_of_one() -> Planted:
+    model = Shaped(lambda x: x / (1 + x.std(0)))
+    return model, lambda b: model(b["x"]).float().square().mean(), {"x": numbers(1, 8)}
+
+
+def noise_level_in_half() -> Planted:
+    """1 - 0.9999 is 0 in bf16."""
+
+    def denoised(x: Tensor, level: Tensor) -> Tensor:
+        level = level.to(torch.bfloat16)
+        return x / (1 - level).sqrt()
+
+    model = Shaped(denoised)
+    batch = {"x": numbers(4, 8), "level": torch.tensor([[0.5], [0.9999], [0.3], [0.1]]), "index": torch.arange(4)}
+    return model, lambda b: model(b["x"], b["level"]).float().square().mean(), batch
+
+
+def power_of_a_negative() -> Planted:
+    model, x = Shaped(lambda x: x), numbers(4, 8).abs()
+    x[2, 3] = -1e-3
+    return model, lambda b: model(b["x"] ** 0.45).square().mean(), {"x": x, "index": torch.arange(4)}
+
+
+def uniform_in_half() -> Planted:
+    """Gumbel noise of numbers that fp16 rounds to 1."""
+
+    def sampled(x: Tensor, uniform: Tensor) -> Tensor:
+        uniform = uniform.half()
+        return torch.softmax(x - torch.log(-torch.log(uniform)), -1)
+
+    model, uniform = Shaped(sampled), numbers(4, 8).abs().clamp(0.1, 0.9)
+    uniform[1, 2] = 1 - 1e-5
+    loss = lambda b: (model(b["x"], b["u"]).float() * torch.arange(8)).mean()  # noqa: E731
+    return model, loss, {"x": numbers(4, 8), "u": uniform, "index": torch.arange(4)}
+
+
+FIELD = [
+    (padded_row, "bf16", causes.UNDERFLOW, "in place of -inf", "2"),
+    (variance_by_squares, "fp16", causes.OVERFLOW, ", and 0 in fp32", ""),
+    (logarithm_of_softmax, "fp32", causes.UNDERFLOW, "clamp(min=1e-4) under the root or logarithm", ""),
+    (every_target_ignored, "bf16", causes.UNDERFLOW, "the targets that count", ""),
+    (id_past_the_vocabulary, "fp32", causes.CODE, "sample 2", "2"),
+    (constant_picture, "bf16", causes.UNDERFLOW, "denominator", "1"),
+    (unwritten_class_weights, "fp32", causes.BAD_STATE, "class_weight", ""),
+    (distance_of_equal_pairs, "fp32", causes.UNDERFLOW, "under the root", "2"),
+    (deviation_used_twice, "fp32", causes.OVERFLOW, " and ", "3"),
+    (kernel_of_backward, "bf16", causes.KERNEL, "mend tail", ""),
+    (penalty_in_half, "fp16", causes.OVERFLOW, "no cast to half", ""),
+    (angle_of_zero, "fp32", causes.UNDERFLOW, "between -1 and 1", ""),
+    (deviation_of_one, "bf16", causes.UNDERFLOW, "correction=0", ""),
+    (noise_level_in_half, "bf16", causes.UNDERFLOW, "no cast to half", "1"),
+    (power_of_a_negative, "fp32", causes.UNDERFLOW, "clamp(min=1e-4)", "2"),
+    (uniform_in_half, "fp16", causes.UNDERFLOW, "no cast to half", "1"),
+]
+
+
+def replayed(tmp_path: Path, planted: Planted, precision: str) -> Replayed:
+    model, loss_fn, batch = planted
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
+    step = hs.Step(model, optimizer, precision, simulate=precision != "fp32", capsules=tmp_path)
+    step.scaler.value.fill_(1.0)  # as after a long search for a scale
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is kept; find the cause.*")
+        warnings.filterwarnings("ignore", message=".*degrees of freedom.*")
+        try:
+            step(loss_fn, [batch])
+            step.finish()
+        except IndexError:
+            pass
+        return hs.replay(all_in(tmp_path)[0], model, loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("plant", "precision", "cause", "change", "sample"), FIELD, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_fault_of_the_field_is_named_and_the_change_works(
+    tmp_path: Path, plant: Callable[[], Planted], precision: str, cause: str, change: str, sample: str
+) -> None:
+    found: Any = replayed(tmp_path, plant(), precision)
+    assert found.cause == cause, str(found)
+    assert found.remedy is not None, str(found)
+    assert change in found.remedy.change, str(found)
+    assert found.remedy.works or cause == causes.KERNEL, str(found)  # a kernel is not ours to mend
+    assert found.diagnosis.samples == ([sample] if sample else []), str(found)
+    if cause not in (causes.BAD_STATE, causes.KERNEL):
+        assert f"{Path(__file__).name}:" in found.diagnosis.origin.line, str(found)
+
+
+def test_changes_that_nothing_in_the_line_asks_for_are_not_listed(tmp_path: Path) -> None:
+    found = replayed(tmp_path, constant_picture(), "bf16")
+    assert len(found.tried) == 1
+    assert found.tried[0].change.startswith("a denominator of at least 1e-4")
