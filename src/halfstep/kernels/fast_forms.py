@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 LEAST_SHARED_MEMORY = 160 * 1024  # bytes a block
 
 _forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces anew
+_pretended = False
 _has_triton = importlib.util.find_spec("triton") is not None  # here, as torch 2.11's compiler cannot trace the search
 
 
@@ -84,3 +85,40 @@ def forced(on: bool, *forms: Form) -> Iterator[None]:
     finally:
         _forced.clear()
         _forced.update(before)
+
+
+def is_pretended() -> bool:
+    """Whether tensors have no content and only stand for a GPU's: kernels of our own are then not launched."""
+    return _pretended
+
+
+@contextlib.contextmanager
+def pretended() -> Iterator[list[str]]:
+    """Count memory within, of tensors without content: whoever launches kernels takes their memory, and nothing runs.
+    The names of kernels that would have been launched come back."""
+    global _pretended
+    before, _pretended = _pretended, True
+    try:
+        with _unlaunched() as names:
+            yield names
+    finally:
+        _pretended = before
+
+
+@contextlib.contextmanager
+def _unlaunched() -> Iterator[list[str]]:
+    names: list[str] = []
+    if not has_triton():
+        yield names
+        return
+    from triton.runtime.jit import KernelInterface
+
+    def noted(kernel: Any, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: names.append(getattr(kernel, "__name__", ""))
+
+    launching = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = noted
+    try:
+        yield names
+    finally:
+        KernelInterface.__getitem__ = launching

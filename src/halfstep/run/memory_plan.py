@@ -1,0 +1,157 @@
+"""The memory plan: peak memory of a run's step before anything runs, by component, for any precision, mode, level and
+batch.
+
+Peak is the same everywhere in this project: the larger of torch's max_memory_allocated before a step is captured and
+what is reserved once it is (measure/memory.py). What is traced, by mode:
+
+    eager     forward and backward, operation by operation
+    compile   the same trace; what the compiler keeps, computes again and fuses away is worked out from it
+    graph     the step as it is captured: our chains of kernels where the model has one, else as compiled; and the gaps
+              of the graph's memory pool
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from halfstep.hardware.facts import Hardware
+from halfstep.kernels.fast_forms import has_triton
+from halfstep.models.recompute import Recompute
+from halfstep.run.planned_step import Fixed, PlannedStep
+from halfstep.tune.memory_low import NORMAL, MemorySetting
+from halfstep.tune.modes import Way
+from halfstep.tune.planner.compiled import PRODUCTS, compiled_timeline
+from halfstep.tune.planner.timeline import Timeline, at_batch, eager_timeline
+from halfstep.tune.planner.trace import Trace
+
+COMPONENTS = (
+    "weights", "gradients", "optimizer", "average", "frozen parts", "half copies", "activations", "inputs",
+    "workspaces", "graph pool",
+)  # fmt: skip
+"""In the order of tables and pictures."""
+
+MODES: tuple[Way, ...] = ("eager", "compile", "graph")
+HALF = ("bf16", "fp16", "fp8")
+CUBLAS_BYTES = 33_562_624
+"""cuBLAS' workspace on Hopper; the forward and the backward thread have one each."""
+SMALL_CUBLAS_BYTES = 8_519_680
+"""The same on other GPUs."""
+POOL_GAPS = 0.04
+"""Of a graph's pool: what lies idle between its blocks, as measured (benchmarks/memory_plan.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One step to be predicted."""
+
+    precision: str
+    mode: Way
+    setting: MemorySetting = NORMAL
+    batch_size: int
+    accumulate: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A cell and its peak, in bytes by component."""
+
+    cell: Cell
+    components: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.components.values())
+
+
+@dataclass(slots=True)
+class MemoryPlanner:
+    """Predicts cells of one step; what two cells share is traced once."""
+
+    step: PlannedStep
+    hardware: Hardware | None = None
+    _timelines: dict[tuple[object, ...], list[Timeline]] = field(default_factory=dict)
+    _traces: dict[tuple[object, ...], list[Trace]] = field(default_factory=dict)
+    _fixed: dict[tuple[str, int], Fixed] = field(default_factory=dict)
+
+    def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
+        """Traced at its own batch, or from those of `base_batch` and its double: for looking at many batches."""
+        fixed = self._fixed_of(cell)
+        raw, prepared = self.step.input_bytes(cell.batch_size)
+        dynamic = self._dynamic(cell, base_batch)
+        is_graph = cell.mode == "graph"
+        moving = Counter(dynamic)
+        workspaces = self._library_bytes(cell)
+        found = Counter(
+            {
+                "weights": fixed.weights,
+                "optimizer": fixed.optimizer,
+                "average": fixed.average,
+                "frozen parts": fixed.frozen,
+                "inputs": raw + prepared,
+                "graph pool": int(POOL_GAPS * moving.total()) + prepared if is_graph else 0,
+            }
+        )
+        found.update(moving)
+        found["workspaces"] += workspaces
+        return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
+
+    def _dynamic(self, cell: Cell, base_batch: int) -> Counter[str]:
+        """What comes and goes, at its highest: in forward and backward, or while the optimizer updates."""
+        accumulates = cell.accumulate > 1
+        if not base_batch or base_batch == cell.batch_size:
+            peaks = [line.peak(accumulates=accumulates) for line in self._lines(cell, cell.batch_size)]
+        else:
+            near, far = self._lines(cell, base_batch), self._lines(cell, 2 * base_batch)
+            peaks = [
+                at_batch(cell.batch_size, (base_batch, one), (2 * base_batch, two), accumulates=accumulates)
+                for one, two in zip(near, far, strict=True)
+            ]
+        gradients = max(line.gradient_bytes for line in self._lines(cell, base_batch or cell.batch_size))
+        update = 0 if cell.mode == "graph" else self._fixed_of(cell).update
+        peaks.append(Counter({"gradients": gradients, "workspaces": update}))
+        return max(peaks, key=lambda peak: peak.total())
+
+    def _lines(self, cell: Cell, batch_size: int) -> list[Timeline]:
+        how, recompute = _family(cell.precision), cell.setting.recompute
+        key = (how, cell.mode, recompute, batch_size)
+        if key not in self._timelines:
+            self._timelines[key] = self._worked_out(how, cell.mode, recompute, batch_size)
+        return self._timelines[key]
+
+    def _worked_out(self, how: str, mode: Way, recompute: Recompute, batch_size: int) -> list[Timeline]:
+        if mode == "eager":
+            return [eager_timeline(trace) for trace in self._traced(how, recompute, batch_size, chains=False)]
+        if mode == "graph" and how in HALF and has_triton():
+            chained = self._traced(how, recompute, batch_size, chains=True)
+            if any(trace.is_chain for trace in chained):
+                return [eager_timeline(trace) if trace.is_chain else compiled_timeline(trace) for trace in chained]
+        # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
+        keeps_cheap = recompute != "pointwise"
+        traces = self._traced(how, recompute if keeps_cheap else "none", batch_size, chains=False)
+        return [compiled_timeline(trace, keeps_cheap=keeps_cheap) for trace in traces]
+
+    def _traced(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[Trace]:
+        key = (precision, recompute, batch_size, chains)
+        if key not in self._traces:
+            self._traces[key] = self.step.traces(precision, recompute, batch_size, chains=chains)
+        return self._traces[key]
+
+    def _fixed_of(self, cell: Cell) -> Fixed:
+        key = (_family(cell.precision), cell.setting.optimizer_bits)
+        if key not in self._fixed:
+            self._fixed[key] = self.step.fixed(key[0], cell.setting)
+        return self._fixed[key]
+
+    def _library_bytes(self, cell: Cell) -> int:
+        traces = next(iter(self._traces.values()))
+        multiplies = any(op.name in PRODUCTS and "conv" not in op.name for trace in traces for op in trace.ops)
+        capability = self.hardware.capability if self.hardware is not None else (9, 0)
+        each = CUBLAS_BYTES if capability is not None and capability >= (9, 0) else SMALL_CUBLAS_BYTES
+        return 2 * each * multiplies
+
+
+def _family(precision: str) -> str:
+    """Precisions of one family take the same memory."""
+    return {"tf32": "tf32", "fp16": "bf16", "fp8": "bf16"}.get(precision, precision)

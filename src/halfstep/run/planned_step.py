@@ -1,0 +1,282 @@
+"""A run's step traced without running it: its model, phases, optimizers and average, on tensors without content."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.seeds import Key
+from halfstep.errors import HalfstepError, ModelError
+from halfstep.hardware.gpus import known_gpu
+from halfstep.models.recompute import Recompute, set_recompute
+from halfstep.precision.decide import decide
+from halfstep.precision.frozen import apply_frozen_
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import build_workload
+from halfstep.run.frozen import modules_of
+from halfstep.run.optimizing import Length, optimizing
+from halfstep.run.phases import phase_config, trains
+from halfstep.step.adamw_bf16 import AdamWBf16, at_once
+from halfstep.step.batches import batch_length
+from halfstep.step.ema import CHUNK_ELEMENTS, Ema
+from halfstep.step.optimizers import CAPTURABLE
+from halfstep.tune.first_batch import first_batch
+from halfstep.tune.layout import convolves_images, in_layout_of
+from halfstep.tune.memory_limit import first_line
+from halfstep.tune.memory_low import NORMAL, MemorySetting
+from halfstep.tune.planner.pretence import Pretence
+from halfstep.tune.planner.trace import Recorder, Trace
+from halfstep.tune.step_cost import NoSamples
+from halfstep.workloads import KINDS
+from halfstep.workloads.kind import Store
+from halfstep.workloads.workload import Batch, Forward, Loss, Workload
+
+SEEN = 2
+"""Samples that are really made; all others have their shapes."""
+HAS_ALL_FORMATS = "H200"
+"""Its plan is traced: formats that a GPU lacks are refused before."""
+BATCHES_AHEAD = 3
+"""As loaded: the one that is trained on, and two that are copied ahead (data/prefetch.py)."""
+EMA_PIECES = 3
+"""Of CHUNK_ELEMENTS fp32 values, on the way to the average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What is there whatever runs, in bytes; `update` only while the optimizer updates."""
+
+    weights: int
+    frozen: int
+    optimizer: int
+    average: int
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One phase, or the only one."""
+
+    config: RunConfig
+    forward: Forward
+    loss: Loss
+    trained: tuple[str, ...]
+    parts: tuple[str, ...]
+    groups: tuple[Any, ...]
+
+
+class PlannedStep:
+    """A workload to be traced, and its config; nothing of it is ever computed."""
+
+    def __init__(self, config: RunConfig, workload: Workload, raw: Batch) -> None:
+        self.config, self.workload, self.raw = config, workload, raw
+        self.pretence = Pretence(workload.modules())
+        self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in workload.model.modules())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.workload.model.parameters())
+
+    def traces(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[Trace]:
+        """One of each phase: forward and backward of one micro-batch."""
+        with self.pretence.entered(chains=chains) as kernels, _explained(self.config.workload):
+            plan = self._placed(precision, recompute)
+            for value in self.workload.values.values():
+                value.value = torch.empty(())
+            batch = self._batch(batch_size)
+            found = []
+            for turn in self._turns():
+                kernels.clear()
+                found.append(self._traced(turn, plan, batch))
+                found[-1].is_chain = chains and bool(kernels)
+            return found
+
+    def fixed(self, precision: str, setting: MemorySetting) -> Fixed:
+        """Weights, optimizer state and average, as the run would have them."""
+        with self.pretence.entered(), _explained(self.config.workload):
+            self._placed(precision, "none")
+            model = self.workload.model
+            frozen = [t for m in modules_of(self.workload.frozen).values() for t in (*m.parameters(), *m.buffers())]
+            optimizers = [self._optimizer(turn, setting) for turn in self._turns()]
+            average = Ema(model, self.workload.ema_parts).shadows if self.config.ema.enabled else []
+            return Fixed(
+                weights=_bytes((*model.parameters(), *model.buffers())),
+                frozen=_bytes(frozen),
+                optimizer=sum(_state_bytes(optimizer) for optimizer in optimizers),
+                average=_bytes(average),
+                update=max(map(self._update_bytes, optimizers)) + bool(average) * EMA_PIECES * 4 * CHUNK_ELEMENTS,
+            )
+
+    def input_bytes(self, batch_size: int) -> tuple[int, int]:
+        """Of batches as they are loaded, and of one that is ready for the model."""
+        with self.pretence.entered():
+            prepared = self._batch(batch_size)
+            raw = sum(t.nbytes for t in _of_size(self.raw, batch_size).values())
+            return BATCHES_AHEAD * raw, _bytes(prepared.values())
+
+    # --- placing ---
+
+    def _placed(self, precision: str, recompute: Recompute) -> Plan:
+        model, frozen = self.workload.model, modules_of(self.workload.frozen)
+        wish = self.config.precision.model_copy(update={"default": precision, "simulate": False, "strict": False})
+        decided = decide(wish, known_gpu(HAS_ALL_FORMATS), model, frozen=frozen)
+        plan = dataclasses.replace(decided, device="cpu", simulated=False)
+        plan.apply(model)
+        apply_frozen_(plan, frozen)
+        if self.config.train.channels_last is True or self.config.train.channels_last == "auto" and precision != "fp32":
+            for module in self.workload.modules():
+                _lay_out_(module)
+        if not (self.config.train.activation_checkpointing and recompute == "none"):
+            set_recompute(model, recompute)
+        return plan
+
+    def _batch(self, batch_size: int) -> Batch:
+        key = Key.of_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
+        try:
+            prepared = self.workload.prepared(_of_size(self.raw, batch_size), key=key, training=True)
+        except Exception:  # numpy, a generator: prepared for real, and only the shapes are taken
+            prepared = _of_size(self._really_prepared(), batch_size)
+        return in_layout_of(self.workload.model, prepared)
+
+    def _really_prepared(self) -> Batch:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        key = Key.of_training(self.config.train.seed, 0, 0, 0, 0, batch_length(self.raw))
+        with unset_fake_temporarily():
+            return self.workload.prepared(self.raw, key=key, training=True)
+
+    # --- phases ---
+
+    def _turns(self) -> Iterator[_Turn]:
+        workload, model = self.workload, self.workload.model
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        if not workload.phases:
+            yield _Turn(self.config, workload.forward, workload.loss, tuple(names), (), workload.groups)
+        for phase in workload.phases:
+            own, forward = phase_config(self.config, phase), phase.forward or workload.forward
+            trained = tuple(name for name in names if trains(phase, name))
+            yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups)
+
+    def _traced(self, turn: _Turn, plan: Plan, batch: Batch) -> Trace:
+        model = self.workload.model.train()
+        named = dict(model.named_parameters())
+        wanted = {name: p.requires_grad for name, p in named.items()}
+        for name, parameter in named.items():
+            parameter.requires_grad_(wanted[name] and name in turn.trained)
+        known = [t for m in self.workload.modules() for t in (*m.parameters(), *m.buffers())]
+        try:
+            with Recorder((*known, *batch.values()), named.values()) as recorder:
+                with plan.forward():
+                    outputs = turn.forward(model, batch)
+                    found: Any = turn.loss(outputs, batch)
+                    loss = (found[0] if isinstance(found, tuple) else found).float()
+                recorder.in_backward = True
+                with plan.backend():
+                    loss.backward()
+            gradients = [p.grad for p in named.values() if p.grad is not None]
+            trace = recorder.settle(gradients)
+            del outputs, found, loss
+            return trace
+        finally:
+            for name, parameter in named.items():
+                parameter.grad = None
+                parameter.requires_grad_(wanted[name])
+
+    def _optimizer(self, turn: _Turn, setting: MemorySetting) -> Optimizer:
+        if turn.config.optimizer.name != "adamw":
+            setting = dataclasses.replace(setting, optimizer_bits=32)
+        length = Length(1, 1)
+        model = self.workload.model
+        optimizer, _ = optimizing(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)
+        for group in optimizer.param_groups:
+            group.update({name: False for name in ("fused", "foreach", "capturable") if name in group})
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
+        with suppress(Exception):  # some read numbers to update; by then their state is there, and that is all we want
+            optimizer.step()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return optimizer
+
+    def _update_bytes(self, optimizer: Optimizer) -> int:
+        """What an update takes besides the state: fp32 copies of bf16 weights, or a copy to take back a bad step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(optimizer, AdamWBf16):
+            return max(8 * sum(p.numel() for p in some) for some in at_once(parameters))
+        is_selected = self.config.optimizer.name in CAPTURABLE
+        return _bytes(parameters) + _state_bytes(optimizer) if is_selected else 0
+
+
+def planned_step(config: RunConfig, store: Store | None = None) -> PlannedStep:
+    """The step of a config: of its data where a folder is given, else of made-up data of the usual shape.
+
+    `store` is what is known of the data, where somebody has looked at them before."""
+    kind = KINDS.of(config.workload)
+    small = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": SEEN})})
+    if config.data.dir is not None and store is None or kind.over is None or kind.random_batch is None:
+        workload = build_workload(config)
+        return PlannedStep(config, workload, first_batch(small, workload))
+    if store is None:
+        assert kind.random_store is not None, "a family that makes batches says what they are of"
+        store = kind.part("random_store")(config)
+    over = kind.part("over")
+    try:
+        with torch.device("meta"):  # no time or memory for weights that nobody reads
+            workload = over(config, store, NoSamples())
+    except (NotImplementedError, RuntimeError):
+        workload = over(config, store, NoSamples())
+    return PlannedStep(config, workload, kind.make_batch(small, store))
+
+
+def _of_size(batch: Batch, num_samples: int) -> Batch:
+    """The same batch with so many samples, without content."""
+    seen = batch_length(batch)
+    return {
+        name: torch.empty((num_samples, *value.shape[1:]), dtype=value.dtype)
+        if value.ndim and len(value) == seen
+        else torch.empty(value.shape, dtype=value.dtype)
+        for name, value in batch.items()
+    }
+
+
+def _lay_out_(module: nn.Module) -> None:
+    if not convolves_images(module):
+        return
+    for parameter in module.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    return _bytes(v for own in optimizer.state.values() for v in own.values() if isinstance(v, Tensor))
+
+
+@contextmanager
+def _explained(workload: str) -> Iterator[None]:
+    try:
+        yield
+    except HalfstepError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"a step of {workload} cannot be traced: {type(error).__name__}: {first_line(error)}",
+            why="its memory is counted on tensors without content, and something in forward or loss asks for values "
+            "(.item(), an `if` on a tensor, numpy)",
+            fix="keep that out of forward and loss, or let the run find its batch: train.auto_batch=true",
+        ) from error
+
+
+__all__ = ["NORMAL", "Fixed", "PlannedStep", "planned_step"]

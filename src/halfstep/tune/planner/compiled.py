@@ -1,0 +1,265 @@
+"""What a compiled step keeps, worked out from the trace of the eager one.
+
+torch.compile traces forward and backward together and cuts them in two where the least has to be kept: what is cheap
+is computed again in backward, from what is kept, and what lies between two kernels that it can fuse is never stored.
+Compiling takes a minute; here the same is decided on the eager trace, by the rules of AOTAutograd's partitioner:
+
+    kept at once     products, convolutions, attention, sums, random numbers, and what an operation of ours makes
+    computed again   everything pointwise, but not what a kernel of backward has to read from memory anyway, nor what
+                     is used again far behind its first use (the stream of residuals)
+
+and a minimum cut over what is left. Then each value is stored from its making to its last use if it is kept, is read by
+a kernel that cannot be fused, or is a result; all others are not.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from halfstep.tune.planner.timeline import Life, Timeline
+from halfstep.tune.planner.trace import Op, Trace
+
+NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
+"""A sum, which is kept, and a pointwise rest."""
+NORM_GRADIENTS = frozenset({f"{name}_backward" for name in NORMS})
+PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"})
+APART = frozenset(
+    {
+        "embedding_dense_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "index_put",
+        "index_put_", "scatter_add_", "scatter_add", "scatter", "sort", "topk", "cumsum", "_fft_r2c", "_fft_c2r",
+        "_fft_c2c", "_embedding_bag", "grid_sampler_2d", "grid_sampler_2d_backward",
+        "upsample_bilinear2d_backward", "upsample_nearest2d_backward", "native_dropout", "bernoulli_",
+    }
+)  # fmt: skip
+"""Kernels of their own besides products and attention."""
+SUMS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "linalg_vector_norm", "logsumexp", "argmax", "max"})
+POOL, OFFSET_SHARE = "max_pool2d_with_indices", 8
+"""Compiled pooling keeps where its maximum was as one byte, not as an int64."""
+FAR = 1 << 60
+
+
+@dataclass(slots=True)
+class _Node:
+    """A value of the trace, with who made it and who reads it, forward and backward."""
+
+    num_bytes: int
+    made_by: int
+    maker: Op | None
+    forward_readers: list[int]
+    backward_readers: list[int]
+    is_fixed: bool
+
+
+def compiled_timeline(trace: Trace, *, keeps_cheap: bool = True) -> Timeline:
+    """Lives of a compiled step; without `keeps_cheap` everything cheap is computed again, as `recompute: pointwise`
+    asks for."""
+    return _Cut(trace, keeps_cheap=keeps_cheap).timeline()
+
+
+class _Cut:
+    def __init__(self, trace: Trace, *, keeps_cheap: bool) -> None:
+        self.trace, self.keeps_cheap = trace, keeps_cheap
+        self.nodes = [_node(trace, number) for number in range(len(trace.values))]
+        for number, op in enumerate(trace.ops):
+            for read in op.reads:
+                if not op.is_view:
+                    readers = self.nodes[read].backward_readers if op.in_backward else self.nodes[read].forward_readers
+                    readers.append(number)
+        self.turn = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
+        self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.turn]
+        self.is_again = {n: self._is_cheap(n) for n in self.forward}
+        self._keep_what_is_used_far_apart()
+
+    # --- what may be computed again ---
+
+    def _is_cheap(self, number: int) -> bool:
+        node = self.nodes[number]
+        if node.maker is None or _is_apart(node.maker.name) or self.trace.values[number].is_written_twice:
+            return False
+        if node.maker.name in NORMS and number != node.maker.makes[0]:
+            return False
+        is_sum = node.maker.name in SUMS and 4 * node.num_bytes < self._read_bytes(node.maker)
+        return not is_sum and not (self.keeps_cheap and self._is_stored_in_backward(number))
+
+    def _is_stored_in_backward(self, number: int) -> bool:
+        return any(_is_apart(self.trace.ops[reader].name) for reader in self.nodes[number].backward_readers)
+
+    def _read_bytes(self, op: Op) -> int:
+        return sum(self.nodes[read].num_bytes for read in op.reads)
+
+    def _keep_what_is_used_far_apart(self) -> None:
+        if not self.keeps_cheap:
+            return
+        for number in self.forward:
+            readers = self.nodes[number].forward_readers
+            if len(readers) < 2:
+                continue
+            first = self._first_apart(readers)
+            for reader in readers:
+                if reader > first and not _is_apart(self.trace.ops[reader].name):
+                    for made in self.trace.ops[reader].makes:
+                        self.is_again[made] = False
+
+    def _first_apart(self, readers: Iterable[int]) -> int:
+        """The first kernel of its own that a value reaches through operations that fuse."""
+        last = max(readers)
+        queue, seen = sorted(readers), set(readers)
+        while queue:
+            number = heapq.heappop(queue)
+            op = self.trace.ops[number]
+            if _is_apart(op.name):
+                return number
+            for made in op.makes:
+                for reader in self.nodes[made].forward_readers:
+                    if reader <= last and reader not in seen:
+                        seen.add(reader)
+                        heapq.heappush(queue, reader)
+        return FAR
+
+    # --- the cut ---
+
+    def kept(self) -> set[int]:
+        """Values of forward that backward finds stored: a minimum cut in bytes."""
+        needed = [n for n in self.forward if self.nodes[n].backward_readers]
+        reached, stack = set(needed), list(needed)
+        while stack:
+            number = stack.pop()
+            if self.is_again[number]:
+                for read in self._reads_of(number):
+                    if read not in reached:
+                        reached.add(read)
+                        stack.append(read)
+        flow = _Flow()
+        for number in reached:
+            flow.edge(("in", number), ("out", number), max(self.nodes[number].num_bytes, 1))
+            if not self.is_again[number]:
+                flow.edge("source", ("in", number), FAR)
+            else:
+                for read in self._reads_of(number):
+                    flow.edge(("out", read), ("in", number), FAR)
+        for number in needed:
+            flow.edge(("out", number), "sink", FAR)
+        behind = flow.source_side()
+        return {number for number in reached if ("in", number) in behind and ("out", number) not in behind}
+
+    def _reads_of(self, number: int) -> list[int]:
+        maker = self.nodes[number].maker
+        assert maker is not None
+        return [read for read in maker.reads if not self.nodes[read].is_fixed]
+
+    # --- lives ---
+
+    def timeline(self) -> Timeline:
+        kept, last_op = self.kept(), len(self.trace.ops) - 1
+        last_use = self._last_uses_in_backward(kept)
+        lives = []
+        for number, node in enumerate(self.nodes):
+            value = self.trace.values[number]
+            if node.is_fixed or not node.num_bytes:
+                continue
+            size = self._stored_bytes(number)
+            outlives = value.ended_at < 0
+            if number in kept:
+                end = last_op if outlives else max(last_use.get(number, self.turn), node.made_by)
+                lives.append(Life(size, node.made_by, end, value.owner or "activations"))
+                continue
+            is_backward = node.made_by >= self.turn
+            if outlives or value.owner == "gradients":
+                lives.append(Life(size, node.made_by, last_op, value.owner or "workspaces"))
+                continue
+            for readers in (node.forward_readers, node.backward_readers):
+                if not readers or not self._is_stored(
+                    number, readers, is_again=readers is node.backward_readers and not is_backward
+                ):
+                    continue
+                begin = node.made_by if readers is node.forward_readers or is_backward else min(readers)
+                lives.append(Life(size, begin, max(readers), value.owner or "workspaces"))
+        return Timeline(tuple(lives), tuple(op.workspace_bytes for op in self.trace.ops))
+
+    def _stored_bytes(self, number: int) -> int:
+        node = self.nodes[number]
+        is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
+        return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
+
+    def _is_stored(self, number: int, readers: list[int], *, is_again: bool) -> bool:
+        maker = self.nodes[number].maker
+        made_apart = maker is not None and not is_again and (_is_apart(maker.name) or maker.name in SUMS)
+        return made_apart or any(_is_apart(self.trace.ops[reader].name) for reader in readers)
+
+    def _last_uses_in_backward(self, kept: set[int]) -> dict[int, int]:
+        """With those of what is computed again from a value."""
+        last = {n: max(node.backward_readers) for n, node in enumerate(self.nodes) if node.backward_readers}
+        for number in reversed(self.forward):
+            if number in kept or number not in last or not self.is_again.get(number):
+                continue
+            for read in self._reads_of(number):
+                last[read] = max(last.get(read, 0), last[number])
+        return last
+
+
+def _node(trace: Trace, number: int) -> _Node:
+    value = trace.values[number]
+    maker = trace.ops[value.made_by] if value.made_by >= 0 else None
+    return _Node(value.num_bytes, value.made_by, maker, [], [], is_fixed=value.made_by < 0)
+
+
+def _is_apart(name: str) -> bool:
+    """Whether an operation is a kernel of its own, which reads and writes memory."""
+    return name in PRODUCTS or name in APART or "attention" in name
+
+
+class _Flow:
+    """Maximum flow by shortest paths with remainders (Dinic)."""
+
+    def __init__(self) -> None:
+        self.room: dict[object, dict[object, int]] = defaultdict(dict)
+
+    def edge(self, a: object, b: object, capacity: int) -> None:
+        self.room[a][b] = self.room[a].get(b, 0) + capacity
+        self.room[b].setdefault(a, 0)
+
+    def source_side(self) -> set[object]:
+        """What the source still reaches once no more flows: the cut lies at its border."""
+        while True:
+            level = self._levels()
+            if "sink" not in level:
+                return set(level)
+            nexts = {node: iter(list(self.room[node])) for node in level}
+            while self._push(level, nexts):
+                pass
+
+    def _levels(self) -> dict[object, int]:
+        level: dict[object, int] = {"source": 0}
+        queue: deque[object] = deque(["source"])
+        while queue:
+            node = queue.popleft()
+            for other, room in self.room.get(node, {}).items():
+                if room > 0 and other not in level:
+                    level[other] = level[node] + 1
+                    queue.append(other)
+        return level
+
+    def _push(self, level: dict[object, int], nexts: dict[object, Iterator[object]]) -> bool:
+        """One path from source to sink along rising levels, filled up; False where there is none left."""
+        path: list[object] = ["source"]
+        while path[-1] != "sink":
+            node = path[-1]
+            for other in nexts[node]:
+                if self.room[node][other] > 0 and level.get(other, -1) == level[node] + 1:
+                    path.append(other)
+                    break
+            else:
+                path.pop()
+                if not path:
+                    return False
+        steps = list(zip(path, path[1:], strict=False))
+        amount = min(self.room[a][b] for a, b in steps)
+        for a, b in steps:
+            self.room[a][b] -= amount
+            self.room[b][a] += amount
+            if self.room[a][b] > 0:  # still usable: looked at again
+                nexts[a] = iter([b, *nexts[a]])
+        return True
