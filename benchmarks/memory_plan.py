@@ -33,7 +33,7 @@ from halfstep.run.memory_plan import Cell, MemoryPlanner
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.planned_step import planned_step
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.modes import UNCAPTURED, Way
+from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
 from recording import RESULTS, store
 from step_rows import row_in_a_process
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     words: str
     precision: str
-    mode: Way
+    mode: Mode
     level: str = ""
     """`pointwise`, `blocks`, `8bit`, or two of them with a +."""
 
@@ -118,7 +118,7 @@ def measured(row: Row) -> dict[str, Any]:
         for name, tensor in KINDS.of(config.workload).make_batch(config, workload.store).items()
     }
     plan = plan_for(config, workload, probe("cuda"))
-    plan = dataclasses.replace(plan, way=row.mode, memory=dataclasses.asdict(row.setting))
+    plan = dataclasses.replace(plan, mode=row.mode, memory=dataclasses.asdict(row.setting))
     parts = assemble(config, workload, plan)
     said: list[str] = []
     engine = engine_for(parts, row.mode, lambda text, level: said.append(text), workload.metrics().update)
@@ -130,7 +130,7 @@ def measured(row: Row) -> dict[str, Any]:
             start_peak = peak_memory_bytes(device) or 0
             reset_peak(device)
     torch.cuda.synchronize()
-    if engine.way != row.mode:
+    if engine.mode != row.mode:
         raise RuntimeError("; ".join(said))
     peak = peak_memory_bytes(device) or 0
     reserved = torch.cuda.memory_reserved()
@@ -184,7 +184,7 @@ def main() -> None:
     store("memory_plan", {"rows": rows_found}, torch.device("cuda"), asked.out)
 
 
-MODES_BY_TIME: tuple[Way, ...] = ("graph", "compile", "eager")
+MODES_BY_TIME: tuple[Mode, ...] = ("graph", "compile", "eager")
 
 
 def show(found: dict[str, Any]) -> dict[str, Any]:

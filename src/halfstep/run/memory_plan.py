@@ -21,7 +21,7 @@ from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
 from halfstep.run.planned_step import Fixed, PlannedStep
 from halfstep.tune.memory_low import NORMAL, MemorySetting
-from halfstep.tune.modes import Way
+from halfstep.tune.modes import Mode
 from halfstep.tune.planner.compiled import PRODUCTS, compiled_timeline
 from halfstep.tune.planner.timeline import Timeline, at_batch, eager_timeline
 from halfstep.tune.planner.trace import Trace
@@ -32,7 +32,7 @@ COMPONENTS = (
 )  # fmt: skip
 """In the order of tables and pictures."""
 
-MODES: tuple[Way, ...] = ("eager", "compile", "graph")
+MODES: tuple[Mode, ...] = ("eager", "compile", "graph")
 HALF = ("bf16", "fp16", "fp8")
 CUBLAS_BYTES = 33_562_624
 """cuBLAS' workspace on Hopper; the forward and the backward thread have one each."""
@@ -47,7 +47,7 @@ class Cell:
     """One step to be predicted."""
 
     precision: str
-    mode: Way
+    mode: Mode
     setting: MemorySetting = NORMAL
     batch_size: int
     accumulate: int = 1
@@ -120,7 +120,7 @@ class MemoryPlanner:
             self._timelines[key] = self._worked_out(how, cell.mode, recompute, batch_size)
         return self._timelines[key]
 
-    def _worked_out(self, how: str, mode: Way, recompute: Recompute, batch_size: int) -> list[Timeline]:
+    def _worked_out(self, how: str, mode: Mode, recompute: Recompute, batch_size: int) -> list[Timeline]:
         if mode == "eager":
             return [eager_timeline(trace) for trace in self._traced(how, recompute, batch_size, chains=False)]
         if mode == "graph" and how in HALF and has_triton():

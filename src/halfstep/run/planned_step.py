@@ -181,7 +181,7 @@ class PlannedStep:
                 with plan.backend():
                     loss.backward()
             gradients = [p.grad for p in named.values() if p.grad is not None]
-            trace = recorder.settle(gradients)
+            trace: Trace = recorder.settle(gradients)
             del outputs, found, loss
             return trace
         finally:
