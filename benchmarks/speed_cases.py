@@ -17,8 +17,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 
 PEERS = ("plain:tuned", "plain:graphs", "lightning:documented", "lightning:tuned", "accelerate:documented")
-"""`graphs` is plain's tuned loop with the compiler's own CUDA graphs (mode reduce-overhead). Left out, for the device's
-time: Accelerate tuned, which compiles the very step of `plain:tuned`, and plain as documented, which has no page."""
+"""`graphs` is plain's tuned loop with the compiler's own CUDA graphs (mode reduce-overhead). Left out to save time:
+Accelerate tuned, which compiles the very step of `plain:tuned`, and plain as documented, which has no page."""
 SCHEDULE = Schedule(warm_up=10, ramp=2, window=15)
 
 

@@ -1,4 +1,4 @@
-"""docs/guides.md holds: every line of ours sets what the page says, parses, runs, or is refused in those words."""
+"""docs/guides hold: every line of ours sets what the page says, parses, runs, or is refused in those words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfstep.errors import ConfigError
 from halfstep.report.config_view import config_as_json
 from halfstep.workloads import load
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "guides.md"
+PAGES = sorted((Path(__file__).resolve().parent.parent / "docs" / "guides").glob("guide_*.md"))
 HEADER = ["the guide", "halfstep", "sets", "what differs"]
 
 
@@ -50,18 +50,17 @@ def setting(code: str) -> tuple[str, object]:
 
 
 def rows_of(page: str) -> list[Row]:
-    rows, guide = [], ""
-    for line in page.splitlines():
-        if line.startswith("## "):
-            guide = line.removeprefix("## ").split(":")[0]
-        elif line.startswith("| ") and cells_of(line) != HEADER:
+    """Those of the table "Line by line", the last of a page."""
+    rows, guide = [], page.removeprefix("# ").split(":")[0]
+    for line in page.partition("## Line by line")[2].splitlines():
+        if line.startswith("| ") and cells_of(line) != HEADER:
             theirs, ours, sets, _ = cells_of(line)
             settings = dict(setting(code) for code in code_in(sets))
             rows.append(Row(guide, theirs, code_in(ours), settings, sets.partition("refused: ")[2]))
     return rows
 
 
-ROWS = rows_of(PAGE.read_text())
+ROWS = [row for page in PAGES for row in rows_of(page.read_text())]
 
 
 def kind_of(row: Row) -> str:

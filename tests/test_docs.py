@@ -1,0 +1,152 @@
+"""The docs are true: commands parse, settings exist, snippets run, scripts and links are there."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.main import get_command
+
+import halfstep as hs
+from doc_pages import PAGES, ROOT, Shown, blocks, commands, inline, shell_lines
+from halfstep.cli.main import app_with, main, with_dashes
+from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
+from halfstep.config.keys import fields_of, sections_of
+from halfstep.config.statements import open_section_of
+from halfstep.data.seeds import Key
+from halfstep.guide.ask import read_answers
+from halfstep.guide.guide import QUESTIONS
+from halfstep.workloads import KINDS, load
+
+COMMANDS = get_command(app_with()).commands  # type: ignore[attr-defined]
+SHOWN = [(shown, words) for page in PAGES for shown, words in commands(page)]
+TRAINED = [(shown, words) for shown, words in SHOWN if words[0] == "train" and words[1:2] and words[1] in set(KINDS)]
+SNIPPETS = [block for page in PAGES for block in blocks(page, "python") if page.name != "own_loop.md"]
+YAML = [block for page in PAGES for block in blocks(page, "yaml")]
+SETTING = re.compile(r"([a-z_]+(?:\.[a-z0-9_*]+)+)(?:[=:].*)?")
+FILES = (".py", ".json", ".jsonl", ".yaml", ".md", ".png", ".safetensors", ".txt", ".csv", ".pth", ".html", ".bin")
+NO_SETTINGS = {"optimizer.step", "optimizer.param_groups"}
+"""Python's, and another project's key."""
+
+
+def named(shown: Shown) -> str:
+    return str(shown)
+
+
+@functools.cache
+def all_keys() -> set[str]:
+    """Every setting and section of every workload, by each of its spellings."""
+    schemas = [KINDS.of(name).schema(name) for name in KINDS]
+    own = {key for schema in schemas for key in (*fields_of(schema), *sections_of(schema))}
+    return own | set(KEY_ALIASES) | set(PRECISION_KEYS)
+
+
+def is_known(key: str) -> bool:
+    if open_section_of(key):
+        return True
+    if key.endswith("*"):  # `ema.*`, `model.tau_*`: several of them
+        return any(known.startswith(key.rstrip("*")) for known in all_keys())
+    return key.replace("-", "_") in all_keys()
+
+
+@pytest.mark.parametrize(("shown", "words"), SHOWN, ids=map(named, (shown for shown, _ in SHOWN)))
+def test_every_command_line_parses_and_its_settings_exist(shown: Shown, words: list[str]) -> None:
+    name, *rest = with_dashes(words)
+    assert name in COMMANDS
+    if rest:  # a name alone is a name, not a line to type
+        COMMANDS[name].make_context(name, list(rest))
+    keys = [word.partition("=")[0] for word in rest if re.match(r"[a-z_]+(\.[\w*]+)+=", word)]
+    assert [key for key in keys if not is_known(key)] == []
+
+
+@pytest.mark.parametrize(("shown", "words"), TRAINED, ids=map(named, (shown for shown, _ in TRAINED)))
+def test_every_training_that_is_shown_has_a_valid_config(
+    shown: Shown, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # `--schema FILE` writes
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--show-config", "--json"])
+    assert not stopped.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_named_in_the_text_exist(page: Path) -> None:
+    sections = {key.split(".")[0] for key in all_keys() if "." in key}
+    found = ((shown, SETTING.fullmatch(shown.text)) for shown in inline(page))
+    keys = [(shown.where, match[1]) for shown, match in found if match and not match[1].endswith(FILES)]
+    assert [
+        (where, key)
+        for where, key in keys
+        if key.split(".")[0] in sections and not is_known(key) and key not in NO_SETTINGS
+    ] == []
+
+
+@pytest.mark.parametrize("block", YAML, ids=named)
+def test_yaml_is_a_config_that_loads_or_answers_of_the_guide(block: Shown, tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    if "task:" in block.text:
+        path.write_text(block.text)
+        assert read_answers(path, QUESTIONS)
+    elif "uses:" not in block.text:  # steps of a CI: their commands are parsed above
+        path.write_text(block.text if "workload:" in block.text else f"workload: unet\n{block.text}")
+        assert load(str(path)).config
+
+
+def names_used(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of everything that code takes out of halfstep."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfstep"):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif (
+            isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("hs", "halfstep")
+        ):
+            yield "halfstep", node.attr
+
+
+@pytest.mark.parametrize("block", SNIPPETS, ids=named)
+def test_snippets_compile_and_what_they_take_from_halfstep_is_there(block: Shown) -> None:
+    for module, name in names_used(ast.parse(block.text)):
+        found = importlib.import_module(module)
+        assert hasattr(found, name) or importlib.import_module(f"{module}.{name}"), f"{module} has no {name}"
+
+
+NOT_RUN = ("...", "DistributedDataParallel")
+"""Outlines, and what needs several processes (tests/step/test_ranks.py)."""
+
+
+@pytest.mark.parametrize("block", [one for one in SNIPPETS if not any(word in one.text for word in NOT_RUN)], ids=named)
+def test_snippets_run(block: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 1)))
+    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(8, 4)
+    names = {
+        "hs": hs, "torch": torch, "nn": nn, "model": model, "optimizer": optimizer, "x": x, "window": [x],
+        "loader": [x] * 4, "step": hs.Step(model, optimizer, "fp32"), "key": Key.of_training(0, 0),
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "loss_fn": lambda x: model(x).square().mean(),
+    }  # fmt: skip
+    exec(compile(block.text, block.where, "exec"), names)
+
+
+def test_scripts_and_targets_that_are_named_are_there() -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for page in PAGES:
+        for shown in shell_lines(page):
+            for script in re.findall(r"\b((?:benchmarks|demos|examples|tests)/[\w/]+\.py)", shown.text):
+                assert (ROOT / script).exists(), f"{shown.where} names {script}"
+            if target := re.match(r"make ([a-z]+)", shown.text):
+                assert target[1] in targets, f"{shown.where}: make {target[1]}"
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
