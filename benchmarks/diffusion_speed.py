@@ -2,11 +2,12 @@
 
     python benchmarks/diffusion_speed.py [--only sd_unet,ddpm,vae] [--rows plain,tuned,halfstep] [--seconds 900]
 
-Every row is a process of its own: what one compiled or reserved must not help or hurt the next. AdamW, clipping to 1,
-an average of the weights at every step; rows differ in nothing else but what their names say:
+Every row is a process of its own: what one compiled or reserved must not help or hurt the next. With `--at-once` rows
+compile side by side and are timed one after the other (row_turns.py); `--profile` adds where halfstep's time goes.
+AdamW, clipping to 1, an average of the weights at every step; rows differ in nothing else but what their names say:
 
     plain     autocast, AdamW as it comes, the average by a loop over tensors
-    tuned     the same with torch.compile, fused AdamW, one fused update of the average
+    tuned     the same with torch.compile of model and loss, fused AdamW, one fused update of the average
     halfstep  `halfstep train` with train.fast=graph
 
 Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it.
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from halfstep.bench.settings import bench_config
 from halfstep.data.loader import Samples
-from halfstep.models.diffusers_nets import build_net, unet_config, vae_config
+from halfstep.models.diffusers_nets import build_net, repeated_blocks, unet_config, vae_config
 from halfstep.models.posterior import kl_divergence, posterior
 from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
 from halfstep.workloads.diffusion.conditions import Conditions
@@ -40,7 +40,8 @@ from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.kind import Kind, Store
 from halfstep.workloads.workload import Batch, Workload
 from recording import store, time_steps
-from step_rows import halfstep_row, row_in_a_process
+from row_turns import Turn
+from step_rows import first_steps, halfstep_row, rows
 
 WARM_UP, STEPS, WINDOWS = 8, 15, 3
 TOKENS, TEXT_DIM, LATENT = 77, 768, (4, 64, 64)
@@ -94,13 +95,15 @@ def main() -> None:
     parser.add_argument("--precisions", default="", help="of those a case has; all unless given")
     parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
     parser.add_argument("--small", action="store_true", help="tiny models, for trying this on a CPU")
+    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
+    parser.add_argument("--profile", action="store_true", help="with the kernels of halfstep's step")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--row", nargs=3, metavar=("CASE", "ROW", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         name, row, precision = arguments.row
         run = by_halfstep if row == "halfstep" else by_torch
-        print(json.dumps(run(name, row, precision, arguments.small)))
+        print(json.dumps(run(name, row, precision, arguments)))
         return
     if unknown := set(arguments.only.split(",")) - set(CASES):
         parser.error(f"there are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
@@ -108,15 +111,22 @@ def main() -> None:
 
 
 def all_rows(arguments: argparse.Namespace) -> None:
-    began, found = time.monotonic(), dict[str, Any]()
+    found = dict[str, Any]()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, row, precision in asked_for(arguments):
-        if arguments.seconds and time.monotonic() - began > arguments.seconds:
-            print(f"out of time: {name} {row} {precision} was not run")
-            continue
-        result = in_a_process(name, row, precision, small=arguments.small)
-        found.setdefault(name, {"title": CASES[name].title, "rows": []})["rows"].append(result)
-        print(name, json.dumps(result), flush=True)
+    flags = [f"--{name}" for name in ("small", "profile") if getattr(arguments, name)]
+    jobs = [["--row", name, row, precision, *flags] for name, row, precision in asked_for(arguments)]
+    for words, result in rows(__file__, jobs, at_once=arguments.at_once, seconds=arguments.seconds):
+        _, name, row, precision, *_ = words
+        found.setdefault(name, {"title": CASES[name].title, "rows": []})["rows"].append(
+            {"row": row, "precision": precision, **result}
+        )
+        print(
+            name,
+            row,
+            precision,
+            json.dumps({key: value for key, value in result.items() if key != "profile"}),
+            flush=True,
+        )
         store("diffusion_speed", {"cases": found}, device, arguments.out)
 
 
@@ -126,11 +136,6 @@ def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
         for precision in CASES[name].precisions:
             if precisions is None or precision in precisions:
                 yield from ((name, row, precision) for row in ROWS if row in rows)
-
-
-def in_a_process(name: str, row: str, precision: str, *, small: bool) -> dict[str, Any]:
-    found = row_in_a_process(__file__, ["--row", name, row, precision, *(["--small"] if small else [])])
-    return {"row": row, "precision": precision, **found}
 
 
 # --- Stable Diffusion's U-Net alone, on latents and states of text that cost nobody anything ---
@@ -160,9 +165,10 @@ def sd_batch(config: DiffusionConfig, store: Store) -> Batch:
 
 def sd_over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
     parts = Parts(conditions=GivenStates(), vae=None, vae_source="", shape=latent_of(config))
+    model = model_of(config, parts)
     return Workload(
         name=config.workload,
-        model=model_of(config, parts),
+        model=model,
         train_samples=samples,
         val_samples=samples,
         prepare=Prepared(config, parts),
@@ -172,6 +178,7 @@ def sd_over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload
         metric="mse",
         mode="min",
         fragile=FRAGILE,
+        repeated=repeated_blocks(model),
         store=store,
     )
 
@@ -194,15 +201,18 @@ def config_of(name: str, small: bool) -> Any:
     return bench_config(case.workload, words, {"batch_size": 2 if small else case.batch_size}, small=False)
 
 
-def by_halfstep(name: str, row: str, precision: str, small: bool) -> dict[str, Any]:
-    return halfstep_row(config_of(name, small), precision, warm_up=8)
+def by_halfstep(name: str, row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    return halfstep_row(config_of(name, arguments.small), precision, warm_up=8, profiles=arguments.profile)
 
 
 # --- diffusers' networks in a loop of torch's ---
 
 
-def by_torch(name: str, row: str, precision: str, small: bool) -> dict[str, Any]:
+def by_torch(name: str, row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
+    turn, small = Turn(), arguments.small
+    turn.begin()
+    torch.backends.cudnn.benchmark = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
     is_tuned = row == "tuned"
@@ -230,9 +240,11 @@ def by_torch(name: str, row: str, precision: str, small: bool) -> dict[str, Any]
         averaged_(shadows, weights, fused=is_tuned)
         last = loss.detach()
 
-    times = time_steps(step, warmup=2 if small else WARM_UP, steps=2 if small else STEPS, windows=WINDOWS)
+    start_s = first_steps(step, 2 if small else WARM_UP)
+    turn()
+    times = time_steps(step, warmup=2, steps=2 if small else STEPS, windows=WINDOWS)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
 
 
 @torch.no_grad()

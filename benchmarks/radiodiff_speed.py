@@ -4,7 +4,8 @@
 
 The published size: 256 pixels, batch 8, the Swin-B pyramid, the frozen autoencoder's encoder inside the step, AdamW,
 clipping to 1, an average of the weights at every step. `--stage 1` is the autoencoder alone (no discriminator). Every
-row is a process of its own. Rows:
+row is a process of its own; with `--at-once` rows compile side by side and are timed one by one (row_turns.py).
+`--profile` adds where halfstep's time goes. Rows:
 
     plain     autocast, AdamW as it comes, the average by a loop over tensors
     tuned     the same with torch.compile, fused AdamW and one fused update of the average
@@ -28,7 +29,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.workloads import KINDS
 from halfstep.workloads.workload import Batch, Workload
 from recording import store, time_steps
-from step_rows import halfstep_row, row_in_a_process
+from row_turns import Turn
+from step_rows import first_steps, halfstep_row, rows
 
 ROWS = ("plain", "tuned", "halfstep")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
@@ -51,6 +53,9 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--precisions", default="bf16")
     parser.add_argument("--stage", choices=sorted(WORKLOADS), default="2")
+    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
+    parser.add_argument("--profile", action="store_true", help="with the kernels of halfstep's step")
+    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
     parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--row", nargs=2, metavar=("ROW", "PRECISION"), help=argparse.SUPPRESS)
@@ -58,20 +63,17 @@ def main() -> None:
     if arguments.row:
         row, precision = arguments.row
         run = by_halfstep if row == "halfstep" else by_torch
-        print(json.dumps(run(row, precision, config_of(arguments), small=arguments.small)))
+        print(json.dumps(run(row, precision, config_of(arguments), arguments)))
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
-    for precision in arguments.precisions.split(","):
-        for row in arguments.rows.split(","):
-            found.append({"row": row, "precision": precision, **in_a_process(row, precision, arguments)})
-            print(json.dumps(found[-1]), flush=True)
-            store(f"radiodiff{arguments.stage}_speed", {"rows": found}, device, arguments.out)
-
-
-def in_a_process(row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    small = ["--small"] if arguments.small else []
-    return row_in_a_process(__file__, ["--row", row, precision, "--stage", arguments.stage, *small])
+    flags = [f"--{name}" for name in ("small", "profile") if getattr(arguments, name)]
+    asked = [(row, precision) for precision in arguments.precisions.split(",") for row in arguments.rows.split(",")]
+    jobs = [["--row", row, precision, "--stage", arguments.stage, *flags] for row, precision in asked]
+    for words, result in rows(__file__, jobs, at_once=arguments.at_once, seconds=arguments.seconds):
+        found.append({"row": words[1], "precision": words[2], **result})
+        print(json.dumps({name: value for name, value in found[-1].items() if name != "profile"}), flush=True)
+        store(f"radiodiff{arguments.stage}_speed", {"rows": found}, device, arguments.out)
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:
@@ -81,13 +83,15 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     return bench_config(WORKLOADS[arguments.stage], words, {}, small=False)
 
 
-def by_halfstep(row: str, precision: str, config: RunConfig, *, small: bool) -> dict[str, Any]:
-    return halfstep_row(config, precision)
+def by_halfstep(row: str, precision: str, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    return halfstep_row(config, precision, profiles=arguments.profile)
 
 
-def by_torch(row: str, precision: str, config: RunConfig, *, small: bool) -> dict[str, Any]:
+def by_torch(row: str, precision: str, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """Our model as a user of plain PyTorch would train it; islands stay, since they are part of the model."""
     torch.manual_seed(0)
+    turn, small = Turn(), arguments.small
+    turn.begin()
     device, is_tuned = torch.device("cuda" if torch.cuda.is_available() else "cpu"), row == "tuned"
     torch.backends.cudnn.benchmark = True
     kind = KINDS[config.workload]
@@ -124,10 +128,11 @@ def by_torch(row: str, precision: str, config: RunConfig, *, small: bool) -> dic
         averaged(average, list(model.parameters()), fused=is_tuned)
         last = loss.detach()
 
-    warmup, steps = (1, 2) if small else (WARM_UP, STEPS)
-    times = time_steps(step, warmup=warmup, steps=steps, windows=WINDOWS)
+    start_s = first_steps(step, 1 if small else WARM_UP)
+    turn()
+    times = time_steps(step, warmup=1, steps=2 if small else STEPS, windows=WINDOWS)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
 
 
 @torch.no_grad()

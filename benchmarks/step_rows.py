@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from halfstep.bench.bench import Request, bench
+from halfstep.bench.bench import Request, concluded, measured, runners
 from halfstep.bench.floor import step_flops
 from halfstep.bench.problem import problem_for
+from halfstep.bench.row import Row
 from halfstep.bench.step_timer import Schedule
 from halfstep.config.schema import RunConfig
-from halfstep.hardware.measure import measure
-from halfstep.hardware.probe import probe
+from profiled import Profiled
+from recording import finish_device_work
+from row_turns import Turn, rows_in_turn
 
 
 def row_in_a_process(script: str, words: Sequence[str]) -> dict[str, Any]:
@@ -31,27 +34,68 @@ def row_in_a_process(script: str, words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def halfstep_row(config: RunConfig, precision: str, *, warm_up: int = 10) -> dict[str, Any]:
-    """A step as `halfstep train` makes it, captured as one CUDA graph; eager where there is no GPU."""
+def rows(
+    script: str, jobs: Sequence[Sequence[str]], *, at_once: bool, seconds: float
+) -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
+    """Each job's words and what its process found; none starts after so many seconds, 0: no limit."""
+    if at_once:
+        for (_, *words), found in rows_in_turn([[script, *words] for words in jobs], seconds=seconds):
+            yield words, found
+        return
+    began = time.monotonic()
+    for words in jobs:
+        is_late = seconds and time.monotonic() - began > seconds
+        yield words, {"problem": "no time was left to start it"} if is_late else row_in_a_process(script, words)
+
+
+def first_steps(step: Callable[[], object], number: int) -> float:
+    """Make so many steps; seconds that the first one took, compilation included."""
+    began = time.monotonic()
+    step()
+    finish_device_work()
+    first_s = time.monotonic() - began
+    for _ in range(number - 1):
+        step()
+    finish_device_work()
+    return first_s
+
+
+def halfstep_row(
+    config: RunConfig, precision: str, *, warm_up: int = 10, turn: Turn | None = None, profiles: bool = False
+) -> dict[str, Any]:
+    """A step as `halfstep train` makes it, captured as one CUDA graph; eager where there is no GPU.
+
+    `turn` is where it waits, compiled, until it may be timed; `profiles` adds where the time of a step goes.
+    """
+    turn = turn or Turn()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware = measure(probe(device)) if device == "cuda" else probe(device)
+    hardware = turn.hardware(device)
     problem = problem_for(config, torch.device(hardware.device))
-    schedule = Schedule(warm_up=warm_up, ramp=2, window=15)
+    # On a CPU the script is tried, not timed.
+    schedule = (
+        Schedule(warm_up=warm_up, ramp=2, window=15) if device == "cuda" else Schedule(warm_up=3, ramp=0, window=1)
+    )
     request = Request(precisions=(precision,), modes=("graph" if device == "cuda" else "eager",), schedule=schedule)
     flops = step_flops(problem)
-    benched = bench(problem, request, hardware, flops, lambda line: print(line, file=sys.stderr, flush=True))
-    measured = benched.rows[0]
-    if not measured.is_measured:
-        return {"problem": measured.reason}
+    [runner] = runners(turn.lent_to(problem), request, hardware)
+    if isinstance(runner, Row):
+        return {"problem": runner.reason}
+    profiled = Profiled(runner) if profiles and device == "cuda" else None
+    benched = concluded([measured(profiled or runner, problem, request, turn)], flops, hardware)
+    row = benched.rows[0]
+    if not row.is_measured:
+        return {"problem": row.reason}
     return {
-        "ms": measured.ms,
-        "window_ms": list(measured.window_ms),
-        "peak_gb": (measured.peak_bytes or 0) / 1e9,
-        "start_peak_gb": (measured.start_peak_bytes or 0) / 1e9,
-        "start_s": measured.start_s,
-        "loss": measured.loss,
+        "ms": row.ms,
+        "window_ms": list(row.window_ms),
+        "peak_gb": (row.peak_bytes or 0) / 1e9,
+        "start_peak_gb": (row.start_peak_bytes or 0) / 1e9,
+        "reserved_gb": (row.reserved_bytes or 0) / 1e9,
+        "start_s": row.start_s,
+        "loss": row.loss,
         "flops": flops,
-        "floor_ms": measured.floor_ms,
-        "remarks": list(measured.remarks),
+        "floor_ms": row.floor_ms,
+        "remarks": list(getattr(runner, "remarks", ())),
         "warnings": list(benched.warnings),
+        **({"profile": profiled.table} if profiled else {}),
     }

@@ -10,6 +10,7 @@ from golden import assert_golden, golden
 from halfstep.errors import CheckpointError
 from halfstep.step import ema as ema_module
 from halfstep.step.ema import Ema
+from halfstep.step.ema_pass import EmaPass
 from tiny_training import assert_same_bits, batch, loss_of, make_model, make_step
 
 GOOD = torch.tensor(False)
@@ -102,3 +103,23 @@ def test_golden_average_of_diffusers_with_its_warm_up(name: str, power: float) -
         assert_golden(average.state_dict()["weight"], tensors[f"ema/{name}"][step - 1], name=f"step {step}")
         decay = float(average._decay_at(torch.tensor(step, dtype=torch.float64)))
         assert decay == pytest.approx(facts["ema_decay"][name][step - 1], abs=1e-12)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it, compiled")
+@pytest.mark.parametrize("decay", [0.0, 0.25, 0.9, 0.9999])
+def test_one_launch_moves_all_averages_as_lerp_does_and_none_in_a_bad_step(decay: float) -> None:
+    """An end that is a multiple of nothing, weights of bf16, an average that begins in the middle of 16 bytes."""
+    torch.manual_seed(0)
+    shapes = ((67, 71), (6, 5, 3, 3), (), (4,))
+    weights = [torch.randn(shape) for shape in shapes] + [torch.randn(5000).bfloat16()]
+    flat = torch.randn(sum(weight.numel() for weight in weights) + 1)[1:]
+    pieces = flat.split([weight.numel() for weight in weights])
+    expected = [
+        torch.lerp(w.flatten().float(), piece, torch.tensor(decay)) for w, piece in zip(weights, pieces, strict=True)
+    ]
+    one_launch, before = EmaPass(), flat.clone()
+    one_launch.move(list(zip(weights, pieces, strict=True)), torch.tensor(decay), torch.tensor(True))
+    assert torch.equal(flat, before)
+    one_launch.move(list(zip(weights, pieces, strict=True)), torch.tensor(decay), GOOD)
+    torch.testing.assert_close(torch.cat(expected), flat, rtol=2**-22, atol=2**-24)
+    assert len(one_launch.launches) > 1

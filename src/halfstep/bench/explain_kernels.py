@@ -76,7 +76,7 @@ OWN_RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.CONV_WEIGHT_GRADIENT, r"^_weight_gradient$"),
     (Kind.MATMUL, r"^(?:doubled|halved|weight_parts)_kernel$"),
     (Kind.ATTENTION, r"^_attention\w*$"),
-    (Kind.OPTIMIZER, r"^_(?:update|count)$"),
+    (Kind.OPTIMIZER, r"^_(?:update|count|average)$"),
     (Kind.CHAIN, r"^(?:logits|head_\w+|pool\w*)_kernel$|^_(?:partial_sums|finish\w*|normalised|gradient_of_raw)$"),
     (Kind.CHAIN, r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients)$"),
 )

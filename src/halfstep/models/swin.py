@@ -93,16 +93,19 @@ def _regions(side: int, window: int, shift: int, device: torch.device) -> Tensor
 class StochasticDepth(nn.Module):
     """A branch that is left out for a sample with this probability in training, and scaled up to make up for it."""
 
+    kept: Tensor
+
     def __init__(self, probability: float) -> None:
         super().__init__()
-        self.probability = probability
+        self.leaves_out = probability > 0
+        # A tensor: each block has its own, and as a number it would be compiled into code of its own.
+        self.register_buffer("kept", torch.tensor(1 - probability), persistent=False)
 
     def forward(self, branch: Tensor) -> Tensor:
-        if not self.training or self.probability == 0:
+        if not (self.training and self.leaves_out):
             return branch
-        kept = 1 - self.probability
-        is_kept = torch.rand(len(branch), device=branch.device) < kept
-        return branch * (is_kept / kept).view(-1, *[1] * (branch.ndim - 1)).to(branch.dtype)
+        is_kept = torch.rand(len(branch), device=branch.device) < self.kept
+        return branch * (is_kept / self.kept).view(-1, *[1] * (branch.ndim - 1)).to(branch.dtype)
 
 
 class SwinBlock(nn.Module):

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
+from halfstep.step.ema_pass import EmaPass, takes
 from halfstep.step.flat import gather, is_writable_in_place, scatter, shaped_like
 from halfstep.step.optimizers import is_within
 
 CHUNK_ELEMENTS = 1 << 24
 """64 MB of fp32, and about three times that on the way."""
+ALIGNED_ELEMENTS = 4
+"""16 bytes of fp32. Tensors of other lengths stand last, so that they push no other off a kernel's wide accesses."""
 
 
 class Ema:
@@ -35,12 +38,14 @@ class Ema:
     ) -> None:
         self.decay, self.warmup_power, self.inv_gamma = decay, warmup_power, inv_gamma
         self.slots = {name: slot for name, slot in _slots(model).items() if not parts or is_within(name, parts)}
-        kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name, tensor in self._live().items():
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(name)
+        kinds: dict[tuple[torch.device, torch.dtype, bool], list[str]] = {}
         live = self._live()
+        for name in sorted(live, key=lambda name: live[name].numel() % ALIGNED_ELEMENTS != 0):
+            tensor = live[name]
+            kinds.setdefault((tensor.device, tensor.dtype, isinstance(tensor, nn.Parameter)), []).append(name)
         self.groups = [chunk for names in kinds.values() for chunk in _chunks(names, live)]
         self.shadows = [self._start(group) for group in self._live_groups()]
+        self._pass = EmaPass()
 
     def _live(self) -> dict[str, Tensor]:
         """The tensors by name as they are now: a module may have replaced a buffer."""
@@ -59,9 +64,18 @@ class Ema:
     @torch.no_grad()
     def update(self, committed: Tensor, bad: Tensor) -> None:
         """Move towards the model, unless the step was bad. `committed` counts the step that just committed."""
-        keep = self._decay_at(committed)
-        for position, group in enumerate(self._live_groups()):
-            shadow, now = self.shadows[position], gather(group)
+        keep, left = self._decay_at(committed), []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for group, shadow in zip(self._live_groups(), self.shadows, strict=True):
+            # Not buffers: a module may replace one in any step, and a table of addresses would be wrong.
+            if isinstance(group[0], nn.Parameter) and takes(group):
+                pairs += zip(group, _pieces(shadow, group), strict=True)
+            else:
+                left.append((group, shadow))
+        if pairs:
+            self._pass.move(pairs, keep, bad)
+        for group, shadow in left:
+            now = gather(group)
             if shadow.is_floating_point():
                 now = torch.lerp(now.float(), shadow, keep)
             shadow.copy_(torch.where(bad, shadow, now))
@@ -92,7 +106,7 @@ class Ema:
         are: a checkpoint is written before the next step, snapshots copy."""
         state: dict[str, Tensor] = {}
         for names, group, shadow in zip(self.groups, self._live_groups(), self.shadows, strict=True):
-            pieces = shadow.split([tensor.numel() for tensor in group])
+            pieces = _pieces(shadow, group)
             state |= {n: shaped_like(piece, t) for n, t, piece in zip(names, group, pieces, strict=True)}
         return state
 
@@ -130,6 +144,11 @@ class Ema:
         self.refuse_unfit(state)
         for name, shadow in self.state_dict().items():
             shadow.copy_(state[name])
+
+
+def _pieces(shadow: Tensor, group: list[Tensor]) -> tuple[Tensor, ...]:
+    """The flat average of each tensor."""
+    return shadow.split([tensor.numel() for tensor in group])
 
 
 def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:

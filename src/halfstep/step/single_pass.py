@@ -94,7 +94,7 @@ class GroupPass:
         self.table = torch.zeros(adamw_triton.FIELDS, len(parameters), dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(parameters), dtype=torch.float32, device=device)
         self.betas = torch.tensor([float(beta) for beta in group["betas"]], dtype=torch.float32, device=device)
-        self.chunks = _chunks([p.numel() for p in parameters], adamw_triton.BLOCK * adamw_triton.TILES).to(device)
+        self.chunks = chunks_of([p.numel() for p in parameters], adamw_triton.BLOCK * adamw_triton.TILES).to(device)
         self.noted: Tensor | None = None
         self.weight_type, self.gradient_type = parameters[0].dtype, torch.float32
         self.rounding = optimizer.rounding if isinstance(optimizer, AdamWBf16) else "nearest"
@@ -185,7 +185,7 @@ def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
     return value.float() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float32, device=device)
 
 
-def _chunks(lengths: list[int], size: int) -> Tensor:
+def chunks_of(lengths: list[int], size: int) -> Tensor:
     """Which parameter, and which part of it, each program works on."""
     counts = torch.tensor([-(-length // size) for length in lengths], dtype=torch.int64)
     column = torch.repeat_interleave(torch.arange(len(lengths)), counts)

@@ -17,6 +17,7 @@ from halfstep.disk import cache_directory, variable
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_levers import activation_budget as budget
+from halfstep.tune.repeated import Kinds, by_blocks
 from halfstep.workloads.workload import Workload
 
 Mode: TypeAlias = Literal["eager", "compile", "graph"]
@@ -70,12 +71,15 @@ def eager_region(workload: Workload, model: nn.Module, *, name: str = "") -> Reg
     return forward_and_loss
 
 
-def compiled(eager: Region, *, tunes_kernels: bool = False, activation_budget: float = 1.0) -> Region:
+def compiled(
+    eager: Region, *, tunes_kernels: bool = False, activation_budget: float = 1.0, repeated: Kinds = ()
+) -> Region:
     """The region as torch.compile makes it, lazily: the compiler is loaded when the first batch comes.
 
     Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
     `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (docs/log.md), minutes more to start
-    with an empty cache. `activation_budget` is the share of activations that backward may keep.
+    with an empty cache. `activation_budget` is the share of activations that backward may keep. Blocks of `repeated`
+    kinds are compiled alone, and what is between them not at all.
     """
 
     @functools.cache
@@ -83,7 +87,8 @@ def compiled(eager: Region, *, tunes_kernels: bool = False, activation_budget: f
         keep_compiled_code()
         logging.getLogger("torch._inductor.scheduler").addFilter(_is_no_echo)
         options: dict[str, Any] = {"coordinate_descent_tuning": True} if tunes_kernels else {}
-        return torch.compile(eager, dynamic=False, options=options)
+        compiler = functools.partial(torch.compile, dynamic=False, options=options)
+        return by_blocks(eager, repeated, compiler) if repeated else compiler(eager)
 
     def budgeted(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
         with budget(activation_budget):

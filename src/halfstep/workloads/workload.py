@@ -110,6 +110,9 @@ class Workload:
     report/samples."""
     scores_raw: bool = False
     """Where weights are averaged: whether validation scores them as trained, too, as `raw_NAME`."""
+    repeated: tuple[type[nn.Module], ...] = ()
+    """Kinds of blocks that a deep network has many of: where it is compiled, each of them is compiled alone, once for a
+    shape, and what is between them runs as it is. Empty: forward and loss are compiled as a whole."""
     ema_parts: tuple[str, ...] = ()
     """Names of modules or parameters that are averaged; empty: all."""
 

@@ -8,6 +8,7 @@ import torch
 
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
+from halfstep.models.diffusers_nets import repeated_blocks
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
@@ -54,9 +55,10 @@ def vae_over(config: VaeConfig, store: Store, samples: Samples) -> Workload:
 
 def over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
     parts: Parts = open_parts(config, tuple(store["classes"]))
+    model = model_of(config, parts)
     return Workload(
         name=config.workload,
-        model=model_of(config, parts),
+        model=model,
         train_samples=samples,
         val_samples=samples,
         prepare=Prepared(config, parts),
@@ -66,6 +68,7 @@ def over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
         metric="mse",
         mode="min",
         fragile=FRAGILE,
+        repeated=repeated_blocks(model),
         store=store,
         frozen=frozen_parts(config, parts, with_vae=True),
     )

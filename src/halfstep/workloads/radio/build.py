@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from halfstep.data import noise
 from halfstep.data.loader import Batch
 from halfstep.models.posterior import drawn
+from halfstep.models.radio_layers import LinearAttention, TimedBlock
 from halfstep.models.radio_names import unet_name
+from halfstep.models.radio_relation import Relation
 from halfstep.models.radio_unet import RadioUNet
-from halfstep.models.radio_vae import RadioVAE
+from halfstep.models.radio_vae import RadioVAE, ResidualBlock
 from halfstep.models.recompute import set_recompute
-from halfstep.models.swin import SwinPyramid
+from halfstep.models.swin import PatchMerging, SwinBlock, SwinPyramid
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.radio.build_vae import refuse_uneven
@@ -41,6 +43,8 @@ FRAGILE = (
     "time: angles of hundreds of radians",
     "latents: drawn from mean and log variance",
 )
+
+REPEATED = (SwinBlock, PatchMerging, TimedBlock, Relation, LinearAttention, ResidualBlock)
 
 
 def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Workload:
@@ -223,6 +227,7 @@ def workload_of(
         metric="nmse",
         mode="min",
         fragile=FRAGILE,
+        repeated=REPEATED,
         scoring=f"of samples (model.sampling_steps={wish.sampling_steps}, or --steps): {SCORING}",
         store=store,
         notes=data.notes,
