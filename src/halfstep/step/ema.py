@@ -148,7 +148,7 @@ class Ema:
 
 def _pieces(shadow: Tensor, group: list[Tensor]) -> tuple[Tensor, ...]:
     """The flat average of each tensor."""
-    return shadow.split([tensor.numel() for tensor in group])
+    return tuple(shadow.split([tensor.numel() for tensor in group]))
 
 
 def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
