@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DDPMPipeline, LDMPipeline, StableDiffusionPipeline
+from diffusers import DDPMPipeline, DiffusionPipeline, LDMPipeline, StableDiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
@@ -262,6 +262,19 @@ def test_exported_latent_and_text_models_open_in_pipelines(data: Path, vae: str,
     spoken = StableDiffusionPipeline.from_pretrained(told / "model", low_cpu_mem_usage=False)
     assert_same_bits(spoken.unet.state_dict(), newest(told).ema)
     assert open_net(told / "model" / "vae", ["AutoencoderKL"]).config.latent_channels == 2
+
+
+@pytest.mark.parametrize("of", ["pixels", "latents"])
+def test_exported_models_that_are_told_classes_open_as_a_pipeline_with_its_code(
+    data: Path, vae: str, tmp_path: Path, of: str
+) -> None:
+    wish = {"model__vae": vae} if of == "latents" else {}
+    run = train(settings("diffusion", data, train__max_steps=1, model__conditioning="class", **wish), out=tmp_path)
+    pipeline = DiffusionPipeline.from_pretrained(run / "model", trust_remote_code=True, low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(["disc", "cross"], num_inference_steps=2, output_type="np").images
+    assert images.shape == (2, 8, 8, 3)
+    assert_same_bits(pipeline.unet.state_dict(), newest(run).ema)
 
 
 # --- bad input ---

@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.models.radio_vae import RadioVAE
 from halfstep.report.metrics_file import read
+from halfstep.report.run_report import RunReport
+from halfstep.use.predict import predict
 from halfstep.workloads import build
 from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
-from tiny_radio import SIZES, VAE, settings, train_vae, write_tiny_demo
+from halfstep.workloads.radio.guide import Guide
+from halfstep.workloads.using import Wishes
+from tiny_radio import SIDE, SIZES, VAE, settings, train_vae, write_tiny_demo
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
 
@@ -109,6 +114,27 @@ def test_the_end_leaves_a_first_stage_with_the_scale_of_its_latents(tmp_path: Pa
     maps = torch.stack([samples.sample(index, key=(0, 0, index))["gain"] for index in range(len(samples))])
     mean, _ = vae.encode(maps.float() / 255 * 2 - 1)
     assert facts["scale_factor"] == pytest.approx(1 / float(mean.detach().double().std()), rel=1e-4)
+
+
+def test_maps_are_reconstructed_and_drawn_beside_the_truth(tmp_path: Path, data: Path) -> None:
+    run = train_vae(tmp_path / "run", data, train__max_steps=1)
+    gains = sorted((data / "gain" / "DPM").iterdir())[:2]
+    wishes = Wishes(out=tmp_path / "out")
+    made = predict(run, [*gains, data / "png" / "nothing"], report=RunReport(run, quiet=True), wishes=wishes)
+    assert [len(made.answers), len(made.failed)] == [2, 1]
+    with Image.open(tmp_path / "out" / "maps" / gains[0].name) as gain:
+        assert gain.size == (SIDE, SIDE)
+    with Image.open(tmp_path / "out" / "pictures" / gains[0].name) as picture:
+        assert picture.width == 6 + 3 * 198, "map, truth and error"
+
+
+def test_the_guide_shows_cities_with_their_gains_and_takes_sides_that_can_be_halved(data: Path) -> None:
+    config = settings("radiodiff_vae", data, VAE).config
+    guide = Guide()
+    opened = guide.open(config)  # type: ignore[arg-type]
+    name, picture = guide.picture(opened.train.sample(0, key=(0, 0, 0)), 0, opened.classes)
+    assert (name, picture.size) == ("map 0", (2 * SIDE, SIDE))
+    assert guide.for_side(config, 21) == {"data.image_size": 20}  # type: ignore[arg-type]
 
 
 def test_sizes_that_cannot_be_halved_and_faulty_trees_are_refused_before_the_first_step(data: Path) -> None:

@@ -3,13 +3,14 @@
 pixels, told nothing     DDPMPipeline
 latents, told nothing    LDMPipeline (the VAE as its vqvae)
 latents, text            StableDiffusionPipeline
-others                   the parts alone: unet/, scheduler/, vae/, text_encoder/, tokenizer/, classes.json
+others                   ToldPipeline, of a file beside the weights (told_pipeline.py): trust_remote_code=True opens it
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.disk import write_whole
 from halfstep.islands import fp32_island
 from halfstep.models.diffusers_nets import Net, build_net, config_of, diffusers_class, encoded_moments
 from halfstep.models.posterior import posterior
@@ -59,18 +61,23 @@ def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], 
             requires_safety_checker=False,
         ).save_pretrained(folder)
     else:
-        _save_parts(folder, {"unet": unet, "scheduler": scheduler, "vae": parts.vae}, conditions)
+        _save_told(folder, {"unet": unet, "scheduler": scheduler, "vae": parts.vae}, conditions)
 
 
-def _save_parts(folder: Path, nets: Mapping[str, Any], conditions: Conditions) -> None:
-    for name, net in nets.items():
-        if net is not None:
-            net.save_pretrained(folder / name)
+def _save_told(folder: Path, nets: dict[str, Any], conditions: Conditions) -> None:
+    """A pipeline that diffusers does not have, with its code."""
+    from halfstep.workloads.diffusion import told_pipeline
+
     if isinstance(conditions, TextConditions):
-        conditions.encoder.save_pretrained(folder / "text_encoder")
-        conditions.tokenizer.save_pretrained(folder / "tokenizer")
+        nets |= {"text_encoder": conditions.encoder, "tokenizer": conditions.tokenizer}
     if isinstance(conditions, ClassConditions):
-        (folder / "classes.json").write_text(json.dumps(list(conditions.names), indent=1) + "\n")
+        nets["classes"] = conditions.names
+    told_pipeline.ToldPipeline(**nets).save_pretrained(folder)
+    shutil.copy(Path(told_pipeline.__file__), folder / "pipeline.py")
+    index = folder / "model_index.json"
+    write_whole(
+        index, json.dumps(json.loads(index.read_text()) | {"_class_name": ["pipeline", "ToldPipeline"]}, indent=2)
+    )
 
 
 def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], folder: Path) -> None:

@@ -31,15 +31,16 @@ class MapRow:
     """One sample; arrays (H, W) in 0..1."""
 
     name: str
-    condition: Array
-    """(3, H, W) bytes: buildings, antenna, cars or buildings again."""
+    condition: Array | None
+    """(3, H, W) bytes: buildings, antenna, cars or buildings again; None where a map was made from itself."""
     predicted: Array
     truth: Array | None = None
 
 
 def map_sheet(rows: Sequence[MapRow]) -> Image.Image:
-    """A row for each sample, with a heading; truth and error where the truth is known."""
-    columns = COLUMNS if any(row.truth is not None for row in rows) else COLUMNS[:2]
+    """A row for each sample, with a heading; what no row knows has no column."""
+    known = (any(row.condition is not None for row in rows), True, *[any(row.truth is not None for row in rows)] * 2)
+    columns = [name for name, is_known in zip(COLUMNS, known, strict=True) if is_known]
     sheet = Image.new("RGB", (GAP + len(columns) * (CELL + GAP), BAND + len(rows) * (CELL + BAND + GAP)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
     for number, heading in enumerate(columns):
@@ -53,7 +54,8 @@ def map_sheet(rows: Sequence[MapRow]) -> Image.Image:
 
 
 def _cells(row: MapRow) -> list[Array]:
-    cells = [city_picture(row.condition), map_picture(row.predicted)]
+    city = [] if row.condition is None else [city_picture(row.condition)]
+    cells = [*city, map_picture(row.predicted)]
     return cells if row.truth is None else [*cells, map_picture(row.truth), error_picture(row.predicted, row.truth)]
 
 

@@ -1,4 +1,7 @@
-"""`halfstep predict RUN RadioMapSeer/png/antennas`: the gain of each transmitter, beside what it was made from."""
+"""`halfstep predict RUN RadioMapSeer/png/antennas`: the gain of each transmitter, beside what it was made from.
+
+With a first stage: `halfstep predict RUN RadioMapSeer/gain/DPM`, each map as its latent's mean is decoded.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.radio.build import Denoising, unet_of
-from halfstep.workloads.radio.config import RadioDiffConfig
-from halfstep.workloads.radio.data import signed
+from halfstep.workloads.radio.build_vae import Stage1, stage1
+from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
+from halfstep.workloads.radio.data import signed, unit_gain, unsigned
 from halfstep.workloads.radio.first_stage import first_stage
 from halfstep.workloads.radio.pictures import Array, MapRow, map_sheet
 from halfstep.workloads.radio.scores import map_scores
@@ -66,19 +70,7 @@ class MapPredictor:
             found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
         truth = None if files.gain is None else read_gray(files.gain, size) / 255
         row = MapRow(name=item.path.name, condition=condition, predicted=found.numpy(), truth=truth)
-        written = {
-            "map": _saved(
-                Image.fromarray((found.numpy() * 255).round().astype(np.uint8)), out / "maps" / item.path.name
-            ),
-            "picture": _saved(map_sheet([row]), out / "pictures" / item.path.name),
-        }
-        scores = {} if truth is None else _scores(found.numpy(), truth)
-        return Answer(
-            file=str(item.path),
-            found={**written, **scores},
-            cells={**written, **{name: f"{value:.4f}" for name, value in scores.items()}},
-            brief={"picture": written["picture"], **({"NMSE": f"{scores['nmse']:.4f}"} if scores else {})},
-        )
+        return _written(row, item, out)
 
     def _files(self, antenna: Path) -> RadioFiles:
         """What lies around an antenna file; the truth need not."""
@@ -102,6 +94,51 @@ class MapPredictor:
             )
         has_truth = found.gain is not None and found.gain.is_file()
         return found if has_truth else replace(found, gain=None)
+
+
+class ReconstructionPredictor:
+    """A gain map and a picture for each file of gains."""
+
+    endings = (".png",)
+
+    def __init__(self, config: RadioVaeConfig, store: Store) -> None:
+        self.config, self.size = config, (store["image_size"], store["image_size"])
+        self.model = stage1(config)
+
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        assert wishes.out is not None
+        bar.total = len(inputs)
+        for item in inputs:
+            try:
+                yield self._answer(item, trained, wishes.out)
+            except DataError as error:
+                yield failure_of(item, error)
+
+    def _answer(self, item: Input, trained: Trained, out: Path) -> Answer:
+        pixels = torch.from_numpy(read_gray(item.path, self.size))[None, None].to(trained.device)
+        truth = unit_gain(pixels, self.config.data.threshold)
+        with trained.inside():
+            vae = cast(Stage1, trained.model).vae
+            mean, _ = vae.encode(signed(truth))
+            found = unsigned(vae.decode(mean))[0, 0].cpu().numpy()
+        row = MapRow(name=item.path.name, condition=None, predicted=found, truth=truth[0, 0].cpu().numpy())
+        return _written(row, item, out)
+
+
+def _written(row: MapRow, item: Input, out: Path) -> Answer:
+    """The map alone, and drawn beside all that is known of it, with its scores."""
+    pixels = (row.predicted * 255).round().astype(np.uint8)
+    written = {
+        "map": _saved(Image.fromarray(pixels), out / "maps" / item.path.name),
+        "picture": _saved(map_sheet([row]), out / "pictures" / item.path.name),
+    }
+    scores = {} if row.truth is None else _scores(row.predicted, row.truth)
+    return Answer(
+        file=str(item.path),
+        found={**written, **scores},
+        cells={**written, **{name: f"{value:.4f}" for name, value in scores.items()}},
+        brief={"picture": written["picture"], **({"NMSE": f"{scores['nmse']:.4f}"} if scores else {})},
+    )
 
 
 def _scores(predicted: Array, truth: Array) -> dict[str, float]:

@@ -1,0 +1,40 @@
+"""The radio family in `halfstep guide`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from PIL import Image
+from torch import Tensor
+
+from halfstep.workloads.guiding import Opened
+from halfstep.workloads.radio.config import SMALL_FIRST_STAGE, RadioVaeConfig
+from halfstep.workloads.radio.data import find_data
+from halfstep.workloads.radio.pictures import city_picture, map_picture
+
+
+class Guide:
+    """Of the first stage, with which everybody begins; the second needs a trained one."""
+
+    small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_FIRST_STAGE, "model.discriminator.enabled": False}
+
+    def open(self, config: RadioVaeConfig) -> Opened:
+        data = find_data(config)
+        size = data.train.size
+        return Opened(
+            train=data.train, val=data.val, store={}, classes=("map",), notes=data.notes, sides=(size[1], size[0])
+        )
+
+    def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
+        """The city and the gain of its antenna, side by side."""
+        city = Image.fromarray(city_picture(sample["condition"].numpy()))
+        gain = Image.fromarray(map_picture(sample["gain"][0].numpy() / 255))
+        both = Image.new("RGB", (city.width + gain.width, city.height))
+        both.paste(city, (0, 0))
+        both.paste(gain, (city.width, 0))
+        return f"map {index}", both
+
+    def for_side(self, config: RadioVaeConfig, side: int) -> dict[str, Any]:
+        """A side that all levels can halve."""
+        step = 2 ** (len(config.model.first_stage.multipliers) - 1)
+        return {"data.image_size": max(step, side // step * step)}
