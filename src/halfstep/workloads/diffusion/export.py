@@ -72,7 +72,8 @@ def _save_told(folder: Path, nets: dict[str, Any], conditions: Conditions) -> No
         nets |= {"text_encoder": conditions.encoder, "tokenizer": conditions.tokenizer}
     if isinstance(conditions, ClassConditions):
         nets["classes"] = conditions.names
-    told_pipeline.ToldPipeline(**nets).save_pretrained(folder)
+    pipeline: Any = told_pipeline.ToldPipeline(**nets)
+    pipeline.save_pretrained(folder)
     shutil.copy(Path(told_pipeline.__file__), folder / "pipeline.py")
     index = folder / "model_index.json"
     write_whole(

@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 
 
-class ToldPipeline(DiffusionPipeline):  # type: ignore[misc]
+class ToldPipeline(DiffusionPipeline):
     """Samples of what is said, by classifier-free guidance."""
 
     _optional_components = ["vae", "text_encoder", "tokenizer"]
