@@ -226,3 +226,35 @@ def test_operations_are_counted_on_tensors_without_content() -> None:
     rows, dim, vocab = tokens.numel(), 16, 128
     in_blocks, attention = 12 * dim**2 * 2, 2 * 2 * 12 * dim  # two blocks; scores and values, 12 keys for each query
     assert counter.get_total_flops() == pytest.approx(6 * rows * (in_blocks + attention + vocab * dim), rel=0.2)
+
+
+def test_weights_of_other_heads_are_refused_with_the_settings_that_fit(tmp_path: Path) -> None:
+    """Shapes are the same: only config.json tells."""
+    save_gpt2(small(), tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ModelError, match=r"model\.heads 2, here 4") as error:
+            load_gpt2_(small(heads=4), path)
+        assert error.value.fix == "model.depth=2 model.heads=2 model.dim=16"
+
+
+def test_a_checkpoint_of_nanogpt_names_its_heads_and_biases(tmp_path: Path) -> None:
+    args = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "bias": False, "vocab_size": 70}
+    torch.save({"model": small(bias=False).state_dict(), "model_args": args}, tmp_path / "ckpt.pt")
+    load_gpt2_(small(bias=False), tmp_path)
+    with pytest.raises(ModelError, match="another size") as error:
+        load_gpt2_(small(heads=4), tmp_path / "ckpt.pt")
+    assert error.value.fix == "model.depth=2 model.heads=2 model.dim=16 model.bias=false"
+
+
+@pytest.mark.parametrize(("key", "value"), [("activation_function", "relu"), ("layer_norm_epsilon", 1e-12)])
+def test_weights_of_another_function_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    save_gpt2(small(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"{key}={value}"):
+        load_gpt2_(small(), tmp_path)
+
+
+def test_a_model_without_an_end_says_so_to_transformers(tmp_path: Path) -> None:
+    save_gpt2(small(), tmp_path)
+    assert theirs(tmp_path).config.eos_token_id is None

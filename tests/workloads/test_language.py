@@ -141,6 +141,18 @@ def test_weights_are_where_a_run_starts(tmp_path: Path, text: Path) -> None:
     assert torch.equal(model.state_dict()["transformer.wpe.weight"], original.transformer.wpe.weight)
 
 
+def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path: Path, text: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator([TEXT], vocab_size=280, special_tokens=["<|endoftext|>"])
+    save_gpt2(gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=bpe.get_vocab_size()), tmp_path / "weights")
+    bpe.save(str(tmp_path / "weights" / "tokenizer.json"))
+    for weights in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
+        workload = built(text, model__weights=str(weights), data__tokenizer="auto")
+        assert workload.store["vocab"] == bpe.get_vocab_size()
+        assert dict(workload.about)["tokenizer"].startswith("BPE")
+
+
 def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()

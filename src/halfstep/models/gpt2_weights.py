@@ -24,11 +24,19 @@ MASKS = (".attn.bias", ".attn.masked_bias")
 """Buffers of older files: which tokens attention may see."""
 EMBEDDING, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
 INDEX = "model.safetensors.index.json"
+FUNCTION: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+}
+"""What GPT-2 computes with, by transformers' names, and other names for the same."""
 
 
 def load_gpt2_(model: GPT2, path: Path) -> None:
     """A file or a folder of Hugging Face's or nanoGPT's into a new model."""
-    weights = {_ours(name): tensor for name, tensor in _read(path).items() if not name.endswith(MASKS)}
+    read, description = _read(path)
+    weights = {_ours(name): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
     if EMBEDDING not in weights and "lm_head.weight" in weights:
         weights[EMBEDDING] = weights["lm_head.weight"]  # safetensors keeps one name of two for a shared tensor
     head = weights.pop("lm_head.weight", None)
@@ -39,6 +47,7 @@ def load_gpt2_(model: GPT2, path: Path) -> None:
             why="GPT-2's is its token embedding, and this model has no other",
             fix="weights with a tied embedding",
         )
+    _refuse_other_function(model, description, path)
     weights = _as_linear_layers(weights)
     weights[EMBEDDING] = _with_padding(weights[EMBEDDING], model.size.vocab, path)
     weights[POSITIONS] = _positions(weights[POSITIONS], model.size.context, path)
@@ -69,7 +78,6 @@ def for_transformers(model: GPT2) -> dict[str, Tensor]:
 
 def _config_of(model: GPT2, ends_at: int | None) -> dict[str, Any]:
     size = model.size
-    ends = {} if ends_at is None else {"bos_token_id": ends_at, "eos_token_id": ends_at}
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -81,23 +89,61 @@ def _config_of(model: GPT2, ends_at: int | None) -> dict[str, Any]:
         "n_positions": size.context,
         "vocab_size": size.vocab,
         "tie_word_embeddings": True,
-        **ends,
+        "bos_token_id": ends_at,  # null where there is none: left out, transformers would take 50256
+        "eos_token_id": ends_at,
     }
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights, and what is said of the model: in config.json beside them, or in a checkpoint of nanoGPT's."""
     if not path.is_dir():
-        return read_weights(path)[0]
+        weights, beside = read_weights(path)
+        args = beside.get("model_args")
+        return weights, dict(args) if isinstance(args, Mapping) else _config_json(path.parent)
     if (path / INDEX).is_file():
-        return _read_shards(path)
+        return _read_shards(path), _config_json(path)
     for name in ("model.safetensors", "pytorch_model.bin", "ckpt.pt"):
         if (path / name).is_file():
-            return read_weights(path / name)[0]
+            return _read(path / name)
     raise ModelError(
         f"no weights in {path}",
         why="there is no model.safetensors, pytorch_model.bin or ckpt.pt",
         fix="a folder that save_pretrained() wrote, or a file of weights",
     )
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and found.get("model_type") == "gpt2" else {}
+
+
+def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Path) -> None:
+    """What shapes do not tell: as many channels in other heads, or another activation, is another function."""
+    size, has_bias = model.size, model.transformer.ln_f.bias is not None
+    own = {
+        "n_layer": ("model.depth", size.depth),
+        "n_head": ("model.heads", size.heads),
+        "n_embd": ("model.dim", size.dim),
+        "bias": ("model.bias", has_bias),
+    }
+    theirs = {key: (*mine, description[key]) for key, mine in own.items() if key in description}
+    if other := [(setting, mine, value) for setting, mine, value in theirs.values() if value != mine]:
+        raise ModelError(
+            f"{path} is of another size: "
+            + ", ".join(f"{setting} {value}, here {mine}" for setting, mine, value in other),
+            why="its description says so",
+            fix=" ".join(f"{setting}={str(value).lower()}" for setting, _, value in theirs.values()),
+        )
+    for key, ours in FUNCTION.items():
+        if description.get(key, ours[0]) not in ours:
+            raise ModelError(
+                f"{path} has {key}={description[key]}",
+                why=f"GPT-2 as it is here computes with {ours[0]}: the weights would be of another function",
+                fix="weights of a GPT-2 as published, or a workload of your own",
+            )
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ NOT_WEIGHTS = {
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint by name, and whatever else stood beside them (such as `mask_values`)."""
+    """The tensors of a checkpoint by name, and whatever else stood beside them (such as `model_args`)."""
     if not path.is_file():
         inside = sorted(
             file.name for ending in ("safetensors", "pth", "pt", "bin") for file in path.glob(f"*.{ending}")
@@ -48,7 +48,9 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise _unreadable(path, error) from error
     if not isinstance(content, Mapping):
         raise ModelError(f"{path} holds a {type(content).__name__}, not a state dict", fix="save model.state_dict()")
+    beside: dict[str, Any] = {}
     while nest := next((key for key in NESTS if isinstance(content.get(key), Mapping) and content[key]), None):
+        beside |= {name: value for name, value in content.items() if name != nest}
         content = content[nest]
     tensors = {plain(str(name)): value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
@@ -57,7 +59,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             why=f"its keys are {_few(map(str, content))}" if content else "it is empty",
             fix="save model.state_dict(), alone or below the key state_dict",
         )
-    return tensors, {name: value for name, value in content.items() if not isinstance(value, Tensor)}
+    return tensors, beside | {name: value for name, value in content.items() if not isinstance(value, Tensor)}
 
 
 def _load_tensors(path: Path) -> Any:

@@ -24,8 +24,8 @@ class TextDataConfig(DataConfig):
     tokenizer: str = Field(
         default="auto",
         min_length=1,
-        description="bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one beside the data, "
-        "or bytes",
+        description="bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one beside the data "
+        "or the weights, or bytes",
     )
     cache: bool = Field(default=True, description="Tokenise once, into a file; false: at each start, in memory")
     cache_file: Annotated[str, Field(min_length=1)] | None = Field(

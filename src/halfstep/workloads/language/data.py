@@ -23,7 +23,7 @@ from halfstep.data.tokenizers import (
 )
 from halfstep.data.tokens import Tokens
 from halfstep.errors import DataError, counted
-from halfstep.workloads.language.config import LanguageConfig, TextDataConfig
+from halfstep.workloads.language.config import LanguageConfig
 
 CHARACTERS = ("characters", "chars", "char")
 
@@ -51,7 +51,7 @@ def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None =
     known = stored_tokenizer(store)
     if (files := find_token_files(root)) is not None:
         return _ids(config, root, files, known, store)
-    return _texts(config.data, root, known)
+    return _texts(config, root, known)
 
 
 def stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
@@ -59,10 +59,12 @@ def stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
     return tokenizer_from(stored) if stored else None
 
 
-def _texts(config: TextDataConfig, root: Path, known: Tokenizer | None) -> LanguageData:
+def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> LanguageData:
+    config = whole.data
     bad_files = BadFiles(config.on_bad_file)
     texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
-    tokenizer = known or _named_tokenizer(config.tokenizer, root) or _of_texts(config.tokenizer, texts)
+    named = known or _named_tokenizer(config.tokenizer, root) or _of_weights(whole)
+    tokenizer = named or _of_texts(config.tokenizer, texts)
     path = Path(config.cache_file) if config.cache_file else default_cache(root, tokenizer)
     train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenised(texts, tokenizer)
     place = f"cached in {path}" if config.cache else "in memory"
@@ -83,7 +85,9 @@ def _ids(
     config: LanguageConfig, root: Path, files: TokenFiles, known: Tokenizer | None, store: Mapping[str, Any] | None
 ) -> LanguageData:
     folder = root if root.is_dir() else root.parent
-    tokenizer = known or _named_tokenizer(config.data.tokenizer, root) or nanogpt_tokenizer(folder)
+    tokenizer = (
+        known or _named_tokenizer(config.data.tokenizer, root) or nanogpt_tokenizer(folder) or _of_weights(config)
+    )
     vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
     train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
     named = f"{tokenizer.name}, {vocab:,} tokens" if tokenizer else f"none: {vocab:,} ids without their text"
@@ -109,6 +113,15 @@ def _named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
     if wish.startswith(TIKTOKEN):
         return Tiktoken(wish.removeprefix(TIKTOKEN))
     return tokenizer_at(Path(wish))
+
+
+def _of_weights(config: LanguageConfig) -> Tokenizer | None:
+    """The one that lies beside the weights to start from: their rows are its tokens."""
+    if config.data.tokenizer != "auto" or not config.model.weights:
+        return None
+    weights = Path(config.model.weights)
+    folder = weights if weights.is_dir() else weights.parent
+    return tokenizer_at(folder) if has_tokenizer(folder) else None
 
 
 def _of_texts(wish: str, texts: TextFiles) -> Tokenizer:
