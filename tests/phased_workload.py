@@ -29,9 +29,9 @@ class Pair(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.generator = nn.Sequential(nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, SIZE))
+        self.generator = nn.Sequential(nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Linear(8, SIZE))
         self.critic = nn.Sequential(
-            nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 1)
+            nn.Linear(SIZE, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Dropout(dropout), nn.Linear(8, 1)
         )
 
     def forward(self, x: Tensor) -> Tensor:
