@@ -28,7 +28,7 @@ from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.rehearse import rehearsal
 from halfstep.step.randomness import seed_everything
-from halfstep.step.ranks import World
+from halfstep.step.world import World
 from halfstep.tune.choose import tuned
 from recording import finish_device_work, store
 

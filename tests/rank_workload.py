@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -17,6 +19,9 @@ from halfstep.data.augment import Augmentation, augment
 from halfstep.errors import DataError
 from halfstep.workloads.workload import Batch, Workload
 from tiny_workload import Accuracy, Samples
+
+MADE: list[nn.Module] = []
+"""The model of this process's newest run."""
 
 
 def rank() -> int:
@@ -36,8 +41,21 @@ class Failing(Samples):
         return super().sample(index, key=key)
 
 
+class Rising(Accuracy):
+    """Of a machine that counts otherwise than the others: better with each look."""
+
+    looks = 0
+
+    def compute(self) -> dict[str, float]:
+        Rising.looks += 1
+        return dict.fromkeys(super().compute(), Rising.looks)
+
+
 def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     options = config.model.options
+    fits_rank, fits = options.get("fits", (0, 1000))
+    most = [fits if fits_rank == rank() else 1000]
+    """Samples that a forward pass has memory for."""
 
     def is_now(what: str, step: int) -> bool:
         return bool(options.get(what) == [rank(), step])
@@ -51,24 +69,35 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
             os.kill(os.getpid(), signal.SIGKILL)
         if is_now("asked", step):
             os.kill(os.getpid(), signal.SIGTERM)
+        if is_now("stuck", step):
+            time.sleep(3600)
+        if is_now("too large", step):
+            most[0] = 0
         image, _ = augment(batch["image"], batch["image"][:, 0], Augmentation(flip=0.5), key=key)
         image = image + 0.1 * noise.normal(key, len(image), (2, 8, 8), image.device)
         if is_now("poisoned", step):
             image[0, 0, 0, 0] = float("nan")
         return batch | {"image": image}
 
+    def forward(model: nn.Module, batch: Batch) -> Tensor:
+        if len(batch["image"]) > most[0]:
+            raise torch.OutOfMemoryError(f"out of memory with {len(batch['image'])} samples")
+        out: Tensor = model(batch["image"])
+        return out
+
     def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
         return nn.functional.cross_entropy(outputs.float(), batch["label"]), len(outputs)
 
+    MADE[:] = [nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))]
     return Workload(
         name="ranked",
-        model=nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)),
+        model=MADE[0],
         train_samples=Failing(22, options.get("broken", -1)),
         val_samples=Samples(9),
         prepare=prepare,
-        forward=lambda model, batch: model(batch["image"]),
+        forward=forward,
         loss=loss,
-        metrics=Accuracy,
+        metrics=Rising if options.get("rising") == rank() else Accuracy,
         metric="accuracy",
         store=dict(store or {}),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,23 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def together(size: int, scenario: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
-    """What `scenario(rank, size, port, *arguments)` returns in each process; None of one that was killed."""
+def together(
+    size: int, scenario: Callable[..., Any], folder: Path, *arguments: Any, stuck: Sequence[int] = ()
+) -> list[Any]:
+    """What `scenario(rank, size, port, *arguments)` returns in each process; None of one that was killed. Those
+    that are meant to be stuck are killed when the others have ended."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     made = [FORKED.Process(target=_act, args=(scenario, rank, size, port, folder, arguments)) for rank in range(size)]
     for process in made:
         process.start()
-    for process in made:
-        process.join(LIMIT_S)
-    stuck = [rank for rank, process in enumerate(made) if process.is_alive()]
+    for rank, process in enumerate(made):
+        process.join(0 if rank in stuck else LIMIT_S)
+    hung = [rank for rank, process in enumerate(made) if process.is_alive() and rank not in stuck]
     for process in made:
         process.kill()
         process.join()
-    assert not stuck, f"ranks {stuck} did not end"
+    assert not hung, f"ranks {hung} did not end"
     return [_read(folder / str(rank)) for rank in range(size)]
 
 
@@ -53,6 +57,7 @@ def _act(scenario: Callable[..., Any], rank: int, size: int, port: int, folder: 
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not looked through before each run
     try:
         found = scenario(rank, size, port, *arguments)
     except BaseException:

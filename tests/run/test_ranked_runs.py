@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import rank_workload
 from halfstep.errors import HalfstepError
 from halfstep.report.metrics_file import read
+from halfstep.run.ranked import checksum
 from halfstep.run.train import train
 from halfstep.run.world import Launch
 from halfstep.workloads import load
@@ -37,17 +43,32 @@ def ranked(
     return None
 
 
+COMPILE = torch.compile
+
+
+def compiled(region: Any, dynamic: bool, options: Any, *, has_kernels: bool) -> Any:
+    """Traced and differentiated as ever; inductor's kernels have tests of their own."""
+
+    def no_kernels(*_: Any) -> Any:
+        raise RuntimeError("no kernel for this here")
+
+    return COMPILE(region, dynamic=dynamic, backend="aot_eager" if has_kernels else no_kernels)
+
+
 def several(rank: int, size: int, port: int, ports: list[int], calls: list[dict[str, Any]]) -> list[Any]:
     """One run after another in the same processes. A setting that is a list of one for each rank is this one's."""
     ends = []
     for own_port, call in zip(ports, calls, strict=True):
         start = time.monotonic()
         settings = {k: v[rank] if isinstance(v, tuple) else v for k, v in call["settings"].items()}
+        torch.compile = functools.partial(compiled, has_kernels=call.get("uncompilable") != rank)
+        shown = io.StringIO()
         if rank < call.get("size", size):
-            end = ranked(rank, call.get("size", size), own_port, call.get("out"), settings, call.get("resume"))
-            ends.append((end, time.monotonic() - start))
+            with redirect_stdout(shown), redirect_stderr(shown):
+                end = ranked(rank, call.get("size", size), own_port, call.get("out"), settings, call.get("resume"))
+            ends.append((end, time.monotonic() - start, shown.getvalue(), checksum(rank_workload.MADE[0])))
         else:
-            ends.append((None, 0.0))
+            ends.append((None, 0.0, "", ""))
     return ends
 
 
@@ -58,6 +79,13 @@ def scenario(rank: int, size: int, port: int, ports: list[int], calls: dict[str,
 SETTINGS = {**TINY, "train.max_steps": 8, "train.report_every": 1, "train.rank_timeout_s": 60,
             "schedule.name": "constant", "schedule.warmup_steps": 0}  # fmt: skip
 """A schedule that does not follow the length of the run, which a resumed one changes."""
+PLATEAU = {
+    "schedule.name": "plateau",
+    "schedule.patience": 1,
+    "schedule.factor": 0.01,
+    "train.max_steps": 42,
+    "train.epochs": 7,
+}
 OF_ONE = {key: value for key, value in SETTINGS.items() if key != "train.rank_timeout_s"}
 """The same for one process."""
 
@@ -75,11 +103,21 @@ def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
         "accumulated": new("accumulated", **{"train.accumulate": 3, "train.max_steps": 3}),
         "poisoned": new("poisoned", **{"model.options": {"poisoned": [1, 2]}}),
         "asked": new("asked", **{"model.options": {"asked": [1, 2]}}),
-        # Its process goes on to other runs, so the other one hears of its end by the time limit alone.
-        "broken": new("broken", **{"model.options": {"broken": 7}, "train.rank_timeout_s": 8}),
         "other configs": new("other configs", **{"optimizer.lr": (1e-3, 1e-2, 1e-3)}),
         "too many": new("too many", **{"train.batch_size": 1}),
-        "on its own": new("on its own", **{"train.auto_batch": True}),
+        "smaller": new("smaller", **{"train.auto_batch": True, "model.options": {"fits": [1, 1]}}),
+        "uncompilable": new("uncompilable", **{"train.fast": "compile"}) | {"uncompilable": 1},
+        "early": new(
+            "early",
+            **{
+                "train.early_stopping_patience": 1,
+                "train.epochs": 9,
+                "optimizer.lr": 1e-12,
+                "train.max_steps": 0,
+                "model.options": {"rising": 1},
+            },
+        ),
+        "plateau": new("plateau", **PLATEAU, **{"model.options": {"rising": 1}}),
         "synced": new("synced", **{"train.sync_batch_norm": True}),
         "bf16 sums": new("bf16 sums", **{"train.reduce": "bf16"}),
     }
@@ -95,7 +133,16 @@ def ends(folder: Path) -> dict[str, list[Any]]:
     """What became of each run, by rank. Two processes train most of them, a third one some."""
     calls = {name: {"size": 2, **call} for name, call in calls_in(folder).items()}
     found = together(3, scenario, folder / "ends", [free_port() for _ in calls], calls)
+    for name, call in calls.items():
+        trained = {own[name][3] for own in found[: call["size"]] if own[name][0] is None}
+        assert len(trained) <= 1, f"after {name!r} ranks hold different weights"
+    (folder / "shown").write_text(json.dumps({name: found[0][name][2] for name in calls}))
     return {name: [own[name][0] for own in found[: calls[name]["size"]]] for name in calls}
+
+
+def shown_by_first(folder: Path, name: str) -> str:
+    text: str = json.loads((folder / "shown").read_text())[name]
+    return text
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +212,19 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(folder: Path, ends
     assert newest(folder / "asked").state["step"]["attempted"] <= 6
 
 
-def test_an_error_of_one_process_is_shown_once_and_ends_the_others(ends: dict[str, Any]) -> None:
-    told = [end for end in ends["broken"] if not end[2]]
-    assert [kind for kind, *_ in told] == ["DataError"]
-    assert "rank " in told[0][1]
-    assert sorted(kind for kind, *_ in ends["broken"]) == ["DataError", "RankLost"]
+def ended(size: int, folder: Path, *, stuck: Sequence[int] = (), **more: Any) -> list[Any]:
+    """The error of each process of a run that has one of its own, and the seconds until then. They leave with it."""
+    calls = {"run": {"out": folder / "run", "settings": {**SETTINGS, **more}}}
+    found = together(size, scenario, folder / "ends", [free_port()], calls, stuck=stuck)
+    return [None if own is None else own["run"][:2] for own in found]
+
+
+def test_an_error_of_one_process_is_shown_once_and_ends_the_others(tmp_path: Path) -> None:
+    found = [end for end, _ in ended(2, tmp_path, **{"model.options": {"broken": 7}})]
+    (told,) = [(kind, text) for kind, text, is_told in found if not is_told]
+    assert told[0] == "DataError"
+    assert told[1].startswith("rank ")
+    assert sorted(kind for kind, *_ in found) == ["DataError", "RankLost"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +232,6 @@ def test_an_error_of_one_process_is_shown_once_and_ends_the_others(ends: dict[st
     [
         ("other configs", "optimizer.lr: 0.001 and 0.01"),
         ("too many", "train.batch_size=1 for 2 processes"),
-        ("on its own", "train.auto_batch"),
         ("synced", "train.sync_batch_norm"),
     ],
 )
@@ -197,21 +251,69 @@ def test_gradients_may_be_summed_in_bf16(folder: Path, ends: dict[str, Any], alo
     assert ours != theirs
 
 
+def test_out_of_memory_in_one_process_ends_all_with_one_message_and_what_would_fit(tmp_path: Path) -> None:
+    found = ended(2, tmp_path, **{"model.options": {"too large": [1, 3]}})
+    (lost, _, is_told), (kind, text, is_other_told) = (end for end, _ in found)
+    assert (lost, is_told) == ("RankLost", True)
+    assert (kind, is_other_told) == ("MemoryLimitError", False)
+    assert "rank 1: out of memory on cpu with batch size 4, 2 in a process" in text
+    assert "train.batch_size=2 train.accumulate=2" in text
+
+
+def test_one_process_that_fits_a_smaller_batch_makes_all_cut_theirs(folder: Path, ends: Any, alone: Path) -> None:
+    assert ends["smaller"] == [None, None]
+    assert newest(folder / "smaller").state["pieces"] == 2
+    assert_near(folder / "smaller", alone)
+
+
+def test_one_process_that_cannot_compile_makes_all_run_eager(folder: Path, ends: Any, alone: Path) -> None:
+    assert ends["uncompilable"] == [None, None]
+    assert newest(folder / "uncompilable").state["mode"] == "eager"
+    assert_near(folder / "uncompilable", alone)
+    assert "rank 1: not compiled, running eager" in shown_by_first(folder, "uncompilable")
+
+
+def test_early_stopping_is_one_decision(folder: Path, ends: dict[str, Any]) -> None:
+    """To the second process every validation looks better than the one before it."""
+    assert ends["early"] == [None, None]
+    assert newest(folder / "early").state["step"]["attempted"] == 12
+
+
+def test_a_plateau_is_one_decision(folder: Path, ends: dict[str, Any]) -> None:
+    assert ends["plateau"] == [None, None]
+    out = run(folder / "alone plateau", {**OF_ONE, **PLATEAU}, WORKLOAD)
+    rates = {record["lr"] for record in records(out, "train")}
+    assert len(rates) > 1
+    assert rates == {record["lr"] for record in records(folder / "plateau", "train")}
+    assert_near(folder / "plateau", out)
+
+
+def test_a_stuck_process_ends_the_others_within_the_limit(tmp_path: Path) -> None:
+    more = {"model.options": {"stuck": [1, 2]}, "train.rank_timeout_s": 8}
+    found = ended(3, tmp_path, stuck=[1], **more)
+    told = [found[0], found[2]]
+    assert [kind for (kind, *_), _ in told] == ["RankLost"] * 2
+    assert [is_told for (_, _, is_told), _ in told].count(False) == 1
+    for (_, text, _), took_s in told:
+        assert text.startswith("rank 1 (process ")
+        assert "did not answer for 8 s (train.rank_timeout_s)" in text
+        assert took_s < 60
+
+
 @pytest.mark.parametrize(("rank", "step"), [(1, 0), (1, 3), (0, 4)])
 def test_a_killed_process_ends_the_others_and_the_run_goes_on(rank: int, step: int, tmp_path: Path) -> None:
     options = {"killed": [rank, step], "once": str(tmp_path / "once")}
-    settings = {**SETTINGS, "model.options": options, "train.checkpoint_every": 1, "train.max_steps": 6}
-    ends = together(
-        2, scenario, tmp_path / "ends", [free_port()], {"killed": {"out": tmp_path / "run", "settings": settings}}
-    )
+    more = {"model.options": options, "train.checkpoint_every": 1, "train.max_steps": 6}
+    ends = ended(2, tmp_path, **more)
     assert ends[rank] is None
-    (kind, text, is_told), took_s = ends[1 - rank]["killed"]
+    (kind, text, is_told), took_s = ends[1 - rank]
     assert kind == "RankLost"
-    assert f"rank {rank} is gone" in text
+    assert text.startswith(f"rank {rank} (process ")
+    assert "is gone" in text
     assert not is_told
     assert took_s < 60
     if step > 0:
         resumed = {"resume": tmp_path / "run", "settings": {}}
-        ends = together(2, scenario, tmp_path / "more", [free_port()], {"resumed": resumed})
-        assert [end["resumed"][0] for end in ends] == [None, None]
+        goes_on = together(2, scenario, tmp_path / "more", [free_port()], {"resumed": resumed})
+        assert [end["resumed"][0] for end in goes_on] == [None, None]
         assert newest(tmp_path / "run").state["step"]["attempted"] == 6

@@ -78,6 +78,9 @@ class Plan:
     memory_trials: tuple[str, ...] = ()
     """What each lever saved and cost, a line each."""
 
+    pieces: int = 1
+    """Micro-batches that each batch is cut into from the first step on, as several processes agreed before it."""
+
     @property
     def on_cuda(self) -> bool:
         return self.device.startswith("cuda")

@@ -32,10 +32,11 @@ from halfstep.step.guard import LAG, Guard, GuardOptions
 from halfstep.step.phase_guard import PhasedGuard
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import seed_everything
-from halfstep.step.ranks import Ranks, World
+from halfstep.step.ranks import Ranks
 from halfstep.step.schedule import Plateau
 from halfstep.step.step import Step
 from halfstep.step.values import Values
+from halfstep.step.world import World
 from halfstep.tune.fp8_trial import fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting

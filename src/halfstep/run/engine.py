@@ -24,7 +24,7 @@ from halfstep.errors import ConfigError, HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
 from halfstep.step.batches import batch_length
-from halfstep.step.facts import Facts
+from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
 from halfstep.step.step import Step
 from halfstep.tune.compile_reason import compile_reason
@@ -83,7 +83,7 @@ class Engine:
         self.parts, self.mode, self.notice, self.count = parts, mode, notice, count
         self._before_compiling = before_compiling
         self._compiler_warnings = CompilerWarnings(lambda text: self.notice(text, "warning"))
-        self.pieces = 1
+        self.pieces = parts.plan.pieces
         """Micro-batches each batch is cut into; more than 1 after an out-of-memory with train.auto_batch."""
         self.graphs = Graphs() if graphs is None else graphs
         self.shapes = CompiledShapes()
@@ -138,7 +138,16 @@ class Engine:
             else:
                 self.shapes.ready |= compiled
                 self.guarded.commit(facts)
+                self._note_uncompiled()
                 return facts, outputs, pieces
+
+    def follow(self, reading: Reading) -> None:
+        """What one process could not compile or capture, all run otherwise, from the same step on."""
+        if reading.fell_to and FROM_FASTEST.index(reading.fell_to) > FROM_FASTEST.index(self.mode):
+            ranks = ", ".join(map(str, reading.fallen_ranks))
+            self.mode = reading.fell_to
+            self._forget_code()
+            self.notice(f"steps run {self.mode} in all processes from here, as rank {ranks} must", "info")
 
     def go_on_as(self, mode: Mode) -> None:
         """What failed in an earlier part of the run is not tried again: until it fails, steps would round otherwise."""
@@ -229,8 +238,13 @@ class Engine:
 
     def _stay_uncaptured(self, reason: str) -> None:
         self.mode = "compile"
-        self.forget_graphs()
+        self._forget_code()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
+        if self.guarded.ranks is not None:
+            self.guarded.ranks.fell_to("compile")
+
+    def _forget_code(self) -> None:
+        self.forget_graphs()
         self.shapes.ready.clear()  # without chains the code is another
 
     # --- what went wrong ---
@@ -240,10 +254,20 @@ class Engine:
         self.guarded.abandon()
         if self.parts.world is not None and self.parts.world.size > 1:
             raise ConfigError(
-                f"the step cannot be compiled: {compile_reason(error)}",
-                why="other processes may be in the middle of it",
+                f"the backward pass cannot be compiled: {compile_reason(error)}",
+                why="other processes are in the middle of it",
                 fix="train.fast=off",
             ) from error
+        self._run_eager(error)
+
+    def _note_uncompiled(self) -> None:
+        """Of several processes, this one ran its forward pass eager within the step."""
+        ranks = self.guarded.ranks
+        if ranks is not None and ranks.uncompiled is not None:
+            self._run_eager(ranks.uncompiled)
+            ranks.uncompiled = None  # its frames hold the batch
+
+    def _run_eager(self, error: Exception) -> None:
         self.mode = "eager"
         self.notice(f"not compiled, running eager: {compile_reason(error)}", "warning")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, Rows, RunReport
-from halfstep.step.ranks import World
+from halfstep.step.world import World
 
 
 class FarReport(RunReport):

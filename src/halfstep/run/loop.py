@@ -83,7 +83,8 @@ class Loop:
         epochs = self.parts.config.train.epochs
         self._keep_a_way_back()
         while self.position.epoch < epochs and not self.is_over:
-            with explaining_out_of_memory(self.parts.config, lambda: self.engine.pieces, self.parts.device):
+            num_ranks = 1 if self.parts.world is None else self.parts.world.size
+            with explaining_out_of_memory(self.parts.config, lambda: self.engine.pieces, self.parts.device, num_ranks):
                 self._train_epoch()
                 self._act_on(self.parts.guard.drain())
                 self._end_epoch()
@@ -99,6 +100,7 @@ class Loop:
 
     def _hear(self, facts: object, reading: Reading) -> None:
         self._is_asked |= reading.is_asked
+        self.engine.follow(reading)
 
     @property
     def _must_leave(self) -> bool:
@@ -356,10 +358,12 @@ class Loop:
         parts.values.refresh()
         if parts.world is not None:
             parts.world.share_(list(parts.model.buffers()))  # BatchNorm statistics are each process's own
-        return validate(
+        found = validate(
             parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, world=parts.world,
             advance=advance,
         )  # fmt: skip
+        # Early stopping and plateau follow them: machines that round otherwise must not part over it.
+        return found if parts.world is None else parts.world.from_first(lambda: found)
 
     # --- what is stored ---
 

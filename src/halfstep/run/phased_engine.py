@@ -13,7 +13,8 @@ from typing import Any
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import FROM_FASTEST, Count, Engine, Graphs, prepared_window
 from halfstep.run.phases import AssembledPhase
-from halfstep.step.phase_facts import PhasedFacts
+from halfstep.step.facts import Reading
+from halfstep.step.phase_facts import PhasedFacts, parts_of
 from halfstep.step.phases import PhasedStep
 from halfstep.tune.modes import Batch, Level, Mode, Notice
 
@@ -76,6 +77,11 @@ class PhasedEngine:
         iteration = self.parts.step.attempted
         due = [own.phase.name for own in self.parts.phases if own.phase.is_due(iteration)]
         return self.step_of_all.close({name: self.engines[name].step(prepared) for name in due})
+
+    def follow(self, reading: Reading) -> None:
+        """Each phase what one process could not compile or capture of it."""
+        for name, own in parts_of(reading).items():
+            self.engines[name].follow(own)
 
     def forget_graphs(self) -> None:
         for engine in self.engines.values():

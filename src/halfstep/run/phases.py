@@ -17,10 +17,10 @@ from halfstep.run.ranked import connected
 from halfstep.step.ema import Ema
 from halfstep.step.optimizers import is_within
 from halfstep.step.phases import PhasedStep, PhaseStep
-from halfstep.step.ranks import World
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.shared_scaler import SharedScaler
 from halfstep.step.values import Values
+from halfstep.step.world import World
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, eager_region
 from halfstep.workloads.phase import Phase

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
-from halfstep.errors import ConfigError, counted
+from halfstep.errors import ConfigError, HalfstepError, counted
 from halfstep.run.resume import flattened
 from halfstep.step.facts import Reading
 from halfstep.step.phase_facts import PhasedReading
 from halfstep.step.phases import without_gradients_of_others
-from halfstep.step.ranks import Ranks, World, agreed, wrapped_regions
+from halfstep.step.ranks import Ranks, wrapped_regions
+from halfstep.step.world import World, agreed
+from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.workload import Workload
 
@@ -39,27 +41,37 @@ def connected(
     eager, compiled = regions
     if world is None:
         return eager, compiled, "alone"
+
+    def compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        """What cannot be compiled runs eager at once: the others are in this step, and its sums are the same."""
+        try:
+            return uncut(compiled, batch)
+        except (HalfstepError, OutOfMemory):
+            raise
+        except Exception as error:
+            found = eager(batch)  # what fails here as well is not the compiler's
+            ranks.uncompiled = error
+            ranks.fell_to("eager")
+            return found
+
     own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
     with without_gradients_of_others(model, own):
         wrapped = wrapped_regions(
             model,
-            {"eager": eager, "compiled": uncut(compiled)},
+            {"eager": eager, "compiled": compiled_or_eager},
             device,
             reduce=config.train.reduce,
             find_unused=config.train.find_unused,
         )
-    return partial(wrapped, "eager"), partial(wrapped, "compiled"), Ranks(world, [wrapped], device)
+    ranks = Ranks(world, [wrapped], device)
+    return partial(wrapped, "eager"), partial(wrapped, "compiled"), ranks
 
 
-def uncut(region: Region) -> Region:
+def uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
     """Compiled whole. Inside DDP the compiler cuts a region at its buckets, so that sums overlap with backward: it
     fuses less, and fails where kernels are autograd functions of their own, as ours are."""
-
-    def whole(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            return region(batch)
-
-    return whole
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        return compiled(batch)
 
 
 def synchronised(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
@@ -102,14 +114,6 @@ def refuse_unfit(config: RunConfig, world: World) -> None:
                 f"train.batch_size={train.batch_size} for {size} processes",
                 why="batch_size counts samples over all processes, and each needs one at least",
                 fix=f"train.batch_size={size} or more, or fewer processes",
-            )
-        )
-    if train.auto_batch:
-        raise agreed(
-            ConfigError(
-                f"train.auto_batch=true with {size} processes",
-                why="an out-of-memory in the middle of a step cannot be undone while the others wait",
-                fix="a smaller train.batch_size with train.accumulate",
             )
         )
 

@@ -7,12 +7,12 @@ import gc
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -49,22 +49,22 @@ from halfstep.run.hints import hint_about
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
+from halfstep.run.place import Place
 from halfstep.run.places import with_absolute_paths, with_data_found
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
-from halfstep.run.rehearse import rehearsal
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
 from halfstep.run.summary import has_summary, write_summary
-from halfstep.run.world import Launch, device_of, joined
+from halfstep.run.world import Launch, joined
 from halfstep.step.randomness import algorithms, seed_everything
-from halfstep.step.ranks import World, agreed
+from halfstep.step.world import World
+from halfstep.tune.batch_trials import fitting_pieces
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.compiler_threads import forget_compiled
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
+from halfstep.tune.trials import Rehearse
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.workload import Workload
-
-Made = TypeVar("Made")
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
 
@@ -88,54 +88,6 @@ def train(
         return _start(loaded, str(out) if out else None, place)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """This process among those of the run."""
-
-    launch: Launch | None
-    world: World | None
-
-    @property
-    def writes(self) -> bool:
-        """Whether files and screen are its own."""
-        return self.world is None or self.world.is_first
-
-    def of_first(self, make: Callable[[], Made]) -> Made:
-        """Made by the process that writes, known to all."""
-        return make() if self.world is None else self.world.from_first(make)
-
-    def device_of(self, config: RunConfig) -> str:
-        return device_of(config, self.launch)
-
-    def to_go_on_with(self, out: Path | None) -> Path | None:
-        """The run that was under way when torchrun started its processes anew."""
-        if self.launch is None or not self.launch.restarts:
-            return None
-        if out is None:
-            raise agreed(
-                CheckpointError(
-                    "torchrun has started the processes anew, and the run has no folder of a known name",
-                    why="a folder named by the clock cannot be found again",
-                    fix="name it with --out DIR",
-                )
-            )
-        return self.of_first(lambda: out if RunFolder(out).checkpoints().all() else None)
-
-    def plan_from(self, make: Callable[[], Plan], config: RunConfig) -> Plan:
-        """One plan for all, each on its own device: trials run in the first process, on its part of a batch."""
-        if self.world is None:
-            return make()
-        plan = Plan.from_json(self.of_first(lambda: make().to_json()))
-        return dataclasses.replace(plan, device=probe(self.device_of(config)).device)
-
-    def on_trial(self, config: RunConfig) -> RunConfig:
-        """The config as trials take it: a process computes its part of a batch."""
-        if self.world is None:
-            return config
-        own = self.world.rows(config.train.batch_size)
-        return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": own})})
-
-
 def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
     """Everything that can be wrong is found before the run's folder is made; only the demo needs it earlier."""
     loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
@@ -155,7 +107,8 @@ def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
                 loaded = dataclasses.replace(loaded, config=with_settled(loaded.config, workload))
                 if place.world is not None:
                     refuse_differences(loaded.config, workload, place.world)
-                plan = place.plan_from(partial(_decided, loaded.config, workload, hardware, place), loaded.config)
+                decided = partial(_decided, loaded.config, workload, hardware, place)
+                plan = place.plan_from(decided, loaded.config, workload)
                 parts = _assembled(loaded.config, workload, plan, place)
                 if place.writes:
                     warnings += check_disk(parts, folder or RunFolder.planned(out, _run_name(loaded.config)))
@@ -180,9 +133,16 @@ def _created(out: str | None, name: str, place: Place) -> RunFolder:
     return place.of_first(lambda: RunFolder.create(out, name))
 
 
-def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: Place) -> Plan:
-    plan = plan_for(config, workload, hardware)
-    return tuned(place.on_trial(config), workload, plan, _say_unless(config.log.quiet), rehearsal)
+def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: Place, rehearse: Rehearse) -> Plan:
+    return _tried(config, workload, plan_for(config, workload, hardware), place, rehearse)
+
+
+def _tried(config: RunConfig, workload: Workload, plan: Plan, place: Place, rehearse: Rehearse) -> Plan:
+    """The plan with what trials find; one process finds the micro-batch that fits while it trains."""
+    own = place.on_trial(config)
+    plan = tuned(own, workload, plan, _say_unless(config.log.quiet), rehearse)
+    tries_batches = config.train.auto_batch and place.world is not None
+    return dataclasses.replace(plan, pieces=fitting_pieces(own, workload, plan, rehearse) if tries_batches else 1)
 
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) -> Assembly:
@@ -249,7 +209,7 @@ def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: b
         if place.world is not None:
             refuse_differences(loaded.config, workload, place.world)
         go_on = partial(_plan_to_go_on, loaded.config, workload, folder, changes, place)
-        plan = place.plan_from(go_on, loaded.config)
+        plan = place.plan_from(go_on, loaded.config, workload)
         if place.writes:
             cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
         parts = _assembled(loaded.config, workload, plan, place)
@@ -279,16 +239,18 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
     return is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
 
 
-def _plan_to_go_on(config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, place: Place) -> Plan:
+def _plan_to_go_on(
+    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, place: Place, rehearse: Rehearse
+) -> Plan:
     """The stored one; what was decided or measured for settings that are others now is decided or measured anew."""
     if changes.touch("precision.", "device"):
-        return _decided(config, workload, probe(place.device_of(config)), place)
+        return _decided(config, workload, probe(place.device_of(config)), place, rehearse)
     plan = Plan.from_json(_text(folder.plan))
     refuse_missing_device(plan)
     if not changes.touch(*MEASURED_FOR):
         return plan
     plan = untuned(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
-    return tuned(place.on_trial(config), workload, plan, _say_unless(config.log.quiet), rehearsal)
+    return _tried(config, workload, plan, place, rehearse)
 
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:

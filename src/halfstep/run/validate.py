@@ -13,8 +13,8 @@ from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
 from halfstep.precision.plan import Plan
 from halfstep.step.phases import PhasedStep
-from halfstep.step.ranks import World
 from halfstep.step.step import Step
+from halfstep.step.world import World
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import split_window
 from halfstep.workloads.workload import Workload

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import ConfigError, HalfstepError, Interrupted, TrainingStopped
+from halfstep.errors import ConfigError, HalfstepError, Interrupted, RankLost, TrainingStopped
 
 if TYPE_CHECKING:
-    from halfstep.step.ranks import World
+    from halfstep.step.world import World
 
 UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """Launchers that do not say where the processes meet."""
@@ -136,7 +136,7 @@ def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
     import torch.distributed as dist
 
     from halfstep.hardware.probe import probe
-    from halfstep.step.ranks import World
+    from halfstep.step.world import World
 
     device = torch.device(probe(device_of(config, launch)).device)
     if device.type == "cuda":
@@ -144,21 +144,24 @@ def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"{launch.size} processes on {device.type}", fix="one process, or --device cpu or cuda")
     limit_s = config.train.rank_timeout_s
+    by_nccl = device.type == "cuda" and config.train.backend != "gloo"
     if not dist.is_initialized():
         dist.init_process_group(
-            "gloo" if device.type == "cpu" or config.train.backend == "gloo" else "cpu:gloo,cuda:nccl",
+            "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
             init_method=launch.meeting,
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=limit_s),
         )
+    world = World(limit_s=limit_s)
     try:
-        world = World(limit_s=limit_s)
         with _told_once(world):
             yield world
-    finally:
-        with suppress(RuntimeError):  # of a peer that is gone
-            dist.destroy_process_group()
+    except BaseException:
+        # What waits for a peer on the device would never end by itself.
+        world.hang_up(dist.distributed_c10d._abort_process_group if by_nccl else dist.destroy_process_group)
+        raise
+    dist.destroy_process_group()
 
 
 @contextmanager
@@ -166,7 +169,7 @@ def _told_once(world: World) -> Iterator[None]:
     try:
         yield
     except HalfstepError as error:
-        if not (error.is_agreed or isinstance(error, (TrainingStopped, Interrupted))):
+        if not (error.is_agreed or isinstance(error, (TrainingStopped, Interrupted, RankLost))):
             error.what = f"rank {world.rank}: {error.what}"
         error.is_told = not world.speaks(error)
         raise

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class Reading:
     """The processes whose own loss or buffers were not finite."""
     holds: bool = False
     """Whether the steps after it were held (hold.py)."""
+    fell_to: Slower | Literal[""] = ""
+    """The slowest mode that a process had to go on in by itself; empty where none had to."""
+    fallen_ranks: tuple[int, ...] = ()
+    """The processes that went on in it."""
 
     @property
     def reason(self) -> str:
@@ -55,6 +59,10 @@ class Reading:
         return f"a buffer (BatchNorm statistics) is not finite{where}" if self.is_ruined else "loss spike"
 
 
+Slower = Literal["compile", "eager"]
+"""A mode of running that is left where a faster one failed."""
+FELL: dict[Slower, int] = {"compile": 8, "eager": 16}
+"""The flags of a process that runs its steps in that mode by itself."""
 FAULTY = 3
 """The flags of a process that mean a fault: loss or buffers not finite."""
 FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "holds", "committed")
@@ -124,7 +132,8 @@ class Facts:
             self.wait(self._event)
         values = self._host.tolist()
         v: dict[str, Any] = dict(zip(FIELDS, values, strict=False))
-        asked, *said = values[len(FIELDS) :] or [0]
+        asked, *said = map(int, values[len(FIELDS) :] or [0])
+        fell_to = slowest(said)
         return Reading(
             attempted=self.attempted,
             loss=v["loss"],
@@ -140,9 +149,17 @@ class Facts:
             epoch=self.epoch,
             window=self.window,
             is_asked=asked > 0,
-            faulty_ranks=tuple(rank for rank, flags in enumerate(said) if int(flags) & FAULTY),
+            faulty_ranks=tuple(rank for rank, flags in enumerate(said) if flags & FAULTY),
+            fell_to=fell_to,
+            fallen_ranks=tuple(rank for rank, flags in enumerate(said) if fell_to and flags & FELL[fell_to]),
             holds=bool(v["holds"]),
         )
+
+
+def slowest(said: Sequence[int]) -> Slower | Literal[""]:
+    """The mode that the slowest process fell to, by their flags."""
+    modes: tuple[Slower, ...] = ("eager", "compile")
+    return next((mode for mode in modes if any(flags & FELL[mode] for flags in said)), "")
 
 
 def to_host(values: Tensor) -> Tensor:

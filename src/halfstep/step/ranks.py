@@ -8,206 +8,34 @@ Everything a verdict is made of comes out of that sum or of the averaged gradien
 commits, skips, rolls back and stops alike and the host waits for nothing. Gradients are those of the global batch: a
 micro-batch counts by its weight, whatever the others have, and a rank of weight 0 runs backward as well.
 
-What cannot be agreed any more, a rank that is gone or stuck, ends the others with `RankLost`: gloo says so at once,
-NCCL after the limit, when the wait for a step's facts gives up.
+What one rank alone cannot do, such as capture its step or compile it, it does in the next best mode in the same step,
+whose collectives are the same in every mode; its flags tell the others, who follow after the same later step.
 
 Refused here: FSDP and its kind (spread.py). They would change this file.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import ConfigError, HalfstepError, ModelError, RankLost
+from halfstep.errors import ConfigError, ModelError
+from halfstep.step.facts import FELL, Slower
+from halfstep.step.world import World
 
-LIMIT_S = 600.0
-"""How long a rank is waited for."""
-GRACE_S = 3.0
-"""How long who lost a rank waits for that one's own words."""
 UNCAPTURED = 11
 """Windows that DDP must have run before a CUDA graph may hold it, by torch's notes on CUDA graphs."""
 NEVER = 2**30
 """Iterations of DDP between two of which it takes the time, after its first ten."""
-LOST = ("connection", "timed out", "timeout", "broken pipe", "peer", "nccl", "gloo", "socket")
-"""Words in the errors of a collective whose other side is gone."""
-
 BAD, RUINED, EMPTY = 1, 2, 4
 """A rank's flags: loss not finite, a buffer not finite, nothing to train on."""
-
-Made = TypeVar("Made")
-
-
-class World:
-    """The processes of a run, this one among them, and how they talk."""
-
-    def __init__(self, *, limit_s: float = LIMIT_S) -> None:
-        self.rank, self.size, self.limit_s = dist.get_rank(), dist.get_world_size(), limit_s
-        self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
-        self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gathered((socket.gethostname(), os.getpid()))))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this one writes files and screen."""
-        return self.rank == 0
-
-    def rows(self, num: int, rank: int | None = None) -> int:
-        """How many of a global batch's samples are this rank's; the first ranks have one more where they must."""
-        rank = self.rank if rank is None else rank
-        return num // self.size + (rank < num % self.size)
-
-    def place(self, num: int) -> int:
-        """Where this rank's samples begin in a global batch."""
-        return self.rank * (num // self.size) + min(self.rank, num % self.size)
-
-    # --- talking, host to host ---
-
-    def gathered(self, own: Made) -> list[Made]:
-        """What every rank has, by rank."""
-        found: list[Any] = [None] * self.size
-        with self.listening():
-            dist.all_gather_object(found, own)
-        return found
-
-    def from_first(self, make: Callable[[], Made]) -> Made:
-        """What the first rank makes, or the error it meets, on every rank."""
-        answer: list[Any] = [None]
-        if self.is_first:
-            try:
-                answer = [make()]
-            except HalfstepError as error:
-                answer = [agreed(error)]
-        with self.listening():
-            dist.broadcast_object_list(answer, src=0)
-        if isinstance(answer[0], HalfstepError):
-            raise agreed(answer[0])
-        made: Made = answer[0]
-        return made
-
-    def summed(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """The sums over all ranks by name; a name that a rank lacks counts as zero there."""
-        shapes = {
-            name: (tuple(tensor.shape), tensor.dtype)
-            for ranks in self.gathered({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
-            for name, (shape, dtype) in ranks.items()
-            for tensor in (torch.empty(shape, dtype=dtype, device="meta"),)
-        }
-        found: dict[str, Tensor] = {}
-        for name, (shape, dtype) in sorted(shapes.items()):
-            own = tensors.get(name)
-            found[name] = torch.zeros(shape, dtype=dtype, device=device) if own is None else own.to(device, copy=True)
-            with self.listening():
-                dist.all_reduce(found[name])
-        return found
-
-    def share_(self, tensors: Sequence[Tensor]) -> None:
-        """The first rank's values, in place."""
-        with self.listening(), torch.no_grad():
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
-
-    # --- what went wrong elsewhere ---
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """A collective inside whose other side is gone becomes an error that names it."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_loss(error):
-                raise
-            raise self.lost(error) from error
-
-    def lost(self, error: BaseException | None = None) -> RankLost:
-        """What is known of the ranks that do not answer."""
-        time.sleep(0.2)  # a process that was killed needs a moment to be gone
-        gone = [rank for rank in range(self.size) if rank != self.rank and not self._is_there(rank)]
-        first = next(iter(str(error).strip().splitlines()), "") if error is not None else ""
-        if gone:
-            named = ", ".join(map(str, gone))
-            what = f"rank {named} is gone" if len(gone) == 1 else f"ranks {named} are gone"
-            why = "killed, or out of host memory: it ended without a word"
-        else:
-            what, why = (
-                f"another rank did not answer within {self.limit_s:g} s",
-                first or "it is stuck, or its machine is",
-            )
-        return RankLost(
-            what,
-            why=why,
-            fix="go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself",
-        )
-
-    def _is_there(self, rank: int) -> bool:
-        """Of ranks on other machines only their silence is known."""
-        host, process = self._where[rank]
-        if host != socket.gethostname():
-            return True
-        try:
-            return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-        except OSError:
-            return False
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        """For a step's facts, with a limit: a captured step whose peers are gone would never end."""
-        until = time.monotonic() + self.limit_s
-        pause_s = 1e-5
-        while not event.query():
-            if time.monotonic() > until:
-                raise self.lost()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1e-3)
-
-    def speaks(self, error: BaseException) -> bool:
-        """Whether this rank is the one to show an error: who met it, not those who lost that rank because of it."""
-        try:
-            if isinstance(error, RankLost):
-                until = time.monotonic() + GRACE_S
-                while time.monotonic() < until:
-                    if self._store.add("told", 0):
-                        return False
-                    time.sleep(0.05)
-            return self._store.add("told", 1) == 1
-        except RuntimeError:  # the store went with the rank that held it
-            return all(not self._is_there(rank) for rank in range(self.rank))
-
-    # --- notices of other ranks ---
-
-    def post(self, text: str) -> None:
-        """One line for the first rank's screen."""
-        number = self._store.add("posts", 1)
-        self._store.set(f"post/{number}", f"rank {self.rank}: {text}")
-
-    def posted(self, seen: int) -> list[str]:
-        """Lines of the others after the first `seen`, for whoever shows them."""
-        return [self._store.get(f"post/{n}").decode() for n in range(seen + 1, self._store.add("posts", 0) + 1)]
-
-
-Kind = TypeVar("Kind", bound=HalfstepError)
-
-
-def agreed(error: Kind) -> Kind:
-    """An error that every rank has: no rank's name belongs to it."""
-    error.is_agreed = True
-    return error
-
-
-def is_loss(error: RuntimeError) -> bool:
-    """Whether a collective failed because of its other side."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in text for word in LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +56,12 @@ class Ranks:
 
     def __init__(self, world: World, wrapped: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self.world, self.wrapped, self.device = world, list(wrapped), device
+        world.talking += self.wrapped
         self.asked = torch.zeros((), dtype=torch.float64, device=device)
         """1 where somebody asked this rank to stop; written by the host between steps."""
+        self.uncompiled: Exception | None = None
+        """Why this rank ran a step eager that was to be compiled."""
+        self._fell = torch.zeros_like(self.asked)
         self._own = torch.zeros(world.size, dtype=torch.float64, device=device)
         self._own[world.rank] = 1
         self._num_reduced = 0
@@ -247,6 +79,10 @@ class Ranks:
     def ask(self) -> None:
         """Have the next step tell all ranks that the run is to end."""
         self.asked.fill_(1)
+
+    def fell_to(self, mode: Slower) -> None:
+        """Have the next verdict tell all ranks that this one's steps run in a slower mode from now on."""
+        self._fell.fill_(FELL[mode])
 
     @contextmanager
     def reducing(self, *, is_last: bool) -> Iterator[None]:
@@ -275,7 +111,7 @@ class Ranks:
         share = self._tensor(weight)
         loss_sum = torch.where(share == 0, torch.zeros_like(share), loss_sum.double())
         flags = BAD * (loss_sum - loss_sum != 0).double() + RUINED * ruined.double() + EMPTY * (share == 0).double()
-        both = torch.cat([torch.stack([share, loss_sum, self.asked]), self._own * flags])
+        both = torch.cat([torch.stack([share, loss_sum, self.asked]), self._own * (flags + self._fell)])
         dist.all_reduce(both)
         loss = torch.where(both[0] == 0, torch.full_like(both[0], float("nan")), both[1] / both[0])
         return Agreed(weight=both[0].float(), loss=loss.float(), said=both[2:])

@@ -34,7 +34,7 @@ from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
 from halfstep.step.hold import Hold
-from halfstep.step.ranks import BAD, RUINED, Ranks, is_loss, ranks_of
+from halfstep.step.ranks import BAD, RUINED, Ranks, ranks_of
 from halfstep.step.rates import Rates
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
@@ -42,6 +42,7 @@ from halfstep.step.spike import SpikeMeter
 from halfstep.step.spread import refuse_spread
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
 from halfstep.step.values import Values
+from halfstep.step.world import is_loss
 
 Weight = Tensor | float | int
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]

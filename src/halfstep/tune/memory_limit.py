@@ -27,27 +27,32 @@ def split_window(window: list[dict[str, Tensor]], pieces: int) -> list[dict[str,
 def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
     chunks = {name: tensor.chunk(pieces) for name, tensor in batch.items()}
     num = len(next(iter(chunks.values())))
-    return [{name: parts[k] for name, parts in chunks.items()} for k in range(num)]
+    return [type(batch)({name: parts[k] for name, parts in chunks.items()}) for k in range(num)]
 
 
 @contextmanager
-def explaining_out_of_memory(config: RunConfig, pieces: Callable[[], int], device: torch.device) -> Iterator[None]:
+def explaining_out_of_memory(
+    config: RunConfig, pieces: Callable[[], int], device: torch.device, num_ranks: int = 1
+) -> Iterator[None]:
     """Where memory runs out inside, the user reads what to do. Nothing was saved since the last checkpoint."""
     try:
         yield
     except OutOfMemory as error:
-        raise memory_error(error, config, pieces(), device) from error
+        raise memory_error(error, config, pieces(), device, num_ranks) from error
 
 
-def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: torch.device) -> MemoryLimitError:
+def memory_error(
+    error: OutOfMemory, config: RunConfig, pieces: int, device: torch.device, num_ranks: int = 1
+) -> MemoryLimitError:
     """What happened, the memory picture, and the ways out with the exact words to type."""
     size, accumulate = config.train.batch_size, config.train.accumulate * pieces
-    smaller = max(size // (2 * pieces), 1)
+    smaller = max(size // (2 * pieces), num_ranks)
     ways: list[str] = []
-    if size > 1:
+    if size > num_ranks:
+        by_itself = "does this by itself" if num_ranks == 1 else "tries before the run what fits in all processes"
         ways.append(
             f"train.batch_size={smaller} train.accumulate={accumulate * -(-size // (pieces * smaller))}"
-            " (same effective batch; train.auto_batch=true does this by itself)"
+            f" (same effective batch; train.auto_batch=true {by_itself})"
         )
     ways.append("--precision bf16 (activations take half the memory)")
     if config.train.memory != "low":
@@ -55,7 +60,8 @@ def memory_error(error: OutOfMemory, config: RunConfig, pieces: int, device: tor
     ways.append("train.activation_checkpointing=true (one more forward pass in each step)")
     each = KINDS.of(config.workload).size_of_sample(config)
     return MemoryLimitError(
-        f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}",
+        f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}"
+        + (f", {-(-size // num_ranks)} in a process" if num_ranks > 1 else ""),
         why="\n       ".join([first_line(error), *memory_picture(device).splitlines()]),
         fix="one of:\n       " + "\n       ".join(ways),
     )

@@ -1,0 +1,252 @@
+"""The processes of a run, this one among them: how they talk host to host, who is gone, and who says so.
+
+What cannot be agreed any more, a rank that is gone or stuck, ends the others with `RankLost`: gloo says so at once or
+after the limit, NCCL after the limit, when the wait for a step's facts gives up. Who met an error shows it; those who
+lost that rank because of it are silent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.errors import HalfstepError, RankLost
+
+LIMIT_S = 600.0
+"""How long a rank is waited for."""
+GRACE_S = 3.0
+"""How long who lost a rank waits for that one's own words, and for others that lost it."""
+LOOK_S = 0.5
+"""How often who waits for a step looks whether another rank has ended."""
+TIMED_OUT = ("timed out", "timeout")
+LOST = ("connection", *TIMED_OUT, "broken pipe", "peer", "nccl", "gloo", "socket")
+"""Words in the errors of a collective whose other side is gone."""
+
+Made = TypeVar("Made")
+
+
+class World:
+    """The processes of a run, this one among them, and how they talk."""
+
+    def __init__(self, *, limit_s: float = LIMIT_S) -> None:
+        self.rank, self.size, self.limit_s = dist.get_rank(), dist.get_world_size(), limit_s
+        self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
+        self.talking: list[DistributedDataParallel] = []
+        """What holds the connections to the others, besides torch."""
+        self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gathered((socket.gethostname(), os.getpid()))))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one writes files and screen."""
+        return self.rank == 0
+
+    def rows(self, num: int, rank: int | None = None) -> int:
+        """How many of a global batch's samples are this rank's; the first ranks have one more where they must."""
+        rank = self.rank if rank is None else rank
+        return num // self.size + (rank < num % self.size)
+
+    def place(self, num: int) -> int:
+        """Where this rank's samples begin in a global batch."""
+        return self.rank * (num // self.size) + min(self.rank, num % self.size)
+
+    # --- talking, host to host ---
+
+    def gathered(self, own: Made) -> list[Made]:
+        """What every rank has, by rank."""
+        found: list[Any] = [None] * self.size
+        with self.listening():
+            dist.all_gather_object(found, own)
+        return found
+
+    def from_first(self, make: Callable[[], Made]) -> Made:
+        """What the first rank makes, or the error it meets, on every rank."""
+        answer: list[Any] = [None]
+        if self.is_first:
+            try:
+                answer = [make()]
+            except HalfstepError as error:
+                answer = [agreed(error)]
+        with self.listening():
+            dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], HalfstepError):
+            raise agreed(answer[0])
+        made: Made = answer[0]
+        return made
+
+    def summed(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """The sums over all ranks by name; a name that a rank lacks counts as zero there."""
+        shapes = {
+            name: (tuple(tensor.shape), tensor.dtype)
+            for ranks in self.gathered({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
+            for name, (shape, dtype) in ranks.items()
+            for tensor in (torch.empty(shape, dtype=dtype, device="meta"),)
+        }
+        found: dict[str, Tensor] = {}
+        for name, (shape, dtype) in sorted(shapes.items()):
+            own = tensors.get(name)
+            found[name] = torch.zeros(shape, dtype=dtype, device=device) if own is None else own.to(device, copy=True)
+            with self.listening():
+                dist.all_reduce(found[name])
+        return found
+
+    def share_(self, tensors: Sequence[Tensor]) -> None:
+        """The first rank's values, in place."""
+        with self.listening(), torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    # --- what went wrong elsewhere ---
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A collective inside whose other side is gone becomes an error that names it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            raise self.lost(error) from error
+
+    def lost(self, error: BaseException | None = None) -> RankLost:
+        """What is known of the ranks that do not answer; without an error the limit is over."""
+        time.sleep(0.2)  # a process that was killed needs a moment to be gone
+        gone = [rank for rank in self._others if not self._is_there(rank)]
+        silent = gone or self._silent()
+        if gone:
+            what = f"{self._named(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+            why = "killed, or out of host memory: it ended without a word"
+        elif error is None or any(word in str(error).lower() for word in TIMED_OUT):
+            what = f"{self._named(silent)} did not answer for {self.limit_s:g} s (train.rank_timeout_s)"
+            why = "it runs and takes no part in the step: stuck in its own code, its data or its device"
+        else:
+            what = f"{self._named(silent)} takes no part any more"
+            why = next(iter(str(error).strip().splitlines()), "")
+        return RankLost(
+            what,
+            why=why,
+            fix="go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself",
+        )
+
+    def _silent(self) -> list[int]:
+        """The ranks that do not say in time that they miss somebody, too."""
+        until = time.monotonic() + GRACE_S
+        silent = self._others
+        try:
+            self._store.set(f"misses/{self.rank}", "")
+            while silent and time.monotonic() < until and not self._store.add("told", 0):
+                time.sleep(0.05)
+                silent = [rank for rank in silent if not self._store.check([f"misses/{rank}"])]
+        except RuntimeError:  # the store went with the rank that held it
+            pass
+        return silent
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """With their processes, for whoever looks after them."""
+        if not ranks:
+            return "another rank"
+        places = ", ".join(f"process {process} on {host}" for host, process in (self._where[r] for r in ranks))
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({places})"
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _is_there(self, rank: int) -> bool:
+        """Of ranks on other machines only their silence is known."""
+        host, process = self._where[rank]
+        if host != socket.gethostname():
+            return True
+        try:
+            return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+        except OSError:
+            return False
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """For a step's facts, with a limit: a captured step whose peers are gone would never end."""
+        start = time.monotonic()
+        pause_s, next_look_s = 1e-5, LOOK_S
+        while not event.query():
+            waited_s = time.monotonic() - start
+            if waited_s > self.limit_s:
+                raise self.lost()
+            if waited_s > next_look_s:
+                next_look_s = waited_s + LOOK_S
+                if self._has_ended():
+                    raise self.lost()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1e-3)
+
+    def _has_ended(self) -> bool:
+        """Whether another rank has met an error: it will never come to this step."""
+        try:
+            return self._store.add("told", 0) > 0
+        except RuntimeError:  # the store went with the rank that held it
+            return True
+
+    def speaks(self, error: BaseException) -> bool:
+        """Whether this rank is the one to show an error: who met it, not those who lost that rank because of it."""
+        try:
+            if isinstance(error, RankLost):
+                until = time.monotonic() + GRACE_S
+                while time.monotonic() < until and not self._store.add("told", 0):
+                    time.sleep(0.05)
+            is_first = self._store.add("told", 1) == 1
+            self._store.set(f"knows/{self.rank}", "")
+        except RuntimeError:  # the store went with the rank that held it
+            return all(not self._is_there(rank) for rank in range(self.rank))
+        return is_first
+
+    def hang_up(self, leave: Callable[[], None]) -> None:
+        """Let the others know at once that this rank is gone, whoever still holds its model and its error."""
+        for wrapped in self.talking:
+            vars(wrapped).update(reducer=None, logger=None, process_group=None)
+        with suppress(RuntimeError):  # of a peer that is gone
+            leave()
+        if self.is_first:
+            self._see_off()
+
+    def _see_off(self) -> None:
+        """The store may go with this rank: the others learn first who has told."""
+        until = time.monotonic() + GRACE_S
+        with suppress(RuntimeError):
+            while time.monotonic() < until and any(
+                self._is_there(rank) and not self._store.check([f"knows/{rank}"]) for rank in self._others
+            ):
+                time.sleep(0.05)
+
+    # --- notices of other ranks ---
+
+    def post(self, text: str) -> None:
+        """One line for the first rank's screen."""
+        number = self._store.add("posts", 1)
+        self._store.set(f"post/{number}", f"rank {self.rank}: {text}")
+
+    def posted(self, seen: int) -> list[str]:
+        """Lines of the others after the first `seen`, for whoever shows them."""
+        return [self._store.get(f"post/{n}").decode() for n in range(seen + 1, self._store.add("posts", 0) + 1)]
+
+
+Kind = TypeVar("Kind", bound=HalfstepError)
+
+
+def agreed(error: Kind) -> Kind:
+    """An error that every rank has: no rank's name belongs to it."""
+    error.is_agreed = True
+    return error
+
+
+def is_loss(error: RuntimeError) -> bool:
+    """Whether a collective failed because of its other side."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in LOST)

@@ -1,0 +1,127 @@
+"""Trials and fallbacks of two processes of which one cannot do what the other can: both do the same afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.config.schema import RunConfig
+from halfstep.hardware.probe import probe
+from halfstep.precision.plan import Plan
+from halfstep.run.agreed_trials import Trials
+from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.engine import Engine
+from halfstep.run.phased_engine import engine_for
+from halfstep.run.rehearse import rehearsal
+from halfstep.run.world import Launch, joined
+from halfstep.step.world import World
+from halfstep.tune.first_batch import first_batch
+from halfstep.tune.memory_low import CannotRun
+from halfstep.tune.mode_search import ModeSearch
+from halfstep.tune.trial_time import TrialTime
+from halfstep.tune.trials import Rehearse, cost_in
+from halfstep.workloads import load
+from ranks_together import together
+from whole_runs import TINY
+
+MOST_S = 20.0
+
+
+def config_with(**more: Any) -> RunConfig:
+    words = {**TINY, "train.batch_size": 4, "train.rank_timeout_s": 60, **more}
+    return load("rank_workload:build", overrides=[f"{key}={json.dumps(value)}" for key, value in words.items()]).config
+
+
+def searched(world: World) -> Plan:
+    """What a search for the fastest mode comes to, where the second process cannot compile."""
+    config = config_with(**{"train.batch_size": 2})
+    workload = build_workload(config)
+    plan = plan_for(config, workload, probe("cpu"))
+
+    def make(rehearse: Rehearse) -> Plan:
+        time = TrialTime(1e6, most_s=MOST_S)
+        return dataclasses.replace(plan, **ModeSearch(config, workload, plan, time, rehearse).found().fields)
+
+    return Trials(world, config, workload, "cpu", rehearsal).planned(make)
+
+
+def tried(world: World) -> str:
+    """Why a step does not run that is too large for the second process."""
+    config = config_with(**{"train.batch_size": 2, "model.options": {"fits": [1, 1]}})
+    workload = build_workload(config)
+    plan = plan_for(config, workload, probe("cpu"))
+
+    def make(rehearse: Rehearse) -> Plan:
+        try:
+            cost_in("eager", config, workload, plan, rehearse)
+        except CannotRun as error:
+            return dataclasses.replace(plan, mode_reason=f"{type(error).__name__} {error}")
+        return plan
+
+    return Trials(world, config, workload, "cpu", rehearsal).planned(make).mode_reason
+
+
+def uncaptured(world: World) -> list[str]:
+    """The modes of steps, where a capture fails in the second process at the third."""
+    config = config_with()
+    workload = build_workload(config)
+    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")), world)
+    engine = engine_for(parts, "graph", lambda text, level: None)
+    assert isinstance(engine, Engine)
+    parts.guard.observers.append(lambda facts, reading: engine.follow(reading))
+    batch = first_batch(
+        config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 2})}), workload
+    )
+    modes = []
+    for number in range(7):
+        if number == 2 and world.rank == 1:
+            engine._stay_uncaptured("no memory for it")
+        parts.guard.watch(engine([batch], [4]))
+        modes.append(engine.mode)
+    return modes
+
+
+def no_kernels(*_: Any) -> Any:
+    raise RuntimeError("no kernel for this here")
+
+
+def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
+    compile_by = torch.compile
+    backends: list[Any] = ["aot_eager", no_kernels]
+    torch.compile = lambda region, dynamic, options: compile_by(region, dynamic=dynamic, backend=backends[rank])
+    launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
+    with joined(config_with(), launch) as world:
+        assert world is not None
+        found: dict[str, Any] = {"searched": searched(world), "tried": tried(world)}
+        backends[1] = "aot_eager"
+        return found | {"uncaptured": uncaptured(world)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return together(2, scenario, tmp_path_factory.mktemp("trials"))
+
+
+def test_a_mode_that_one_process_lacks_is_nobodys(found: list[dict[str, Any]]) -> None:
+    first, second = (own["searched"] for own in found)
+    assert first == second
+    assert first.mode == "eager"
+    assert "rank 1: " in first.mode_reason
+    assert "no kernel for this here" in first.mode_reason
+    assert first.channels_last is not None
+
+
+def test_a_step_that_does_not_fit_one_process_fits_nobody(found: list[dict[str, Any]]) -> None:
+    assert [own["tried"] for own in found] == ["DoesNotFit rank 1: out of memory"] * 2
+
+
+def test_a_capture_that_fails_in_one_process_makes_all_run_compiled_from_the_same_step_on(
+    found: list[dict[str, Any]],
+) -> None:
+    first, second = (own["uncaptured"] for own in found)
+    assert second == ["graph"] * 2 + ["compile"] * 5
+    assert first == ["graph"] * 4 + ["compile"] * 3  # the guard looks two steps later
