@@ -142,7 +142,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
 
 
 Rates = list[tuple[float, float]]
-"""Of each round: images a second, and images a second of processor time."""
+"""Of each round: images per second, and images per second of processor time."""
 
 
 def interleaved(loops: dict[str, Epoch], rounds: int) -> dict[str, Rates]:

@@ -57,7 +57,7 @@ class Training:
         self.loss = float("nan")
 
     def window_ms(self, steps: int) -> float:
-        """Milliseconds a step."""
+        """Milliseconds per step."""
         finish_device_work()
         start = time.perf_counter()
         for batch in itertools.islice(self._batches, steps):

@@ -33,7 +33,7 @@ def unet_table() -> str:
         f"torch {found['torch']} (`{found['command']}`); accuracy on held-out slices of real data, five paired seeds "
         f"(`{parity['command']}`):",
         "",
-        "| precision | time a step | speed | peak memory | IoU (mean ± deviation) | same accuracy as fp32? |",
+        "| precision | time per step | speed | peak memory | IoU (mean ± deviation) | same accuracy as fp32? |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in found["precisions"].items():
@@ -83,8 +83,8 @@ def other_table() -> str:
     )
     for folder, rows in pipeline.items():
         lines.append(
-            "| pictures a second of processor time against the usual PIL loop, for a device that flips and normalises "
-            f"itself (and with that work on the same two cores), {folder} | files "
+            "| pictures per second of processor time against the usual PIL loop, for a device that flips and "
+            f"normalises itself (and with that work on the same two cores), {folder} | files "
             f"{rows['files']['cpu_times_usual']:.1f}x ({rows['files, ready']['cpu_times_usual']:.2f}x), packed "
             f"{rows['packed']['cpu_times_usual']:.0f}x ({rows['packed, ready']['cpu_times_usual']:.1f}x) | "
             "`python benchmarks/input_pipeline.py DIR` |"

@@ -63,7 +63,7 @@ def finish_device_work() -> None:
 
 
 def time_steps(step: Callable[[], object], *, warmup: int, steps: int, windows: int) -> dict[str, float]:
-    """Milliseconds a step: the median over windows of `steps` steps, with the spread between windows."""
+    """Milliseconds per step: the median over windows of `steps` steps, with the spread between windows."""
     for _ in range(warmup):
         step()
     times = []

@@ -103,7 +103,7 @@ def assembled(arguments: argparse.Namespace, scratch: Path) -> Assembly:
 
 
 def measured(ways: Ways, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds a step of every window."""
+    """Milliseconds per step of every window."""
     begin = {"packed": ways.packed, "resident": ways.resident, "ready": ways.ready}
     times: dict[str, list[float]] = {name: [] for name in begin}
     for number in range(arguments.rounds + 1):

@@ -74,7 +74,7 @@ def test_the_profilers_own_log_is_not_on_the_terminal() -> None:
     words = [sys.executable, "-m", "halfstep", *EXPLAIN, "--precisions", "fp32"]
     environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert "ms a step" in done.stdout
+    assert "ms per step" in done.stdout
     assert "not measured: one random batch" in done.stdout
     assert "profiler_start" not in done.stderr
     assert "registerClient" not in done.stderr

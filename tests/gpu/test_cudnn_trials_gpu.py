@@ -53,7 +53,7 @@ def convolution(channels: int) -> Callable[[], None]:
 def test_algorithms_are_kept_by_thread_and_a_new_thread_tries_them_anew() -> None:
     """The ground on which each candidate of a trial stands: if torch changes it, this says so."""
     once = convolution(40)
-    once()  # chosen by rule of thumb in this thread, and for backward in autograd's
+    once()  # chosen by heuristic in this thread, and for backward in autograd's
     plain = kernels_of(once)
     with cudnn_trials(True):
         assert kernels_of(once) == plain

@@ -79,7 +79,7 @@ def ranked(sources: Sequence[Source], topic: Topic) -> list[Claim]:
 
 
 def effective(sources: Sequence[Source]) -> tuple[Effective, ...]:
-    """One row a topic that anybody speaks of."""
+    """One row per topic that anybody speaks of."""
     rows = [effective_topic(sources, topic) for topic in TABLE_TOPICS]
     return tuple(row for row in rows if row is not None)
 

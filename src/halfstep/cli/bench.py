@@ -20,8 +20,8 @@ def command(
             metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What would be trained (default unet), then settings."
         ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples of a step.", rich_help_panel=WHAT)] = None,
-    image_size: Annotated[int | None, typer.Option(help="Side of the images.", rich_help_panel=WHAT)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per step.", rich_help_panel=WHAT)] = None,
+    image_size: Annotated[int | None, typer.Option(help="Image side in pixels.", rich_help_panel=WHAT)] = None,
     precisions: Annotated[
         str | None,
         typer.Option(help="fp32,tf32,bf16,fp16,fp8,auto; default: those this device has.", rich_help_panel=WHAT),
@@ -29,13 +29,13 @@ def command(
     modes: Annotated[
         str | None,
         typer.Option(
-            "--modes", "--ways", help="eager,compile,graph,auto; default: all the device can.", rich_help_panel=WHAT
+            "--modes", "--ways", help="eager,compile,graph,auto; default: all that run here.", rich_help_panel=WHAT
         ),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            help="plain,lightning,accelerate: the same step by others; plain:graphs is one variant of one.",
+            help="plain,lightning,accelerate: the same step elsewhere; plain:graphs names one variant.",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -56,7 +56,9 @@ def command(
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON.", rich_help_panel=OUTPUT)] = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(help="A file of --save: exit 1 where a row is slower or larger now.", rich_help_panel=OUTPUT),
+        typer.Option(
+            help="A file of --save; exit 1 where a row is now slower or takes more memory.", rich_help_panel=OUTPUT
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files.", rich_help_panel=OUTPUT)] = False,
 ) -> None:

@@ -40,9 +40,9 @@ def command(
     ] = None,
     budget: Annotated[str | None, typer.Option(metavar="30m", help="Stop after this time: 90s, 30m, 8h.")] = None,
     price: Annotated[float | None, typer.Option(help="Price of one hour of the device.")] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Runs beside each other: metrics only, no times.")] = 1,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs in parallel; gives metrics only, no times.")] = 1,
     best: Annotated[bool, typer.Option("--best", help="Judge each run's best validation, not its last.")] = False,
-    simulate: Annotated[bool, typer.Option("--simulate", help="Numerics of formats that this device lacks.")] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Simulate formats that this device lacks.")] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder.", show_default="runs/compare-WORKLOAD-TIME")
     ] = None,

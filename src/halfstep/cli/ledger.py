@@ -17,7 +17,9 @@ def command(
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data set; default: demo data.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples of one micro-batch.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
-    simulate: Annotated[bool | None, typer.Option("--simulate", help="Numerics this hardware lacks.")] = None,
+    simulate: Annotated[
+        bool | None, typer.Option("--simulate", help="Simulate formats that this device lacks.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 where anything differs from the plan.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Every row, for scripts.")] = False,
 ) -> None:

@@ -55,7 +55,7 @@ def command(
 
         halfstep pack data/photos --verify --json
 
-    A config with `data.cache: latents` packs what its VAE says of every picture:
+    A config with `data.cache: latents` packs the latents of every picture:
 
         halfstep pack latent.yaml
     """

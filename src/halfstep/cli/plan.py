@@ -17,7 +17,9 @@ def command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A GPU by name that need not be here: v100, 'RTX 4090'.")] = None,
     strict: Annotated[bool | None, typer.Option("--strict", help="An error instead of a fallback.")] = None,
-    simulate: Annotated[bool | None, typer.Option("--simulate", help="Numerics this hardware lacks.")] = None,
+    simulate: Annotated[
+        bool | None, typer.Option("--simulate", help="Simulate formats that this device lacks.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as a run would store it.")] = False,
 ) -> None:
     """Which precision goes where, and why: the plan that `halfstep train` would run, one row per module.

@@ -97,5 +97,5 @@ def text_of(options: Sequence[Option], title: str) -> str:
 
 def line_of(option: Option) -> str:
     value = "" if option.type is bool else f" {option.type.__name__.upper()}"
-    default = "" if option.default in (None, False) else f" (default {option.default})"
+    default = "" if option.default in (None, False, "") else f" (default {option.default})"
     return f"    {option.flag}{value}  {option.help}{default}"

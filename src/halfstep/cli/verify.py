@@ -22,7 +22,9 @@ def command(
     precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16, fp16, fp8, bf16-true.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the data set; default: demo data.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
-    simulate: Annotated[bool | None, typer.Option("--simulate", help="Numerics this hardware lacks.")] = None,
+    simulate: Annotated[
+        bool | None, typer.Option("--simulate", help="Simulate formats that this device lacks.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """Is all of it true? One page, each line shown by an observation.

@@ -15,7 +15,7 @@ KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[^=\s]+)*")
 
 
 def override_statements(words: Sequence[str]) -> list[Statement]:
-    """One statement a word; a mapping value (`globals={A: 1}`) is as many statements as it has keys."""
+    """One statement per word; a mapping value (`globals={A: 1}`) is as many statements as it has keys."""
     return [statement for word in words for statement in parse_override(word)]
 
 

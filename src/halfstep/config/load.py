@@ -193,7 +193,7 @@ def typed_statement(statement: Statement, schema: type[RunConfig]) -> Statement:
 
 
 def layered(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[Override]]:
-    """One statement a path, the highest layer's, and what it overrode; a layer must agree with itself."""
+    """One statement per path, the highest layer's, and what it overrode; a layer must agree with itself."""
     chosen: dict[str, Statement] = {}
     overridden: list[Override] = []
     for statement in sorted(settings, key=lambda s: LAYERS.index(s.origin.layer)):

@@ -95,7 +95,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
         raise DataError(
             f"{_names(train_folders)} holds one class, {classes[0]}",
             why="there is nothing to tell apart",
-            fix="one folder a class: train/<class>/*.jpg",
+            fix="one folder per class: train/<class>/*.jpg",
         )
     if val_folders:
         val = labels_in(val_folders[0], root, layout.label_column) or _by_class(val_folders)
@@ -176,7 +176,7 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
         raise DataError(
             f"no class folders in {_names(folders)}",
             why=f"it holds {_content(folders[0])}",
-            fix="one folder a class: train/<class>/*.jpg and val/<class>/*.jpg",
+            fix="one folder per class: train/<class>/*.jpg and val/<class>/*.jpg",
         )
     empty = sorted(name for name, paths in found.items() if not paths)
     if empty:

@@ -59,7 +59,7 @@ class Situation:
 def batch(
     situation: Situation, preset: str, start: RunConfig, cost: StepCost
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Batch and accumulation: the recipe's samples a step, more for `fast`, limited by the data and the memory."""
+    """Batch and accumulation: the recipe's samples per step, more for `fast`, limited by the data and the memory."""
     assert situation.look is not None
     num_train, memory = situation.look.num_train, situation.memory_bytes
     recipe = start.train.batch_size * start.train.accumulate
@@ -137,7 +137,7 @@ def workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """How many samples a second the device trains, and how that is known."""
+    """How many samples per second the device trains, and how that is known."""
 
     per_s: float | None
     """None: nothing was measured."""

@@ -5,6 +5,11 @@ qkv is [batch, tokens, 3 · dim], out [batch, tokens, dim] with dim = heads · H
     P = softmax(S), out = P·V, delta = Σ d_out·out over channels, dS = P·(d_out·Vᵀ - delta)
     dV = Pᵀ·d_out, dQ = dS·K·scale, dK = dSᵀ·Q·scale
 
+Tiles: k, v, dk and dv are [KEYS, HEAD] and stay in registers for the whole program; q, out and d_out come as [QUERIES,
+HEAD], one tile after the other; scores, P, dP and dS are [KEYS, QUERIES], so that dV and dK are products without a
+transposed operand. Queries are the inner loop because gradients of keys and values are sums over all of them: they
+leave the registers once, at the end, while a query's gradient is complete after its tile and is stored at once.
+
 P is made again from the logarithm of each row's sum. One program holds the gradients of all keys of a head, which are
 few, so that no atomic additions are needed: a run gives the same bits every time. Gradients are written where the
 matmul behind reads them, with parts of their sums over tokens, the gradient of the projection's bias: Σ dK is 0, as
@@ -53,6 +58,7 @@ def _attention_gradients(
     d_out += batch * num_tokens * dim + head * HEAD
     log_sum += tl.program_id(0) * num_tokens
     dtype = qkv.dtype.element_ty
+    # Loaded once and kept: all keys and values of the head, and their gradients as sums.
     key_places, is_key = _rows(0, 3 * dim, num_tokens, KEYS, HEAD)
     k = tl.load(qkv + dim + key_places, is_key, 0.0)
     v = tl.load(qkv + 2 * dim + key_places, is_key, 0.0)
@@ -72,6 +78,7 @@ def _attention_gradients(
         q = tl.load(qkv + places, exists, 0.0)
         do = tl.load(d_out + out_places, exists, 0.0)
         o = tl.load(out + out_places, exists, 0.0)
+        # Both products before the softmax: they depend on loads alone, and run while log_sum and delta arrive.
         scores = tl.dot(k, tl.trans(q))
         dp = tl.dot(v, tl.trans(do))
         # Where there is no query P becomes 0.

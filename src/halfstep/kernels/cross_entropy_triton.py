@@ -3,6 +3,10 @@
 One program goes over a row twice: for its maximum and sum, and for p - y. The second time it comes from the cache where
 a row is short, and from memory where many rows are in flight: three passes over the logits in all, where the twin makes
 about ten. Everything between load and store is fp32.
+
+A tile is [BLOCK] logits of one row. Maximum and sum are kept for each lane of the tile, [BLOCK] of them, and joined
+once at the end: a reduction across threads in each tile would cost more than the exponentials. Gradients are written
+where the logits were, so the target's logit is read for the loss before the second pass begins.
 """
 
 from __future__ import annotations

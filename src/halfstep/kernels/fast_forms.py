@@ -19,7 +19,7 @@ from torch import Tensor
 Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token", "upsampling", "chain"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
-LEAST_SHARED_MEMORY = 160 * 1024  # bytes a block
+LEAST_SHARED_MEMORY = 160 * 1024  # bytes per block
 
 _forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces anew
 _pretended = False

@@ -1,6 +1,10 @@
 """Triton kernels of a U-Net's end: normalise, ReLU and the 1×1 convolution to a few logits in one pass over the map.
 
-The normalised map is never written. A tile is [rows, all channels]; classes are few, so a program walks over them.
+The normalised map is never written. A tile is [rows, all channels]: a logit is a sum over all channels of a pixel, so
+that no other program has a part of it. Classes are few, so they are unrolled: each has a row of weights [1, channels]
+and a column of gradients [rows, 1] in registers, and a product over them is a sum of outer products; a matmul's tile
+would be mostly empty. Scale, offset and weights are loaded once per program, which is why a program walks over many
+tiles.
 """
 
 from __future__ import annotations
@@ -143,6 +147,7 @@ def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_par
     a = tl.load(scale + columns, mask=is_channel, other=0.0)[None, :]
     b = tl.load(offset + columns, mask=is_channel, other=0.0)[None, :]
     mu = tl.load(mean + columns, mask=is_channel, other=0.0)[None, :]
+    # [rows, channels] and not [channels]: added up over rows once at the end, not across threads in each tile.
     sums, sums_x, sums_all = _zeros(CLASSES, ROWS, COLS), _zeros(CLASSES, ROWS, COLS), _zeros(CLASSES, ROWS, 1)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         values, gradients = _parts_of_tile(

@@ -1,7 +1,7 @@
 """Max-pooling at stride 2 whose backward gathers: each pixel looks at the windows it lies in, no two writers meet.
 
 torch's backward scatters window by window, with atomics where windows overlap, so its sums have no fixed order and no
-neighbour can be fused to it. Forward keeps one byte a window, the place of its maximum: the first in reading order
+neighbour can be fused to it. Forward keeps one byte per window, the place of its maximum: the first in reading order
 where there are several, as torch has it. Kernel 2 without padding, or kernel 3 with padding 1. Two cases that no
 training survives differ in whom the gradient goes to: of several NaN in a window the first (torch: the last), and
 nobody at a border where all is -inf.

@@ -1,5 +1,9 @@
 """The Triton kernels of BatchNorm and ReLU on channels_last maps, seen as rows of channels, [num_rows, num_channels].
 
+A tile is [ROWS, COLUMNS]: neighbouring threads hold neighbouring channels, which are adjacent in memory. Kernels that
+sum keep two such tiles of sums and add their rows up once, at the end; each program leaves [2, COLUMNS] in `partials`,
+and a `_finish` kernel adds those in a fixed order, so that results repeat to the bit.
+
 A program takes some channels of many rows: vectors of channels are loaded once, and sums stay in registers until the
 end. Row strides are free, so that a map may be a slice of a wider one's channels. Offsets of a whole map can exceed
 32 bits, those within a tile cannot.
@@ -199,7 +203,7 @@ def _normalised(
     is_channel = columns < num_channels
     a, b = tl.load(scale + columns, is_channel, 0.0), tl.load(offset + columns, is_channel, 0.0)
     row = tl.arange(0, ROWS)[:, None]
-    for tile in range(TILES):
+    for tile in range(TILES):  # neighbours, so that a program reads one piece of memory
         start = (tl.program_id(0) * TILES + tile) * ROWS
         inside = (start + row < num_rows) & is_channel[None, :]
         values = y + start.to(tl.int64) * y_stride + (row * y_stride + columns[None, :])

@@ -1,9 +1,10 @@
 """Triton kernels of a U-Net's way down: normalise, ReLU and 2×2 max-pooling in one pass, and their gradients in two.
 
-A tile is [windows, channels]. The four pixels of a window are rows `first`, `first + 1`, `first + width` and one more
-of the channels_last map. Where a side is odd its last row or column lies in no window: such pixels stand in incomplete
-windows, which have a gradient of their own pixels and none of a pooled one. Sides are known to the compiler, or
-divisions by them would take as long as the rest.
+A tile is [windows, channels], once for each of the four pixels: a, b above, c, d below, with their gradients ga to gd.
+So a window's maximum, and whose gradient it is, is decided within a thread. The four pixels of a window are rows
+`first`, `first + 1`, `first + width` and one more of the channels_last map. Where a side is odd its last row or column
+lies in no window: such pixels stand in incomplete windows, which have a gradient of their own pixels and none of a
+pooled one. Sides are known to the compiler, or divisions by them would take as long as the rest.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, ti
     gpool = tl.load(at, mask=(right & below)[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
     za, zb = _rounded(a, scale, offset, y), _rounded(b, scale, offset, y)
     zc, zd = _rounded(c, scale, offset, y), _rounded(d, scale, offset, y)
+    # Pairs first, above before below and left before right: a tie belongs to the first in reading order, as in torch.
     best_ab, best_cd = tl.where(zb > za, zb, za), tl.where(zd > zc, zd, zc)
     is_above = ~(best_cd > best_ab)
     is_left_above, is_left_below = ~(zb > za), ~(zd > zc)

@@ -1,7 +1,8 @@
 """Triton kernels where paths of a ResNet meet: the end of a block, where its shortcut is added, and the stem's pooling.
 
-A map is rows (pixels) of channels, dense. A program owns some channels and walks over tiles of rows, so that what
-belongs to a channel is loaded once. Arithmetic is fp32 whatever the maps are.
+A map is rows (pixels) of channels, dense. A tile is [BR, BC], rows × channels. A program owns BC channels and walks
+over tiles of rows, so that what belongs to a channel is loaded once, and sums over rows stay in registers, as tiles,
+until the end. Arithmetic is fp32 whatever the maps are.
 
 Comparisons are written so that a NaN wins: a map that is not finite must not look finite behind a ReLU or a maximum.
 """
@@ -24,7 +25,7 @@ class Tiling:
     """What is to be measured on a GPU: the sizes of a kernel's tiles and of its grid."""
 
     values: int
-    """Of a tile: 8 a thread are a 16-byte access of a half format."""
+    """Of a tile: 8 per thread are a 16-byte access of a half format."""
     most_channels: int
     num_warps: int
     num_programs: int
@@ -35,7 +36,7 @@ SUMS = Tiling(values=2048, most_channels=64, num_warps=8, num_programs=132 * 4)
 """Programs that keep sums in registers, and leave them to a second kernel: not too many."""
 MAPS = Tiling(values=4096, most_channels=128, num_warps=8, num_programs=132 * 16)
 POOLS = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=132 * 32)
-"""9 or 4 pixels of a window are operands; 8 values a thread, so that bytes lie in threads as halfs do."""
+"""9 or 4 pixels of a window are operands; 8 values per thread, so that bytes lie in threads as halfs do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def _join_gradient(
     first, second, z, y, mean, other, other_mean, g, partials, num_rows, num_channels, height, width,
     HAS_SECOND: tl.constexpr, IS_SPARSE: tl.constexpr, NUM_RAWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Reads first, second, z, y and the other raw map, writes g; a program's sums are [2, channels] a raw map.
+    """Reads first, second, z, y and the other raw map, writes g; a program's sums are [2, channels] per raw map.
 
     From the maps' end, which was written last and may still be in the cache; the next kernel begins where this ends.
     """
@@ -262,7 +263,11 @@ def pooled(y: Tensor, norm: Norm) -> Pooled:
 def _pool(
     y, scale, offset, z, raw, places, num_windows, num_channels, height, width, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Reads y, writes z, raw and places of a quarter as many pixels."""
+    """Reads y, writes z, raw and places of a quarter as many pixels.
+
+    Rows of a tile are windows; `best`, `best_raw` and `place` hold what the pixels so far gave. These come in reading
+    order, and only a larger value replaces one: of equal ones the first stays, as in torch.
+    """
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
     a = tl.load(scale + columns, mask=is_channel)[None, :]

@@ -4,6 +4,12 @@ A program walks down a strip of an image. A row of it comes from memory three ti
 it is, and to the right) and is multiplied with all nine taps at once: it ends the row above, continues its own and
 begins the row below. So a pixel is fetched three times and not nine, and the taps stay in shared memory all along.
 What lies outside of the image arrives as zeros, as the padding it is.
+
+Tiles are [PIXELS, CHANNELS]: PIXELS pixels of one row with all CHANNELS, the rows of a product on the tensor cores; a
+tap is [CHANNELS, CHANNELS]. Shared memory holds the nine taps, three shifted tiles of each of STAGES rows, and one tile
+on its way out. Registers hold three sums [PIXELS, CHANNELS]: `done`, the row that ended a step ago, `above`, which the
+row in hand ends, and `here`, which it continues. Products are begun for all three, then `done` is written and summed
+while they run.
 """
 
 from __future__ import annotations

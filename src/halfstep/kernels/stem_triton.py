@@ -1,8 +1,14 @@
 """The Triton kernels of a convolution of an image with few channels: matmuls on taps gathered from a padded copy.
 
-The copy has a frame of zeros and four channels a pixel, in the map's format. So no tap needs a mask, a pixel is 8
+The copy has a frame of zeros and four channels per pixel, in the map's format. So no tap needs a mask, a pixel is 8
 bytes, and the taps of one kernel row lie in one piece: 7 of 3 channels are 28 values, read as 32. What is read too much
 meets a weight of zero, or ends in a part of the weight's gradient that nobody keeps.
+
+Tiles of the forward product: taps [PIXELS, ROW_TAPS], one kernel row at a time, times weights [ROW_TAPS, OUT_CHANNELS],
+summed in [PIXELS, OUT_CHANNELS]. Row after row, because the taps of one row are one piece of memory and neighbouring
+pixels share most of it in the cache. Of the weight's gradient: dy [PIXELS, OUT_CHANNELS] transposed times the taps of
+all rows, [PIXELS, ALL_TAPS]; the result [OUT_CHANNELS, ALL_TAPS] is small and stays in registers, while pixels, of
+which there are many, pass by.
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ def _pad(
     CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
     PADDED_HEIGHT: tl.constexpr, PADDED_WIDTH: tl.constexpr, PIXEL: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """Reads each value of the image once, writes `PIXEL` values a padded pixel."""
+    """Reads each value of the image once, writes `PIXEL` values per padded pixel."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, PIXEL)[None, :]
     row, column = pixel // PADDED_WIDTH % PADDED_HEIGHT - PADDING, pixel % PADDED_WIDTH - PADDING
@@ -140,7 +146,7 @@ def _weight_gradient(
         narrowness = tl.load(inverse + out, out < OUT, 0.0)
         slope = tl.load(sum_gx + out, out < OUT, 0.0) / count * narrowness * narrowness
     tap = tl.arange(0, ALL_TAPS)[None, :]
-    way = tap // ROW_TAPS * (PADDED_WIDTH * PIXEL) + tap % ROW_TAPS
+    distance = tap // ROW_TAPS * (PADDED_WIDTH * PIXEL) + tap % ROW_TAPS
     total = tl.zeros([OUT_CHANNELS, ALL_TAPS], tl.float32)
     for tile in range(num_tiles):
         pixel = (tl.program_id(0) * num_tiles + tile) * PIXELS + tl.arange(0, PIXELS)
@@ -148,7 +154,7 @@ def _weight_gradient(
         place = tl.minimum(pixel, num_pixels - 1)
         first = _first_taps(padded, place, ROWS, COLUMNS, STRIDE, PADDED_HEIGHT, PADDED_WIDTH, PIXEL)
         dy = tl.load(gradient + pixel.to(tl.int64)[:, None] * g_stride + out[None, :], inside, 0.0)
-        taps = tl.load(first[:, None] + way, tap < KERNEL * ROW_TAPS, 0.0)
+        taps = tl.load(first[:, None] + distance, tap < KERNEL * ROW_TAPS, 0.0)
         if IS_NORMALISED:
             value = tl.load(y + pixel.to(tl.int64)[:, None] * OUT + out[None, :], inside, 0.0).to(tl.float32)
             g = dy.to(tl.float32)

@@ -1,8 +1,11 @@
 """The Triton kernels between a transformer's matmuls, on rows of channels, [num_rows, dim]; sums are taken in fp32.
 
-Where sums over rows are needed a program takes every n-th tile of rows, so that its sums stay in registers until the
-end, where they become one row of `partials`, which a further kernel finishes. Offsets of a whole map can exceed 32
-bits, those within a tile cannot. Sizes of tiles and numbers of programs were measured on an H200 with ViT-L's shapes.
+LayerNorm's tiles are [ROWS, DIM], whole rows, since a row is normalised by its own mean: they are read once and stay in
+registers between the two sums and the result. GELU's and the packed ones are [ROWS, COLUMNS], parts of rows, since
+nothing there couples the channels. Where sums over rows are needed a program takes every n-th tile of rows, so that its
+sums stay in registers until the end, where they become one row of `partials`, which a further kernel finishes. Offsets
+of a whole map can exceed 32 bits, those within a tile cannot. Sizes of tiles and numbers of programs were measured on
+an H200 with ViT-L's shapes.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ def _add_norm(
     num_rows, dim, eps,
     HAS_BRANCH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """x_out = x + branch + branch_bias, out = LayerNorm(x_out): reads 4 + 2 bytes a value and writes 4 + 2; or 4, 2."""
+    """x_out = x + branch + branch_bias, out = LayerNorm(x_out).
+
+    Reads 4 + 2 bytes per value and writes 4 + 2; without a branch 4 and 2.
+    """
     columns = tl.arange(0, DIM)
     is_column = columns < dim
     gain, shift = tl.load(weight + columns, is_column, 0.0), tl.load(bias + columns, is_column, 0.0)
@@ -47,6 +53,7 @@ def _add_norm(
         added = tl.load(branch_bias + columns, is_column, 0.0)
         value += tl.load(branch + places, inside, 0.0).to(tl.float32) + added[None, :]
         tl.store(x_out + places, value, inside)
+    # The mean first, then deviations from it: a mean of squares less a squared mean would cancel.
     middle = tl.sum(value, 1) / dim
     deviation = tl.where(inside, value - middle[:, None], 0.0)
     narrow = 1 / tl.sqrt(tl.sum(deviation * deviation, 1) / dim + eps)
@@ -64,7 +71,7 @@ def _add_norm_backward(
 ):  # fmt: skip
     """dx, also rounded for the branch, and parts of the gradients of weight, bias and branch_bias.
 
-    Reads 2 + 4 + 4 bytes a value and writes 4 + 2; 2 more where `out` is made again.
+    Reads 2 + 4 + 4 bytes per value and writes 4 + 2; 2 more where `out` is made again.
     """
     columns = tl.arange(0, DIM)
     is_column = columns < dim

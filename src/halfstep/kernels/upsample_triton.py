@@ -4,6 +4,11 @@ With C channels out, the weights are [channels in, 4C]: column `tap * C + c` giv
 that a pixel becomes. These lie in a slice of the channels of a wider map, at `first + (tap // 2) * row of pixels +
 tap % 2`, where the kernels write them or gather their gradient: no copy of either is made. Sides are known to the
 compiler, or their divisions would take as long as the products.
+
+Tiles of each product are [BM, BK] × [BK, BN], summed in [BM, BN] in fp32. Forward: BM pixels of z, BN of the 4C
+columns, BK of the channels in. Gradient of z: BM pixels, BN channels in, BK of the 4C. Gradient of the taps: BM of the
+4C, BN channels in, BK pixels; the pixels are divided among programs, since the result alone has too few tiles to fill a
+GPU, and the parts are summed later.
 """
 
 from __future__ import annotations

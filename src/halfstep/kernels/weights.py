@@ -1,4 +1,4 @@
-"""A model's weights cast together, and their gradients back: autocast casts one by one, two kernels a layer and step.
+"""A model's weights cast together, and their gradients back: autocast casts one by one, two kernels per layer and step.
 
 The kernels are short, so it is their number that costs: ResNet-50 has 52 convolutions behind its stem, so 104 of them.
 """

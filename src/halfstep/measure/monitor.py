@@ -1,6 +1,6 @@
 """How the GPU does while a run lasts: a thread that asks NVML and appends to monitor.jsonl.
 
-It asks once a second, or more seldom where asking takes long: its share of the time stays below MOST_SHARE. NVML's
+It asks once per second, or more seldom where asking takes long: its share of the time stays below MOST_SHARE. NVML's
 calls let other threads run. Of a device without NVML, such as a CPU, nothing is recorded.
 """
 

@@ -1,1 +1,1 @@
-"""Plain `nn.Module` architectures, one a file. They know no dtype: precision is applied from outside."""
+"""Plain `nn.Module` architectures, one per file. They know no dtype: precision is applied from outside."""

@@ -1,4 +1,4 @@
-"""How far a bench is: alive in a terminal's status line, a line a row elsewhere."""
+"""How far a bench is: alive in a terminal's status line, a line per row elsewhere."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Evaluation:
     scored_at: str = ""
     """The size at which masks were compared."""
     classes: tuple[Mapping[str, Cell], ...] = ()
-    """One row a class; every row has the same columns, the first of which names the class."""
+    """One row per class; every row has the same columns, the first of which names the class."""
     ranking: str = ""
     """The column by which classes are good or bad."""
     hint: str = ""

@@ -119,7 +119,7 @@ def explain_view(explanation: Explained) -> RenderableType:
 
 
 def _parts(explanation: Explained) -> Iterator[RenderableType]:
-    head = f"{explanation.title} on {explanation.device_name}: {explanation.step_ms:.2f} ms a step"
+    head = f"{explanation.title} on {explanation.device_name}: {explanation.step_ms:.2f} ms per step"
     yield Text(f"{head} (mean of {explanation.num_steps})", style="bold")
     yield ""
     yield _kinds_table(explanation)
@@ -139,7 +139,7 @@ def _kinds_table(explanation: Explained) -> RenderableType:
     rows = explanation.kinds
     columns = {
         "kind": [*(row.kind for row in rows), "all"],
-        "ms a step": [*(f"{row.ms:.3f}" for row in rows), f"{explanation.kernel_ms:.3f}"],
+        "ms per step": [*(f"{row.ms:.3f}" for row in rows), f"{explanation.kernel_ms:.3f}"],
         "share": [*(f"{row.share:.1%}" for row in rows), "100.0%"],
         "launches": [*(f"{row.launches:.0f}" for row in rows), f"{explanation.launches:.0f}"],
     }
@@ -147,7 +147,7 @@ def _kinds_table(explanation: Explained) -> RenderableType:
 
 
 def _findings(explanation: Explained) -> Iterator[tuple[str, str]]:
-    moved = f", at most {explanation.memory_gb:.3g} GB a step" if explanation.memory_gb is not None else ""
+    moved = f", at most {explanation.memory_gb:.3g} GB per step" if explanation.memory_gb is not None else ""
     yield "memory-bound", f"{explanation.memory_bound_share:.1%}{moved}"
     yield "casts", f"{explanation.cast_share:.1%}"
     yield "optimizer", f"{explanation.optimizer_share:.1%}"
@@ -167,7 +167,7 @@ def _waiting(data_wait_ms: float | None, step_ms: float) -> str:
 def _kernels_table(explanation: Explained) -> RenderableType:
     rows = explanation.top_kernels
     columns = {
-        "ms a step": [f"{row.ms:.3f}" for row in rows],
+        "ms per step": [f"{row.ms:.3f}" for row in rows],
         "launches": [f"{row.launches:.0f}" for row in rows],
         "kind": [row.kind for row in rows],
         "kernel": [_short(row.name) for row in rows],
@@ -208,7 +208,7 @@ def draw_explanations(explanations: Sequence[Explained], record: Mapping[str, An
     axes.set_yticks(range(len(bars)), [explanation.title for explanation in explanations], fontsize=9)
     axes.invert_yaxis()
     figure.suptitle(_picture_title(explanations, record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
-    axes.set_xlabel("ms a step", fontsize=9, color=INK)
+    axes.set_xlabel("ms per step", fontsize=9, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "left", "right"]].set_visible(False)
     _name_kinds(axes, colours)

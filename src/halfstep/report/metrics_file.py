@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one record a line, always valid JSON, always readable, also after a kill in the middle of a line.
+"""`metrics.jsonl`: one record per line, always valid JSON, always readable, also after a kill in the middle of a line.
 
 JSON has no NaN: a value that is not finite stands as the string "NaN", "Infinity" or "-Infinity", and `read` turns it
 back. Finite floats are written by `repr`, so they come back as the same bits.

@@ -64,7 +64,7 @@ class Predictions:
 
 
 def show_predictions(made: Predictions, console: Console) -> None:
-    """A row a file, then where the results are and what was left out."""
+    """A row per file, then where the results are and what was left out."""
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
     rows = [_printable({"file": answer.file, **answer.brief}) for answer in answers]
     if rows:
@@ -96,7 +96,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def write_csv(made: Predictions, path: Path) -> None:
-    """One line a file, with a title line; numbers in full."""
+    """One line per file, with a title line; numbers in full."""
     rows = [_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
     try:
         with path.open("x", newline="", encoding="utf-8") as file:

@@ -1,6 +1,7 @@
 """One bar for one pass over the data: alive on a terminal, now and then a plain line elsewhere.
 
-`advance` only counts. A thread of rich draws eight times a second, so a step pays well under a microsecond for its bar.
+`advance` only counts. A thread of rich draws eight times per second, so the bar costs a step well under a
+microsecond.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class RunReport:
 
     @contextlib.contextmanager
     def phase(self, label: str, total: int) -> Iterator[Bar]:
-        """One pass over the data, such as `Epoch 1/100 [Train]`; call `advance` of what it gives once a step."""
+        """One pass over the data, such as `Epoch 1/100 [Train]`; call `advance` of what it gives once per step."""
         if self._quiet:
             yield Bar(label, total)
         elif self._console.is_interactive:

@@ -1,4 +1,4 @@
-"""What a model made in mid-training: pictures and texts by name, one folder a step, there whole or not at all."""
+"""What a model made in mid-training: pictures and texts by name, one folder per step, there whole or not at all."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def optimizing(
     parts: tuple[str, ...] = (),
     groups: tuple[Group, ...] = (),
 ) -> tuple[Optimizer, list[Schedule]]:
-    """Over the parameters in `parts` (modules or parameters by name), or over all; one schedule, or one a group."""
+    """Over the parameters in `parts` (modules or parameters by name), or over all; one schedule, or one per group."""
     o = config.optimizer
     if o.moment_bits == 8:
         setting = dataclasses.replace(setting, optimizer_bits=_eight_for(o.name))

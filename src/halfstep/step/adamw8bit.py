@@ -1,7 +1,7 @@
-"""AdamW whose two moments take a byte a value (Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization).
+"""AdamW whose two moments take a byte per value (Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization).
 
 A moment is a code (codes.py) times one scale for each block of 256. A step decodes, updates in fp32 and encodes again,
-so weights see exact arithmetic on rounded moments: on CUDA one kernel a parameter (adamw8bit_triton.py), elsewhere its
+so weights see exact arithmetic on rounded moments: on CUDA one kernel per parameter (adamw8bit_triton.py), else its
 twin, `update`. Parameters below MIN_VALUES keep fp32 moments, since norms and biases are few and sensitive, and are
 updated together by torch's fused AdamW. Weights in bf16 are read and stored as half_weights.py says.
 

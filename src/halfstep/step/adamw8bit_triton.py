@@ -2,6 +2,10 @@
 
 The twin rounds after every operation, and so does the kernel: division and square root are the rounded ones, and
 nothing is contracted into fused multiply-adds (`enable_fp_fusion`).
+
+A tile is [ROWS, COLUMNS]: a row is one block of 256 values that share a scale, so that the new scale, the largest
+magnitude of a row, is found within a program. Moments are decoded, moved and used for the weight before they are
+encoded again: the weight sees them before they are rounded.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from halfstep.step.codes import BLOCK, SIGNED, SMALLEST_SCALE, UNSIGNED
 from halfstep.step.half_weights_triton import NEAREST, SPLIT, STOCHASTIC, load_weight, store_weight
 
 ROWS, WARPS = 8, 4
-"""Blocks of 256 of a program: sixteen values a thread, so that codes, too, are read in sixteen bytes."""
+"""Blocks of 256 of a program: sixteen values per thread, so that codes, too, are read in sixteen bytes."""
 
 
 @triton.jit

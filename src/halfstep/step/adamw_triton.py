@@ -1,9 +1,13 @@
 """AdamW, and Adam without decay, over a group's parameters in one launch, with the bits of torch's fused CUDA kernel.
 
-torch's kernel writes every scaled gradient back; this one does not, and so moves 28 bytes a parameter instead of 32.
+torch's kernel writes every scaled gradient back; this one does not, and so moves 28 bytes per parameter instead of 32.
 Each expression is rounded where torch's is: multiply-adds are fused where its source or its compiler fuses them (as the
 machine code of torch 2.11 for sm_90 does) and nowhere else (`enable_fp_fusion`), division and square root are the
 rounded ones. Powers of the betas are left to torch: Triton's library has another algorithm for them.
+
+A tile is [BLOCK] values of one parameter; a program takes TILES neighbouring ones, since looking up addresses and the
+rate costs as much as some of the values. Weight, gradient and both moments are loaded before anything is stored, and
+each is stored once.
 
 Parameters are found through a table, one column for each: addresses of weight, gradient, both moments and counter, the
 number of values, which is 0 where there is nothing to do, and the address of a bf16 weight's low half
@@ -21,7 +25,7 @@ from torch import Tensor
 from halfstep.step.half_weights_triton import NEAREST, load_weight, store_weight
 
 BLOCK, TILES, WARPS = 1024, 4, 4
-"""Eight values a thread at a time, in accesses of 16 bytes; tiles of a program, which looks its addresses up once."""
+"""Eight values per thread at a time, in accesses of 16 bytes; tiles of a program, which looks its addresses up once."""
 
 COUNTED = 256
 """Counters of a program."""
@@ -73,8 +77,10 @@ def _update(
     GRADIENT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, LENGTH: tl.constexpr, LOW: tl.constexpr,
     BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Reads weight, gradient and moments (16 bytes a value; 14 split), writes weight and moments (12). Nothing in a bad
-    step."""
+    """Reads weight, gradient and moments (16 bytes per value; 14 split), writes weight and moments (12).
+
+    Does nothing in a bad step.
+    """
     column = tl.load(chunks + 2 * tl.program_id(0))
     start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (BLOCK * TILES)
     length = tl.load(table + LENGTH * columns + column)

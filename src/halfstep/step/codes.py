@@ -1,7 +1,7 @@
 """One-byte codes for optimizer moments: a table of 256 values between -1 and 1, denser towards zero, and block scales.
 
 The table is the dynamic tree of Dettmers 2015: seven decades, each with twice as many equal parts as the one below it.
-The nearest code is computed, not searched for: reading a table eight times a value would take longer than the memory.
+The nearest code is computed, not searched for: reading a table eight times per value would take longer than the memory.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit and AdamWBf16 read the flag inside their kernel: free;
                 in a CUDA graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
     select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
-    host        anything else, and where an optimizer's own state lives on the host: one wait a step
+    host        anything else, and where an optimizer's own state lives on the host: one wait per step
 
 Only torch's own classes are selected: a foreign optimizer may keep Python numbers or replace its state tensors, and
 what it changed could not be put back from outside.

@@ -1,4 +1,8 @@
-"""Weights in bf16 inside a Triton kernel: what half_weights.py does, bit for bit."""
+"""Weights in bf16 inside a Triton kernel: what half_weights.py does, bit for bit.
+
+Works on tiles of any shape, value by value: `weights` and `low` are tiles of addresses, `positions` the values' places
+in their parameter, from which the random bits of stochastic rounding are hashed.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class PlateauTwin:
 
 
 def twin_of(scheduler: Any) -> tuple[Any, Optimizer]:
-    """A copy of the scheduler that drives an optimizer of one number a group instead of the user's."""
+    """A copy of the scheduler that drives an optimizer of one number per group instead of the user's."""
     # Schedulers keep numbers of their own in the groups (OneCycleLR its max_lr), so all but the weights come along.
     groups = scheduler.optimizer.param_groups
     extras = ({k: float(v) if k == "lr" else v for k, v in g.items() if k != "params"} for g in groups)

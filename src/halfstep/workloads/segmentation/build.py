@@ -197,7 +197,7 @@ def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
     if given not in (0, needed):
         raise ConfigError(
             f"{given} class weights for {needed} classes",
-            fix="model.class_weights needs one number a class, background first",
+            fix="model.class_weights needs one number per class, background first",
         )
 
 

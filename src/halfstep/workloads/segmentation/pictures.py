@@ -55,7 +55,7 @@ def overlay(image: Array, classes: Array, *, background: int | None = 0, strengt
 
 
 def contact_sheet(rows: Sequence[SheetRow], *, background: int | None = 0, names: Sequence[str] = ()) -> Image.Image:
-    """One row a sample, with a heading and a legend of the errors and of the classes, where they have names."""
+    """One row per sample, with a heading and a legend of the errors and of the classes, where they have names."""
     width = len(COLUMNS) * (CELL + GAP) + GAP
     legends = [LEGEND if background is not None else LEGEND[2:], *_class_legends(rows, names, background)]
     sheet = Image.new("RGB", (width, (1 + len(legends)) * BAND + len(rows) * (CELL + BAND + GAP)), "white")

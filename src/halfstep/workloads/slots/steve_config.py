@@ -29,7 +29,7 @@ class SteveModelConfig(ModelConfig):
     dropout: Fraction = Field(default=0.1, description="Dropout in the decoder")
     hard: bool = Field(
         default=False,
-        description="The VAE's decoder sees one word a position; gradients are the mixture's",
+        description="The VAE's decoder sees one word per position; gradients are the mixture's",
     )
     tau_start: Positive = Field(default=1.0, description="Temperature of the mixture at the first step")
     tau_final: Positive = Field(default=0.1, description="Temperature after tau_steps")

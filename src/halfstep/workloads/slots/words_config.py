@@ -22,7 +22,7 @@ class WordsModelConfig(SlotContrastModelConfig):
     words_dim: PositiveCount = Field(default=128, description="Channels of the decoder of words")
     words_dropout: Fraction = Field(default=0.1, description="Dropout in the decoder of words")
     hard: bool = Field(
-        default=True, description="The VAE's decoder sees one word a position; gradients are the mixture's"
+        default=True, description="The VAE's decoder sees one word per position; gradients are the mixture's"
     )
     tau_start: Positive = Field(default=1.0, description="Temperature of the mixture at the first step")
     tau_final: Positive = Field(default=0.1, description="Temperature after tau_steps")
