@@ -29,7 +29,18 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
     assert code == 0
     for part in ("running", "20 (epoch 1)", "0.5000", "250.0", "2.50 GB", "iou", "0.7100", "step 13: loss is nan"):
         assert part in text
-    assert json.loads(look(capsys, str(tmp_path), "--json")[1])["samples/s"] == "250.0"
+    assert "Ctrl-C" not in text
+    facts = json.loads(look(capsys, str(tmp_path), "--json")[1])
+    assert (facts["samples_per_s"], facts["step"], facts["iou"]) == (250.0, 20, 0.71)
+    assert facts["last_fault"] == {"step": 13, "reason": "loss is nan"}
+
+
+def test_a_loss_that_is_not_finite_is_json_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    record = {"kind": "train", "step": 3, "epoch": 1, "loss": "NaN", "samples_per_s": 1.0, "skipped": 3}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert json.loads(look(capsys, str(tmp_path), "--json")[1])["loss"] == "NaN"
+    assert "nan" in look(capsys, str(tmp_path), "--once")[1]
 
 
 def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,18 @@ def test_long_curves_are_thinned_and_a_constant_scale_is_not_drawn(tmp_path: Pat
     assert "iou over step: validation from 0.2 to 0.4" in charts["iou"].in_words
 
 
+def test_one_thing_has_one_colour_in_all_charts(tmp_path: Path) -> None:
+    """Of one run training and validation, of several each run, told apart where folders are called the same."""
+    runs = [read_run(written_run(tmp_path / place / "run")) for place in "ab"]
+    alone = [series for chart in charts_of(runs[:1]) for series in chart.series if series.name]
+    assert {(series.name, series.colour, series.dashed) for series in alone} == {
+        ("train", 0, False),
+        ("validation", 1, True),
+    }
+    both = [series for chart in charts_of(runs) for series in chart.series]
+    assert {(series.name.split(")")[0], series.colour) for series in both} == {("run (1", 0), ("run (2", 1)}
+
+
 def test_a_run_that_has_not_ended_is_shown_as_such(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run")
     (run / "report" / "summary.json").unlink()

@@ -69,9 +69,9 @@ def comparison_page(folder: Path) -> str:
             f"{folder} has no seed with a run of every row yet", fix=f"halfstep compare --resume {folder}"
         )
     series = [
-        Series(name=f"{line.name}, seed {seed}", points=[(float(s), v) for s, v in curve])
-        for line in lines_of(comparison)
-        for seed, curve in enumerate(line.curves)
+        Series(name=line.name, points=[(float(s), v) for s, v in curve], colour=number)
+        for number, line in enumerate(lines_of(comparison))
+        for curve in line.curves
         if curve
     ]
     chart = Chart(title=comparison.metric, x="step", series=series)

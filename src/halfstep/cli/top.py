@@ -14,7 +14,7 @@ def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and leave.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Look once, as JSON.")] = False,
+    wants_json: Annotated[bool, typer.Option("--json", help="Look once, as JSON.")] = False,
 ) -> None:
     """A run that trains in another terminal, live: loss, metric, samples/s, GPU, memory, faults.
 
@@ -27,14 +27,15 @@ def command(
     from rich.console import Console
     from rich.live import Live
 
-    from halfstep.report.top_view import top_lines, top_panel
+    from halfstep.report.metrics_file import as_json
+    from halfstep.report.top_view import top_facts, top_panel, top_table
 
-    if as_json:
-        typer.echo(json.dumps(top_lines(run), indent=2))
+    if wants_json:
+        typer.echo(json.dumps(as_json(top_facts(run)), indent=2))
         return
     console = Console()
     if once or not console.is_terminal:
-        console.print(top_panel(run))
+        console.print(top_table(run))
         return
     with Live(top_panel(run), console=console, auto_refresh=False) as live:
         while True:

@@ -27,7 +27,7 @@ class MetricsFile:
         self._file: FileIO | None = None
 
     def append(self, record: Mapping[str, object]) -> None:
-        line = json.dumps({name: _as_json(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+        line = json.dumps({name: as_json(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
         try:
             # Opened late: `cut_back` replaces the file, and an older handle would write into the one that is gone.
             # Unbuffered: what a full disk refused must not come up again when the file is closed.
@@ -86,13 +86,14 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             ) from error
 
 
-def _as_json(value: object) -> object:
+def as_json(value: object) -> object:
+    """With words for what is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {name: _as_json(inner) for name, inner in value.items()}
+        return {name: as_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_json(inner) for inner in value]
+        return [as_json(inner) for inner in value]
     return value
 
 

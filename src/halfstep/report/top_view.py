@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from halfstep.report.page.read_run import RunRecord, read_run
@@ -14,38 +15,59 @@ from halfstep.report.tables import pairs_table
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
+RECORDED = ("step", "epoch", "loss", "samples_per_s", "memory_bytes", "skipped")
 GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 
 
-def top_lines(path: Path) -> dict[str, str]:
-    """What there is to know of a run now."""
+def top_facts(path: Path) -> dict[str, Any]:
+    """What there is to know of a run now, as numbers; what is not on record is left out."""
     run = read_run(path)
     train, val, events = run.of_kind("train"), run.of_kind("val"), run.of_kind("event")
     latest: dict[str, Any] = train[-1] if train else {}
-    lines = {
-        "run": str(path),
-        "state": _state(run, path),
-        "step": f"{latest['step']:,} (epoch {latest['epoch']})" if latest else "none on record yet",
-        "loss": f"{latest['loss']:.4f}  {sparkline([r['loss'] for r in train])}" if latest else "",
-        "samples/s": f"{latest['samples_per_s']:,.1f}" if latest else "",
-        "memory": f"{latest['memory_bytes'] / 1e9:.2f} GB" if latest.get("memory_bytes") else "",
-        "skipped": f"{latest['skipped']}" if latest else "",
-    }
+    facts: dict[str, Any] = {"run": str(path), "state": _state(run, path)}
+    facts |= {key: latest[key] for key in RECORDED if latest.get(key) is not None}
     metric = run.metric or _first_metric(val)
     if val and metric in val[-1]:
-        lines[metric] = f"{val[-1][metric]:.4f}  {sparkline([r[metric] for r in val if metric in r])}"
+        facts[metric] = val[-1][metric]
     if run.monitor:
-        now = run.monitor[-1]
-        shown = [f"{now[key]:.0f} {unit}" for key, unit in GPU.items() if now.get(key) is not None]
-        lines["GPU"] = ", ".join(shown)
+        facts |= {key: run.monitor[-1][key] for key in GPU if run.monitor[-1].get(key) is not None}
     if events:
         last = events[-1]
-        lines["last fault"] = f"step {last.get('bad_step', last['step'])}: {last.get('reason', last['event'])}"
+        facts["last_fault"] = {
+            "step": last.get("bad_step", last["step"]),
+            "reason": last.get("reason", last["event"]),
+        }
+    return facts
+
+
+def top_lines(path: Path) -> dict[str, str]:
+    """The same for people, with curves."""
+    facts, run = top_facts(path), read_run(path)
+    train, val = run.of_kind("train"), run.of_kind("val")
+    metric = run.metric or _first_metric(val)
+    lines = {"run": facts["run"], "state": facts["state"], "step": "none on record yet"}
+    if train:
+        lines |= {
+            "step": f"{facts['step']:,} (epoch {facts['epoch']})",
+            "loss": f"{facts['loss']:.4f}  {sparkline([r['loss'] for r in train])}",
+            "samples/s": f"{facts['samples_per_s']:,.1f}",
+            "memory": f"{facts['memory_bytes'] / 1e9:.2f} GB" if facts.get("memory_bytes") else "",
+            "skipped": f"{facts['skipped']}",
+        }
+    if metric in facts:
+        lines[metric] = f"{facts[metric]:.4f}  {sparkline([r[metric] for r in val if metric in r])}"
+    lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
+    if fault := facts.get("last_fault"):
+        lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
     return {name: text for name, text in lines.items() if text}
 
 
 def top_panel(path: Path) -> Group:
-    return Group(pairs_table(top_lines(path).items()), Text("Ctrl-C leaves; the run goes on", style="dim"))
+    return Group(top_table(path), Text("Ctrl-C leaves; the run goes on", style="dim"))
+
+
+def top_table(path: Path) -> Table:
+    return pairs_table(top_lines(path).items())
 
 
 def sparkline(values: list[float]) -> str:

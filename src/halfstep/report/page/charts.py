@@ -25,6 +25,8 @@ class Series:
     name: str
     points: list[tuple[float, float]]
     dashed: bool = False
+    colour: int = 0
+    """A number of the palette. One thing has one colour in all charts of a page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,7 @@ class Chart:
     log: bool = False
 
     def as_data(self) -> dict[str, Any]:
-        lines = [{"name": s.name, "dashed": s.dashed, "points": s.points} for s in self.series]
+        lines = [{"name": s.name, "dashed": s.dashed, "colour": s.colour, "points": s.points} for s in self.series]
         return {"title": self.title, "x": self.x, "log": self.log, "series": lines}
 
     @property
@@ -48,15 +50,18 @@ class Chart:
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """Those with points, in the order in which a reader asks."""
     metric = runs[0].metric
-    several = len(runs) > 1
+    several, names = len(runs) > 1, _told_apart(runs)
 
-    def lines(kind: str, key: str, label: str, *, dashed: bool = False) -> Iterable[Series]:
-        for run in runs:
-            name = f"{run.name} {label}".strip() if several else label
-            yield Series(name=name, points=_points(run.of_kind(kind), "step", key), dashed=dashed)
+    def lines(kind: str, key: str, label: str) -> Iterable[Series]:
+        """A colour for each run; of one run alone, one for training and one for validation."""
+        is_validation = label == "validation"
+        for number, run in enumerate(runs):
+            name = f"{names[number]} {label}".strip() if several else label
+            points, colour = _points(run.of_kind(kind), "step", key), number if several else int(is_validation)
+            yield Series(name=name, points=points, dashed=is_validation, colour=colour)
 
-    losses = [*lines("train", "loss", "train"), *lines("val", "loss", "validation", dashed=True)]
-    scores = [*lines("val", metric, "validation"), *lines("val", f"train_{metric}", "train", dashed=True)]
+    losses = [*lines("train", "loss", "train"), *lines("val", "loss", "validation")]
+    scores = [*lines("val", f"train_{metric}", "train"), *lines("val", metric, "validation")]
     charts = [
         Chart(title="loss", x="step", log=True, series=losses),
         Chart(title=metric, x="step", series=scores),
@@ -65,19 +70,26 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
         Chart(title="loss scale", x="step", log=True, series=_moving(lines("train", "scale", ""))),
         Chart(title="samples/s", x="step", series=[*lines("train", "samples_per_s", "")]),
     ]
-    charts += [_monitor_chart(runs, key, title, several=several) for key, title in MONITOR.items()]
+    charts += [_monitor_chart(runs, key, title, names if several else [""]) for key, title in MONITOR.items()]
     shown = (Chart(title=c.title, x=c.x, log=c.log, series=[s for s in c.series if s.points]) for c in charts)
     return [chart for chart in shown if chart.series]
 
 
-def _monitor_chart(runs: Sequence[RunRecord], key: str, title: str, *, several: bool) -> Chart:
+def _told_apart(runs: Sequence[RunRecord]) -> list[str]:
+    """Names of folders; with their place where two are called the same."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def _monitor_chart(runs: Sequence[RunRecord], key: str, title: str, names: Sequence[str]) -> Chart:
     scale = 1e-9 if key.endswith("bytes") else 1.0
     lines = [
         Series(
-            name=run.name if several else "",
+            name=name,
             points=[(x, y * scale) for x, y in _points(run.monitor, "elapsed_s", key)],
+            colour=number,
         )
-        for run in runs
+        for number, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
     return Chart(title=title, x="seconds", series=lines)
 

@@ -32,7 +32,7 @@ function logTicks(low, high) {
     if (v >= low && v <= high) found.push(v);
   }
   const step = Math.ceil(found.length / 5);
-  return found.length > 1 ? found.filter((_, i) => i % step === 0) : ticks(low, high, 3);
+  return found.length > 2 ? found.filter((_, i) => i % step === 0) : ticks(10 ** low, 10 ** high, 4).map(Math.log10);
 }
 
 function draw(svg, data, view) {
@@ -60,14 +60,14 @@ function draw(svg, data, view) {
     svg.append(element("text", {x: x(v), y: H - 10, "text-anchor": "middle"}, shown(v)));
   }
   const lines = element("g", {"clip-path": `url(#${clip})`});
-  data.series.forEach((s, i) => {
+  data.series.forEach(s => {
     const d = usable(s).map((p, k) => `${k ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
-    const look = {class: "series", d, stroke: COLOURS[i % COLOURS.length]};
+    const look = {class: "series", d, stroke: COLOURS[s.colour % COLOURS.length]};
     if (s.dashed) look["stroke-dasharray"] = "5 3";
     const path = element("path", look);
     path.append(element("title", {}, s.name || data.title));
     lines.append(path);
-    if (s.points.length === 1) lines.append(element("circle", {cx: x(s.points[0][0]), cy: y(s.points[0][1]), r: 3, fill: COLOURS[i % COLOURS.length]}));
+    if (s.points.length === 1) lines.append(element("circle", {cx: x(s.points[0][0]), cy: y(s.points[0][1]), r: 3, fill: COLOURS[s.colour % COLOURS.length]}));
   });
   svg.append(lines);
 }
@@ -107,9 +107,9 @@ function start(figure, number) {
   });
   const legend = figure.querySelector(".legend");
   data.series.forEach((s, i) => {
-    if (!s.name) return;
+    if (!s.name || data.series.findIndex(other => other.name === s.name) < i) return;
     const item = document.createElement("span"), swatch = document.createElement("i");
-    swatch.style.borderTopColor = COLOURS[i % COLOURS.length];
+    swatch.style.borderTopColor = COLOURS[s.colour % COLOURS.length];
     if (s.dashed) swatch.style.borderTopStyle = "dashed";
     item.append(swatch, s.name);
     legend.append(item);
