@@ -42,6 +42,7 @@ def main() -> None:
             **SETTINGS[arguments.workload],
             "data.dir": arguments.data,
             "data.num_workers": 0,
+            "train.fast": "off",
             "train.batch_size": arguments.batch,
             "train.val_batch_size": 4,
             "train.max_steps": arguments.steps,

@@ -77,6 +77,21 @@ def test_a_video_file_without_a_decoder_says_what_to_install(tmp_path: Path) -> 
     assert "pip install av" in raised.value.fix
 
 
+def test_an_mp4_is_a_video_where_a_decoder_is_installed(tmp_path: Path) -> None:
+    """Red, green and blue frames; codecs blur colours, so only the strongest channel is asked for."""
+    av = pytest.importorskip("av", reason="PyAV is not installed: mp4 files are not read here")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        for channel in range(3):
+            picture = np.zeros((16, 32, 3), np.uint8)
+            picture[..., channel] = 250
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    assert video_facts(tmp_path / "a.mp4") == (3, (16, 32))
+    assert read_frames(tmp_path / "a.mp4", 1, 2)[:, 8, 16].argmax(-1).tolist() == [1, 2]
+
+
 def test_frames_of_other_sizes_and_masks_without_frames_are_named(tmp_path: Path) -> None:
     frame_folder(tmp_path, "01", 1)
     Image.new("RGB", (4, 4)).save(tmp_path / "01" / "frames" / "002.png")

@@ -1,8 +1,10 @@
 """MOVi-like clips as real webdataset shards: textured shapes that move and hide each other on textured ground.
 
-Each clip has its own ground and objects; an object keeps its shape, colour and texture while it moves and turns, so
-that what belongs together is what looks alike and moves alike. Masks hold 0 for the ground and a number for each
-object, visible pixels only. Training shards have masks too: nothing reads them, and whoever looks at the data has them.
+A fixed camera sees one stage: ground and lamps are the same in all clips of a set, objects are each clip's own. An
+object keeps its shape, colour and texture while it moves and turns, but not its brightness: it goes through light and
+shade. So pixels that look alike need not belong together, and a model that has learned the stage can know better. Masks
+hold 0 for the ground and a number for each object, visible pixels only. Training shards have masks too: nothing reads
+them, and whoever looks at the data has them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ NUM_TRAIN, NUM_VAL, PER_SHARD = 96, 16, 16
 FRAMES, SIDE = 12, 64
 OBJECTS = (3, 5)
 """Fewest and most objects of a clip."""
+SHADE = 0.25
+"""Brightness where no lamp shines."""
 
 
 def write_demo(
@@ -30,12 +34,13 @@ def write_demo(
     frames: int = FRAMES, side: int = SIDE, per_shard: int = PER_SHARD,
 ) -> None:  # fmt: skip
     """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … into `folder`, whole or not at all."""
+    stage = Stage(np.random.default_rng([seed, 0, 0]), side)
     with whole_folder(folder) as unfinished:
         first = 0
         for part, count in (("train", num_train), ("validation", num_val)):
             for shard, start in enumerate(range(0, count, per_shard)):
                 samples = range(start, min(start + per_shard, count))
-                clips = [draw_clip(np.random.default_rng([seed, first + k]), frames, side) for k in samples]
+                clips = [draw_clip(np.random.default_rng([seed, first + k]), frames, stage) for k in samples]
                 write_shard(unfinished / f"demo-{part}-{shard:06d}.tar", clips, first=start)
             first += count
 
@@ -58,20 +63,30 @@ def _add(shard: tarfile.TarFile, name: str, array: Array) -> None:
     shard.addfile(member, content)
 
 
-def draw_clip(rng: np.random.Generator, frames: int, side: int) -> tuple[Array, Array]:
+class Stage:
+    """What all clips of a set share: a ground, and light that falls on ground and objects."""
+
+    def __init__(self, rng: np.random.Generator, side: int) -> None:
+        self.side = side
+        self.ground = _texture(rng, side, knots=4, strength=0.25) * 0.8 + 0.1
+        field = _smooth(rng, side, 5)
+        lit = 1 / (1 + np.exp(-14 * (field - np.median(field))))
+        self.light = (SHADE + (1 - SHADE) * lit)[..., None]
+
+
+def draw_clip(rng: np.random.Generator, frames: int, stage: Stage) -> tuple[Array, Array]:
     """Frames (T, side, side, 3) and masks (T, side, side), both uint8."""
+    side = stage.side
     grid = (np.mgrid[:side, :side] + 0.5) / side
-    ground = _texture(rng, side, knots=4, strength=0.25) * 0.6 + 0.15
     objects = [_Object(rng, side) for _ in range(rng.integers(OBJECTS[0], OBJECTS[1] + 1))]
     video = np.empty((frames, side, side, 3))
     masks = np.zeros((frames, side, side), dtype=np.uint8)
-    drift = rng.uniform(-0.6, 0.6, 2) * side / 64
     for t in range(frames):
-        video[t] = np.roll(ground, tuple(np.round(drift * t).astype(int)), axis=(0, 1))
+        video[t] = stage.ground
         for number, thing in enumerate(objects, start=1):
             inside, colour = thing.drawn(grid, t / max(frames - 1, 1))
             video[t][inside], masks[t][inside] = colour[inside], number
-    video += rng.normal(0, 0.015, video.shape)
+    video = video * stage.light + rng.normal(0, 0.015, video.shape)
     return (video.clip(0, 1) * 255).round().astype(np.uint8), masks
 
 
