@@ -12,8 +12,8 @@ row is a process of its own. Rows:
     halfstep_low  the same with train.memory=low
     fifty_steps   a run of 50 steps on generated clips: how many of them were bad and skipped
 
-Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it. `--small` is for trying
-the script on a CPU.
+Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it. With `--at-once`
+rows compile side by side and are timed one after the other (row_turns.py). `--small` is for trying this on a CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.slots.random_data import random_batch
 from recording import store, time_steps
-from step_rows import halfstep_row, row_in_a_process
+from row_turns import Turn
+from step_rows import first_steps, halfstep_row, rows
 
 ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low", "fifty_steps")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
@@ -54,6 +55,9 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
+    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
+    parser.add_argument("--profile", action="store_true", help="with the kernels of halfstep's step")
     parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -63,17 +67,15 @@ def main() -> None:
         run = in_a_run if arguments.row == "fifty_steps" else run
         print(json.dumps(run(arguments.row, arguments)))
         return
-    found = []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for row in arguments.rows.split(","):
-        found.append({"row": row, **in_a_process(row, arguments)})
+    found = []
+    common = ["--precision", arguments.precision, "--batch-size", str(arguments.batch_size)]
+    common += [f"--{name}" for name in ("small", "profile") if getattr(arguments, name)]
+    jobs = [["--row", row, *common] for row in arguments.rows.split(",")]
+    for words, result in rows(__file__, jobs, at_once=arguments.at_once, seconds=arguments.seconds):
+        found.append({"row": words[1], **result})
         print(json.dumps(found[-1]), flush=True)
         store("slotcontrast_speed", {"precision": arguments.precision, "rows": found}, device, arguments.out)
-
-
-def in_a_process(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    words = ["--row", row, "--precision", arguments.precision, "--batch-size", str(arguments.batch_size)]
-    return row_in_a_process(__file__, [*words, *(["--small"] if arguments.small else [])])
 
 
 def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
-    return halfstep_row(config, arguments.precision)
+    return halfstep_row(config, arguments.precision, profiles=arguments.profile)
 
 
 def in_a_run(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -112,6 +114,8 @@ def plain_error(model: SlotContrast, slots: Tensor, target: Tensor) -> Tensor:
 
 def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
+    turn = Turn()
+    turn.begin()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
     assert isinstance(config, SlotContrastConfig)
@@ -148,9 +152,11 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
         last = loss.detach()
 
     small = arguments.small
-    times = time_steps(step, warmup=1 if small else WARM_UP, steps=2 if small else STEPS, windows=WINDOWS)
+    start_s = first_steps(step, 2 if small else WARM_UP)
+    turn()
+    times = time_steps(step, warmup=2, steps=2 if small else STEPS, windows=WINDOWS)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
 
 
 if __name__ == "__main__":

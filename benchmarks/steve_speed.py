@@ -14,8 +14,8 @@ is a process of its own. Rows:
     halfstep      `halfstep train` with train.fast=graph
     halfstep_low  the same with train.memory=low
 
-Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it. `--small` is for trying
-the script on a CPU.
+Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it. With `--at-once`
+rows compile side by side and are timed one after the other (row_turns.py). `--small` is for trying this on a CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.workload import Batch, Workload
 from recording import store, time_steps
-from step_rows import halfstep_row, row_in_a_process
+from row_turns import Turn
+from step_rows import first_steps, halfstep_row, rows
 
 ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
@@ -73,6 +74,9 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--batch-sizes", default="", help="clips of a step; default 24 for steve, 4,6 for lowmem")
+    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
+    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
+    parser.add_argument("--profile", action="store_true", help="with the kernels of halfstep's step")
     parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -81,25 +85,18 @@ def main() -> None:
         run = by_halfstep if arguments.row.startswith("halfstep") else by_torch
         print(json.dumps(run(arguments.row, arguments)))
         return
-    found = []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
     sizes = arguments.batch_sizes or {"steve": "24", "lowmem": "4,6"}[arguments.case]
-    for size in sizes.split(","):
-        for row in arguments.rows.split(","):
-            found.append({"row": row, "batch_size": int(size), **in_a_process(row, size, arguments)})
-            print(json.dumps(found[-1]), flush=True)
-            results = {"case": arguments.case, "precision": arguments.precision, "rows": found}
-            store(
-                f"{arguments.case}_speed" if arguments.case == "steve" else "steve_lowmem",
-                results,
-                device,
-                arguments.out,
-            )
-
-
-def in_a_process(row: str, size: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    words = ["--row", row, "--case", arguments.case, "--precision", arguments.precision, "--batch-sizes", size]
-    return row_in_a_process(__file__, [*words, *(["--small"] if arguments.small else [])])
+    common = ["--case", arguments.case, "--precision", arguments.precision]
+    common += [f"--{name}" for name in ("small", "profile") if getattr(arguments, name)]
+    names = arguments.rows.split(",")
+    jobs = [["--row", row, "--batch-sizes", size, *common] for size in sizes.split(",") for row in names]
+    for words, result in rows(__file__, jobs, at_once=arguments.at_once, seconds=arguments.seconds):
+        found.append({"row": words[1], "batch_size": int(words[3]), **result})
+        print(json.dumps(found[-1]), flush=True)
+        results = {"case": arguments.case, "precision": arguments.precision, "rows": found}
+        store("steve_speed" if arguments.case == "steve" else "steve_lowmem", results, device, arguments.out)
 
 
 def config_of(row: str, arguments: argparse.Namespace) -> RunConfig:
@@ -110,7 +107,7 @@ def config_of(row: str, arguments: argparse.Namespace) -> RunConfig:
 
 
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    return halfstep_row(config_of(row, arguments), arguments.precision)
+    return halfstep_row(config_of(row, arguments), arguments.precision, profiles=arguments.profile)
 
 
 # --- as the public code writes it ---
@@ -165,6 +162,8 @@ LOSSES = {"steve": steve_loss, "lowmem": lowmem_loss}
 
 def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
+    turn = Turn()
+    turn.begin()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = config_of(row, arguments)
     kind = KINDS[config.workload]
@@ -200,9 +199,11 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
         last = loss.detach()
 
     small = arguments.small
-    times = time_steps(step, warmup=1 if small else WARM_UP, steps=2 if small else STEPS, windows=WINDOWS)
+    start_s = first_steps(step, 2 if small else WARM_UP)
+    turn()
+    times = time_steps(step, warmup=2, steps=2 if small else STEPS, windows=WINDOWS)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
 
 
 if __name__ == "__main__":
