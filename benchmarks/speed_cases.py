@@ -43,7 +43,8 @@ class Case:
     title: str
     workload: str
     batch_size: int
-    image_size: int
+    image_size: int | None
+    """None where samples are no images."""
     goal: Goal
     precision: str = "bf16"
     words: tuple[str, ...] = ()
@@ -87,6 +88,7 @@ CASES = {
 
 def config_of(case: Case) -> RunConfig:
     size = {"batch_size": case.batch_size, "image_size": case.image_size}
+    size = {name: value for name, value in size.items() if value is not None}
     return bench_config(case.workload, case.words, size, small=False)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import multiprocessing
 import os
 import sys
 import time
@@ -22,9 +21,10 @@ from halfstep.bench.problem import problem_for
 from halfstep.bench.row import Row
 from halfstep.bench.settings import bench_config
 from halfstep.hardware.probe import probe
+from warm_processes import FORKED
 
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 
 def row(name: str, variant: str, ms: float, peak_gb: float) -> dict[str, Any]:
@@ -44,9 +44,8 @@ def unet_problem() -> dict[str, Any]:
 def tiny_case(**changes: Any) -> Any:
     from speed_cases import CASES
 
-    words = ("model.width=2", "model.blocks=[1]", "model.stem=small")
-    sizes = {"batch_size": 2, "image_size": 16, "words": words}
-    return replace(CASES["resnet50_64"], title="tiny", workload="resnet18", **sizes, **changes)
+    tiny = {"title": "tiny", "workload": "own_workload:KIND", "batch_size": 2, "image_size": None}
+    return replace(CASES["resnet50_64"], **tiny, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +226,8 @@ def seat(target: Any, *arguments: Any) -> Any:
     from speed_cases import request_of
     from speed_turns import Seat
 
-    context = multiprocessing.get_context("spawn")
-    ours, its = context.Pipe()
-    process = context.Process(target=target, args=(*arguments, its))
+    ours, its = FORKED.Pipe()
+    process = FORKED.Process(target=target, args=(*arguments, its))
     process.start()
     its.close()
     request = request_of(tiny_case(against=("plain:tuned",)), ())
@@ -293,18 +291,17 @@ def test_rows_compile_beside_each_other_and_are_timed_in_turn(
     from speed import measured_in_turn
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", filling[0])
-    tiny = tiny_case(against=("plain:documented", "plain:graphs"), precision="fp32")
+    tiny = tiny_case(against=("plain:documented",), precision="fp32")
     [(name, found)] = measured_in_turn({"tiny": tiny}, ("auto",), probe("cpu"), None, at_once=2)
-    ours, documented, graphs = found["rows"]
+    ours, documented = found["rows"]
     assert (name, found["title"], found["warnings"]) == ("tiny", "tiny", [])
-    assert [row["variant"] for row in found["rows"]] == ["auto", "documented", "graphs"]
+    assert [row["variant"] for row in found["rows"]] == ["auto", "documented"]
     assert ours["remarks"][0].startswith("eager: trials are for CUDA")
     assert ours["ms"] > 0
     assert ours["start_s"] > 0
     assert documented["ms"] > 0
     assert (documented["start_s"], documented["cache"]) == (None, "")
     assert documented["loss"] == pytest.approx(ours["loss"], rel=1e-3)
-    assert graphs["reason"] == "plain graphs needs CUDA"
 
 
 def test_rows_without_time_are_left_out_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:

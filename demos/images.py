@@ -1,0 +1,40 @@
+"""The demos of segmentation and classification learn what no colour threshold and no linear model can.
+
+    python demos/images.py
+
+Exit code 1 where one does not. About a minute and a half on two cores.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from halfstep.report.metrics_file import read
+from halfstep.run.train import train
+from halfstep.workloads import load
+
+METRICS = {"unet": "iou", "resnet18": "top1"}
+REACHED = 0.90
+"""The best colour threshold has an IoU below 0.6, a linear model is right in less than 60 %."""
+
+
+def main() -> int:
+    best = {workload: trained(workload, metric) for workload, metric in METRICS.items()}
+    return 0 if min(best.values()) > REACHED else 1
+
+
+def trained(workload: str, metric: str) -> float:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["device=cpu", "log.quiet=true", *sys.argv[1:]]
+        run = train(load(workload, overrides=words), out=Path(folder) / "run")
+        best = max(float(record[metric]) for record in read(run / "metrics.jsonl") if record["kind"] == "val")
+    print(f"{workload}: {metric} {best:.3f}, more than {REACHED} wanted; {time.perf_counter() - start:.0f} s")
+    return best
+
+
+if __name__ == "__main__":
+    sys.exit(main())
