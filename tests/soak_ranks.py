@@ -30,14 +30,14 @@ LIMIT_S = 120.0
 """Far above train.rank_timeout_s: a process that is there after it hangs."""
 
 
-def started(rank: int, size: int, port: int, words: list[str]) -> subprocess.Popen[bytes]:
+def started(rank: int, size: int, port: int, words: list[str], shown: Path) -> subprocess.Popen[bytes]:
     variables = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
     }  # fmt: skip
     command = [sys.executable, "-m", "halfstep", "train", *words]
-    silent = subprocess.DEVNULL
-    return subprocess.Popen(command, env=os.environ | variables, stdout=silent, stderr=silent)
+    with (shown / str(rank)).open("wb") as file:
+        return subprocess.Popen(command, env=os.environ | variables, stdout=file, stderr=file)
 
 
 def steps_stored(run: Path) -> int:
@@ -51,7 +51,9 @@ def one_round(run: Path, draw: random.Random) -> dict[str, float | int]:
 
     before, size = steps_stored(run), draw.choice((2, 3))
     words = ["--resume", str(run)] if before else ["rank_workload:build", *SETTINGS, "--out", str(run)]
-    processes = [started(rank, size, port, words) for port in (free_port(),) for rank in range(size)]
+    shown = run.parent / "shown"
+    shown.mkdir(exist_ok=True)
+    processes = [started(rank, size, port, words, shown) for port in (free_port(),) for rank in range(size)]
     until = time.monotonic() + LIMIT_S
     while steps_stored(run) <= before and time.monotonic() < until:
         time.sleep(0.05)
@@ -67,8 +69,12 @@ def one_round(run: Path, draw: random.Random) -> dict[str, float | int]:
             hangs += 1
             process.kill()
     after = steps_stored(run)
+    told = [rank for rank in range(size) if f"rank {victim} (process" in (shown / str(rank)).read_text()]
     ended_s = round(time.monotonic() - killed_at, 2)
-    return {"size": size, "victim": victim, "before": before, "after": after, "ended_s": ended_s, "hangs": hangs}
+    return {
+        "size": size, "victim": victim, "before": before, "after": after, "ended_s": ended_s, "hangs": hangs,
+        "told": len(told),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -81,11 +87,11 @@ def main() -> None:
     lost = [r for r in rounds if r["after"] < r["before"] or r["after"] == 0]
     found = {
         "kills": num, "seed": seed, "lost": len(lost), "hangs": sum(int(r["hangs"]) for r in rounds),
-        "slowest_end_s": max(float(r["ended_s"]) for r in rounds), "torch": torch.__version__,
+        "not_told_once": sum(r["told"] != 1 for r in rounds), "slowest_end_s": max(float(r["ended_s"]) for r in rounds), "torch": torch.__version__,
         "machine": platform.machine(), "rounds": rounds,
     }  # fmt: skip
     (ROOT / "benchmarks" / "results" / "soak_ranks.json").write_text(json.dumps(found, indent=1) + "\n")
-    sys.exit(1 if lost or found["hangs"] else 0)
+    sys.exit(1 if lost or found["hangs"] or found["not_told_once"] else 0)
 
 
 if __name__ == "__main__":
