@@ -1,7 +1,7 @@
 # Two commands on a fresh clone, with only Python (>= 3.11) and make there:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run every check
-#   make soak    kill processes of a run thirty times at random points (a quarter of an hour)
+#   make soak    kill processes of a run thirty times at random points (minutes)
 #   make demos   train every workload's demo and assert what it learned (minutes each)
 # On an x86 Linux machine the pinned torch is the CUDA build (gigabytes); on others it is small.
 

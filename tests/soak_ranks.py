@@ -12,14 +12,15 @@ import json
 import os
 import platform
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+
+from ranks_together import free_port
+from warm_processes import FORKED
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = (
@@ -30,14 +31,18 @@ LIMIT_S = 120.0
 """Far above train.rank_timeout_s: a process that is there after it hangs."""
 
 
-def started(rank: int, size: int, port: int, words: list[str], shown: Path) -> subprocess.Popen[bytes]:
-    variables = {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "halfstep", "train", *words]
+def trains(rank: int, size: int, port: int, words: list[str], shown: Path) -> None:
+    """One rank of `torchrun -m halfstep train`, in a process that was forked for it."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     with (shown / str(rank)).open("wb") as file:
-        return subprocess.Popen(command, env=os.environ | variables, stdout=file, stderr=file)
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    from halfstep.cli.main import main
+
+    torch.set_num_threads(1)
+    main(["train", *words])
 
 
 def steps_stored(run: Path) -> int:
@@ -47,27 +52,27 @@ def steps_stored(run: Path) -> int:
 
 def one_round(run: Path, draw: random.Random) -> dict[str, float | int]:
     """Kill a process of the run at some moment, and see what is left of it."""
-    from ranks_together import free_port
-
     before, size = steps_stored(run), draw.choice((2, 3))
     words = ["--resume", str(run)] if before else ["rank_workload:build", *SETTINGS, "--out", str(run)]
     shown = run.parent / "shown"
     shown.mkdir(exist_ok=True)
-    processes = [started(rank, size, port, words, shown) for port in (free_port(),) for rank in range(size)]
+    port = free_port()
+    processes = [FORKED.Process(target=trains, args=(rank, size, port, words, shown)) for rank in range(size)]
+    for process in processes:
+        process.start()
     until = time.monotonic() + LIMIT_S
     while steps_stored(run) <= before and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(draw.uniform(0.0, 2.0))
     victim = draw.randrange(size)
-    processes[victim].send_signal(signal.SIGKILL)
+    processes[victim].kill()
     killed_at = time.monotonic()
     hangs = 0
     for process in processes:
-        try:
-            process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            hangs += 1
-            process.kill()
+        process.join(LIMIT_S)
+        hangs += process.is_alive()
+        process.kill()
+        process.join()
     after = steps_stored(run)
     told = [rank for rank in range(size) if f"rank {victim} (process" in (shown / str(rank)).read_text()]
     ended_s = round(time.monotonic() - killed_at, 2)
@@ -87,7 +92,8 @@ def main() -> None:
     lost = [r for r in rounds if r["after"] < r["before"] or r["after"] == 0]
     found = {
         "kills": num, "seed": seed, "lost": len(lost), "hangs": sum(int(r["hangs"]) for r in rounds),
-        "not_told_once": sum(r["told"] != 1 for r in rounds), "slowest_end_s": max(float(r["ended_s"]) for r in rounds), "torch": torch.__version__,
+        "not_told_once": sum(r["told"] != 1 for r in rounds),
+        "slowest_end_s": max(float(r["ended_s"]) for r in rounds), "torch": torch.__version__,
         "machine": platform.machine(), "rounds": rounds,
     }  # fmt: skip
     (ROOT / "benchmarks" / "results" / "soak_ranks.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -15,7 +15,7 @@ from halfstep.models.slot_decoder import SlotDecoder, even_chunk
 from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream, upstream_backbone
 from halfstep.models.weights import load_weights_
 from halfstep.precision.simulate import simulate
-from halfstep.workloads.slots.losses import contrast_logits, slot_contrast
+from halfstep.workloads.slots.losses import cosines, slot_contrast
 from halfstep.workloads.slots.metrics import slot_labels
 
 TINY = SlotContrastSize(feature_dim=32, num_positions=16, num_slots=4, slot_dim=16, decoder_hidden=(48, 48, 48))
@@ -39,7 +39,8 @@ def test_the_original_is_equalled_from_pixels_to_gradients() -> None:
     assert_golden(painted.unflatten(0, (2, 3)), out["recon"], name="recon")
     assert_golden(masks.unflatten(0, (2, 3)), out["masks"], name="masks by layers")
     contrast = slot_contrast(found["slots"], temperature=0.1, across_batch=True)
-    assert_golden(contrast_logits(found["slots"], temperature=0.1, across_batch=True), out["contrast_logits"])
+    slots = F.normalize(found["slots"], dim=-1)
+    assert_golden(cosines(slots, slots, across_batch=True) / 0.1, out["contrast_logits"])
     assert float(found["error"].detach()) == pytest.approx(facts["scalars"]["loss_featrec"], rel=1e-5)
     assert float(contrast.detach()) == pytest.approx(facts["scalars"]["loss_ss"], rel=1e-5)
     (found["error"] + 0.5 * contrast).backward()
@@ -233,8 +234,8 @@ def test_random_slots_come_from_the_draw_alone() -> None:
 
 def test_contrast_is_cross_entropy_against_the_identity() -> None:
     torch.manual_seed(0)
-    slots = torch.randn(3, 4, 5, 6)
-    logits = contrast_logits(slots, temperature=0.2, across_batch=True)
+    slots = F.normalize(torch.randn(3, 4, 5, 6), dim=-1)
+    logits = cosines(slots, slots, across_batch=True) / 0.2
     eye = torch.eye(15).expand(3, 15, 15)
     expected = F.cross_entropy(logits, eye)
     torch.testing.assert_close(slot_contrast(slots, temperature=0.2, across_batch=True), expected)

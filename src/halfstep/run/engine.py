@@ -12,6 +12,7 @@ those of a third shape (compiled_shapes.py), and no graph is captured of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from halfstep.tune.cudnn_trials import cudnn_trials
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
 from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice
+from halfstep.workloads.over_ranks import over_ranks
 
 MOST_GRAPHS = 2
 """Each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured."""
@@ -88,6 +90,7 @@ class Engine:
         self.graphs = Graphs() if graphs is None else graphs
         self.shapes = CompiledShapes()
         self._shape: Shape = ()
+        self._sizes: tuple[int, ...] = ()
         self._in_a_row = 0
         self._num_drops = 0
         if mode == "graph" and (reason := parts.step.why_never_captured()):
@@ -95,7 +98,7 @@ class Engine:
 
     def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> Facts:
         """Prepare, compute and commit one window as it was loaded; `sizes` are its batches' over all processes."""
-        return self.step(prepared_window(self.parts, window, sizes))
+        return self.step(prepared_window(self.parts, window, sizes), sizes)
 
     @property
     def guarded(self) -> Step:
@@ -103,8 +106,9 @@ class Engine:
         assert isinstance(self.parts.step, Step), "phases have an engine each"
         return self.parts.step
 
-    def step(self, prepared: list[Batch]) -> Facts:
+    def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> Facts:
         """Compute and commit a window that is ready for the model."""
+        self._sizes = tuple(sizes)
         facts, outputs, pieces = self._made(prepared)
         with torch.no_grad():
             for found, batch in zip(outputs, pieces, strict=True):
@@ -178,12 +182,25 @@ class Engine:
 
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
-            with chains(on=self.mode == "graph"):
+            with chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
                 value, weight, found = region(batch)
             outputs.append(_detached(found))
             return value, 0 if isinstance(batch, Idle) else weight
 
         return loss
+
+    def _among_ranks(self, number: int) -> AbstractContextManager[None]:
+        """Where a loss may ask for other processes' samples; cut batches are not the same number everywhere."""
+        ranks = self.guarded.ranks
+        if ranks is None or not self._sizes or self.pieces > 1:
+            return nullcontext()
+        world = ranks.world
+        rows = [world.rows(self._sizes[number], rank) for rank in range(world.size)]
+
+        def talks() -> None:
+            ranks.talks_in_backward = True
+
+        return over_ranks(rows, world.rank, talks)
 
     def _runs_compiled(self, batch: Batch) -> bool:
         if self.mode == "eager" or not self._is_full(batch):
@@ -206,7 +223,7 @@ class Engine:
     def _captured(self, window: list[Batch]) -> Captured | None:
         if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
-        shape = (id(self), *shape_of(window))
+        shape = (id(self), self._sizes, *shape_of(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
         self.guarded.look_ahead()

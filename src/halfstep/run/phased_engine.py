@@ -70,13 +70,13 @@ class PhasedEngine:
 
     def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
         """Prepare one window as it was loaded, then compute and commit the phases that are due."""
-        return self.step(prepared_window(self.parts, window, sizes))
+        return self.step(prepared_window(self.parts, window, sizes), sizes)
 
-    def step(self, prepared: list[Batch]) -> PhasedFacts:
+    def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
         self._say_once()
         iteration = self.parts.step.attempted
         due = [own.phase.name for own in self.parts.phases if own.phase.is_due(iteration)]
-        return self.step_of_all.close({name: self.engines[name].step(prepared) for name in due})
+        return self.step_of_all.close({name: self.engines[name].step(prepared, sizes) for name in due})
 
     def follow(self, reading: Reading) -> None:
         """Each phase what one process could not compile or capture of it."""

@@ -61,11 +61,12 @@ class Ranks:
         """1 where somebody asked this rank to stop; written by the host between steps."""
         self.uncompiled: Exception | None = None
         """Why this rank ran a step eager that was to be compiled."""
+        self.talks_in_backward = any(isinstance(m, nn.SyncBatchNorm) for w in self.wrapped for m in w.modules())
+        """Whether layers or the loss have sums of their own in there, so that every rank must run the same one."""
         self._fell = torch.zeros_like(self.asked)
         self._own = torch.zeros(world.size, dtype=torch.float64, device=device)
         self._own[world.rank] = 1
         self._num_reduced = 0
-        self._is_synced = any(isinstance(m, nn.SyncBatchNorm) for w in self.wrapped for m in w.modules())
 
     @property
     def size(self) -> int:
@@ -101,7 +102,7 @@ class Ranks:
 
     def nothing(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """A loss of 0 whose backward pass reaches every parameter: the other ranks wait for this one's gradients."""
-        if self._is_synced:  # its layers talk in their backward pass, so that must be the same one
+        if self.talks_in_backward:
             return loss * 0
         trained = [p for p in parameters if p.requires_grad]
         return torch.stack([p.flatten()[:0].sum().float() for p in trained]).sum()
