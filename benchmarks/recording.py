@@ -42,7 +42,7 @@ def store(name: str, results: dict[str, Any], device: torch.device, folder: str 
 
 
 def command() -> str:
-    """How to run this again; where its file went on some machine is no part of that."""
+    """How to run this again; where its file went on some machine is not part of that."""
     words = list(sys.argv)
     if "--out" in words:
         at = words.index("--out")

@@ -121,7 +121,7 @@ class Turn:
         return problem if self._lock is None else self._lock.lent_to(problem)
 
     def begin(self) -> None:
-        """Of a loop that is no runner of halfstep's."""
+        """Of a loop that is not a runner of halfstep's."""
         if self._lock is not None:
             lock = self._lock
             on_compile_start(lambda _: lock.leave())

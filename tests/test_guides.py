@@ -80,7 +80,7 @@ def named(row: Row) -> str:
 
 
 def assert_sets(view: dict[str, dict[str, object]], row: Row) -> None:
-    assert row.sets, "a line that sets nothing is no line of a config"
+    assert row.sets, "a line that sets nothing is not a line of a config"
     assert {key: view[key]["value"] for key in row.sets} == row.sets
 
 

@@ -128,7 +128,7 @@ def test_no_code_outside_a_familys_rooms_names_a_family() -> None:
 
 
 def test_the_environment_is_read_in_cli_and_disk_alone() -> None:
-    """Setting a variable for a library that is loaded later is no reading."""
+    """Setting a variable for a library that is loaded later is not a reading."""
     reads = re.compile(r"os\.environ\.get|(?<!del )os\.environ\[|getenv")
     files = [path for path in source_files() if module_name(path).split(".")[0] not in ("cli", "disk")]
     assert [module_name(path) for path in files if reads.search(path.read_text())] == []

@@ -29,7 +29,7 @@ class HalfstepError(Exception):
 
     exit_code = 2
     is_agreed = False
-    """Whether every process of the run has it, so that it is no single one's."""
+    """Whether every process of the run has it, so that it is not a single one's."""
     is_told = False
     """Whether another process shows it."""
 
@@ -49,7 +49,7 @@ class HalfstepError(Exception):
 
 
 def printable(text: str) -> str:
-    """Text as any screen, file or JSON takes it: of a file name that is no UTF-8, each odd byte as `\\xe9`."""
+    """Text as any screen, file or JSON takes it: of a file name that is not UTF-8, each odd byte as `\\xe9`."""
     try:
         text.encode()
     except UnicodeEncodeError:

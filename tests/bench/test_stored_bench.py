@@ -53,8 +53,8 @@ def test_what_is_compared_of_a_row_comes_back_as_it_was(tmp_path: Path) -> None:
     ("content", "why"),
     [
         (b"", "it is empty"),
-        (b"hello", "it is no JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b"\x89PNG", "it is no text"),
+        (b"hello", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"\x89PNG", "it is not text"),
         (b"[]", NOT_OURS),
         (b"{}", NOT_OURS),
         (b"[" * 100_000, NOT_OURS),
@@ -73,7 +73,7 @@ def test_what_is_compared_of_a_row_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_file_that_is_no_bench_is_refused_with_what_is_wrong(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="is no file of halfstep bench --save") as refused:
+    with pytest.raises(CheckpointError, match="is not a file of halfstep bench --save") as refused:
         read(path)
     assert refused.value.why.startswith(why)
 

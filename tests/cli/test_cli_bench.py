@@ -70,7 +70,7 @@ def test_what_is_no_ordinary_file_is_never_replaced(
     pipe = tmp_path / "pipe.png"
     os.mkfifo(pipe)
     assert exit_code(*FP32, option, str(pipe), "--force") == 2
-    assert "is no ordinary file" in capsys.readouterr().err
+    assert "is not an ordinary file" in capsys.readouterr().err
     assert pipe.is_fifo()
 
 
@@ -342,7 +342,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("tiny_workload:build", "--steps", "10"), "halfstep bench cannot make data for tiny_workload:build"),
         (("unet", "--save", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
-        (("unet", "--baseline", "/nowhere.json"), "--baseline /nowhere.json is no file of halfstep bench --save"),
+        (("unet", "--baseline", "/nowhere.json"), "--baseline /nowhere.json is not a file of halfstep bench --save"),
         (("unet", "--baseline", "/nowhere.json"), "why: it cannot be read: No such file or directory"),
         (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
         (("unet", "--picture", "speed"), "fix: speed.png"),

@@ -136,7 +136,7 @@ def write_demo_pairs(folder: Path) -> Path:
         ("task: segmentation\ndata: /no/such/folder", "/no/such/folder does not exist"),
         ("task: segmentation\nmodel: resnet50", "answered, but not asked: model"),
         ("task: segmentation\npick: best", "'best' is not a choice"),
-        ("task: segmentation\nfile: there.txt", "is no name for a config"),
+        ("task: segmentation\nfile: there.txt", "is not a name for a config"),
         ("task: own\nworkload: nowhere", "'nowhere' is not an import path"),
         ("task: own\nworkload: no_such_module:build", "cannot be imported"),
         ("task: own\nworkload: json:loads", "no folder"),

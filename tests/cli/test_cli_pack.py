@@ -115,7 +115,7 @@ def test_bad_files_are_named_and_can_be_left_out(tmp_path: Path, capsys: pytest.
         ((".", "--limit-gb", "0.000001"), "the limit is 1e-06 GB"),
         ((".", "--out", "nowhere/a.pack"), "cannot write"),
         ((".", "--verify"), "there is no packed file"),
-        ((".", "--out", "train/bird/0.jpg"), "exists and is no packed cache"),
+        ((".", "--out", "train/bird/0.jpg"), "exists and is not a packed cache"),
     ],
 )
 def test_mistakes_are_explained(

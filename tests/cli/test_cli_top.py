@@ -48,7 +48,7 @@ def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys:
     (tmp_path / "run" / "config.yaml").write_text("workload: unet\n")
     assert "starting" in look(capsys, str(tmp_path / "run"), "--once")[1]
     code, text = look(capsys, str(tmp_path), "--once")
-    assert (code, "is no run" in text) == (2, True)
+    assert (code, "is not a run" in text) == (2, True)
 
 
 def test_a_sparkline_follows_the_values_and_leaves_out_what_is_not_finite() -> None:

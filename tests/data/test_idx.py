@@ -70,7 +70,7 @@ def test_a_missing_a_cut_and_a_strange_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte is no idx file"):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte is not an idx file"):
         read_idx(tmp_path)
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"0 bytes|no idx file"):

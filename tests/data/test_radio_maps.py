@@ -87,7 +87,7 @@ def test_versions_of_missing_buildings_are_drawn_by_the_key(tree: Path) -> None:
 
 def test_the_parent_folder_will_do_and_other_folders_are_refused(tree: Path, tmp_path: Path) -> None:
     assert RadioTree.at(tree.parent).root == tree
-    with pytest.raises(DataError, match="is no RadioMapSeer folder"):
+    with pytest.raises(DataError, match="is not a RadioMapSeer folder"):
         RadioTree.at(tmp_path / "elsewhere")
 
 

@@ -100,7 +100,7 @@ def test_a_compiled_model_gives_the_same_gradients_in_fast_forms(name: str) -> N
     for parameter in model.parameters():  # a gain or a head of zero would hide what stands before it
         nn.init.normal_(parameter, std=0.3) if not parameter.any() else None
     x = image(8, 3, 64, 64)
-    forms = [form for form in FORMS if form != "chain"]  # which has tests of its own, and is no part of one graph
+    forms = [form for form in FORMS if form != "chain"]  # which has tests of its own, and is not part of one graph
     plain = outcome(model, x, torch.float32, *forms, on=False)
     # Rounding grows through the layers: normalised activations flip at ReLU's corner.
     assert_close(outcome(model, x, torch.float32, *forms, on=True), plain, 1e-2)

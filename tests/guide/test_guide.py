@@ -467,7 +467,7 @@ def test_a_line_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_path_that_is_no_text_is_refused() -> None:
     for name in ("\udcff", "~no_such_user_here/data"):
-        with pytest.raises(ConfigError, match="is no usable path"):
+        with pytest.raises(ConfigError, match="is not a usable path"):
             path_in(name)
 
 

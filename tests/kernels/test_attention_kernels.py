@@ -52,7 +52,7 @@ def test_gradients_and_their_sums(
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("scale", [30.0, -30.0])
 def test_scores_far_from_zero_are_handled(scale: float) -> None:
-    """All scores of a row near 1000 or -1000: exp of one of them alone is no number."""
+    """All scores of a row near 1000 or -1000: exp of one of them alone is not a number."""
     qkv, d_out = random(1, 6, 48), random(1, 6, 16, seed=1)
     qkv[:, :, :16] = qkv[:, :, :16] * 0.01 + scale
     qkv[:, :, 16:32] = qkv[:, :, 16:32] * 0.01 + 10

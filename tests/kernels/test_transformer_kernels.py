@@ -11,7 +11,7 @@ from halfstep.kernels import transformer_triton as kernels
 from halfstep.kernels.transformer_chain import total
 
 SIZES = [(1, 8), (7, 24), (37, 32), (50, 40)]
-"""Rows and channels: fewer than a tile has, more than one, and channels that are no power of two."""
+"""Rows and channels: fewer than a tile has, more than one, and channels that are not a power of two."""
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

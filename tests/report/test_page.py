@@ -99,7 +99,7 @@ def test_a_run_that_has_not_ended_is_shown_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("nowhere", "is no folder"), ("empty", "is no run"), ("damaged", "cannot be read")]
+    ("name", "said"), [("nowhere", "is not a folder"), ("empty", "is not a run"), ("damaged", "cannot be read")]
 )
 def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""Resuming what need not, or cannot, be resumed; and what is no part of a run."""
+"""Resuming what need not, or cannot, be resumed; and what is not part of a run."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_the_background_rule_is_the_runs_own_and_is_said(unet: Path, tmp_path: P
 
 
 def test_a_background_that_the_masks_do_not_hold_is_refused_with_those_they_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.background=7 is no value of the masks: 0, 255"):
+    with pytest.raises(ConfigError, match=r"model.background=7 is not a value of the masks: 0, 255"):
         unet_run(tmp_path / "run", {"model.background": 7})
     assert unet_run(tmp_path / "other", {"model.background": 255, "train.max_steps": 1}).is_dir()
 

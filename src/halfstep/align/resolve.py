@@ -125,7 +125,7 @@ def conflicts(sources: Sequence[Source]) -> list[Finding]:
     """One finding for every declaration that disagrees with the one that wins."""
     found: list[Finding] = []
     for topic in CONFLICT_RULES:
-        # What a script does by hand comes on top of what a framework does; it is no setting that could lose.
+        # What a script does by hand comes on top of what a framework does; it is not a setting that could lose.
         claims = [claim for claim in ranked(sources, topic) if claim[0].dialect != "script"]
         if claims:
             found += [conflict(claims[0], loser) for loser in claims[1:] if disagree(claims[0], loser)]

@@ -1,7 +1,7 @@
 """The others in the field, timed on the same problem in the same process: `--against lightning,accelerate,plain`.
 
 A peer's name stands for two runners: as its documentation shows, and once more tuned by hand (see `peer_setup`). One
-variant alone is `plain:graphs`. Peers are no dependencies of halfstep: only who compares needs them.
+variant alone is `plain:graphs`. Peers are not dependencies of halfstep: only who compares needs them.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def circumstances(problem: Problem, request: Request, hardware: Hardware, flops:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """What the user called, its files by name: where they lay on some machine is no part of a result to pass on."""
+    """What the user called, its files by name: where they lay on some machine is not part of a result to pass on."""
     return f"halfstep {shlex.join(_files_by_name(words))}"
 
 
@@ -165,7 +165,7 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool) -> Non
         if path.exists() and not force:
             raise ConfigError(f"{said} exists already", fix="another name, or --force to overwrite it")
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{said} is no ordinary file", fix="another name")
+            raise ConfigError(f"{said} is not an ordinary file", fix="another name")
         if not folder.is_dir():
             missing = "is a file, not a folder" if folder.exists() else "does not exist"
             fix = "another name" if folder.exists() else f"make it first: mkdir -p {shlex.quote(str(folder))}"

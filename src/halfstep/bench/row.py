@@ -21,7 +21,7 @@ class Row:
     precision: str
     reason: str = ""
     simulated: bool = False
-    """Numerics without the hardware: its time is no statement about the format."""
+    """Numerics without the hardware: its time is not a statement about the format."""
     remarks: tuple[str, ...] = ()
     window_ms: tuple[float, ...] = ()
     """Milliseconds a step, of each window."""

@@ -72,11 +72,11 @@ def read(path: Path) -> Stored:
     except OSError as error:
         raise _no_record(path, f"it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise _no_record(path, "it is no text") from error
+        raise _no_record(path, "it is not text") from error
     except RecursionError as error:
         raise _no_record(path, NOT_OURS) from error
     except ValueError as error:
-        raise _no_record(path, f"it is no JSON: {error}" if text.strip() else "it is empty") from error
+        raise _no_record(path, f"it is not JSON: {error}" if text.strip() else "it is empty") from error
     if not isinstance(found, dict) or found.get("bench") != VERSION:
         is_explained = isinstance(found, dict) and "explained" in found
         raise _no_record(path, "it is one of --explain, without times to compare" if is_explained else NOT_OURS)
@@ -104,7 +104,7 @@ def _shown(value: Any) -> str:
 
 def _no_record(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"--baseline {path} is no file of halfstep bench --save",
+        f"--baseline {path} is not a file of halfstep bench --save",
         why=why,
         fix="save one first: the same command with --save NEW.json in place of --baseline",
     )

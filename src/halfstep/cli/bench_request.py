@@ -194,7 +194,7 @@ def stated_by_config(asked: Asked) -> dict[str, StatedRow]:
 
     stated = stated_rows(asked.words[0], asked.words[1:], asked.flags)
     if asked.explain and "--modes" in stated and stated["--modes"].value == "auto":
-        del stated["--modes"]  # trials are no mode of a step that could be taken apart
+        del stated["--modes"]  # auto is not a mode of its own that could be explained
     return stated
 
 

@@ -147,7 +147,7 @@ def _row(text: str) -> Row:
     odd = next((word for word in words if "=" not in word), None)
     if not colon or not name.strip() or not words or odd is not None:
         raise ConfigError(
-            f"--rows {text!r} is no row" + (f": {odd!r} is no setting" if odd else ""),
+            f"--rows {text!r} is not a row" + (f": {odd!r} is not a setting" if odd else ""),
             fix='write a name, a colon and settings: --rows "amp: precision=bf16 train.batch_size=16"',
         )
     return Row(name=name.strip(), overrides=tuple(words))
@@ -157,5 +157,5 @@ def seconds_of(text: str) -> float:
     """`90s`, `30m`, `1.5h`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip().lower())
     if not found or float(found[1]) == 0:
-        raise ConfigError(f"--budget {text!r} is no time", fix="write 90s, 30m or 8h")
+        raise ConfigError(f"--budget {text!r} is not a time", fix="write 90s, 30m or 8h")
     return float(found[1]) * UNITS[found[2] or "s"]

@@ -43,7 +43,9 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
 
     for path in runs:
         if not path.is_dir():
-            raise CheckpointError(f"{path} is no folder", fix="name a run's folder, such as runs/unet-20250101-120000")
+            raise CheckpointError(
+                f"{path} is not a folder", fix="name a run's folder, such as runs/unet-20250101-120000"
+            )
     if any((path / "comparison.json").is_file() for path in runs):
         if len(runs) > 1:
             raise ConfigError("a comparison is shown alone", fix=f"halfstep report {runs[0]}")
@@ -52,7 +54,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         page = page_of_runs([read_run(path) for path in runs])
     place = out or runs[0] / "report" / "report.html"
     if not place.parent.is_dir():
-        raise ConfigError(f"{place.parent} is no folder", fix="make it first, or choose another --out")
+        raise ConfigError(f"{place.parent} is not a folder", fix="make it first, or choose another --out")
     write_whole(place, page)
     return place
 

@@ -70,9 +70,9 @@ def seconds_of(text: str) -> int:
     """DD:HH:MM:SS, of which days and hours may be missing."""
     found = DURATION.fullmatch(text)
     if found is None:
-        raise ConfigError(f"--timeout {text} is no duration", fix="DD:HH:MM:SS, such as 00:11:30:00")
+        raise ConfigError(f"--timeout {text} is not a duration", fix="DD:HH:MM:SS, such as 00:11:30:00")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
-        raise ConfigError(f"--timeout {text} is no time at all", fix="DD:HH:MM:SS, such as 00:11:30:00")
+        raise ConfigError(f"--timeout {text} is zero", fix="DD:HH:MM:SS, such as 00:11:30:00")
     return total

@@ -1,6 +1,6 @@
 """Functions that config files of other projects call: `${mul: a, b}`, `${eval: 'a * b + 1', 3, 4}`. Arithmetic only.
 
-`eval` is read as an expression and computed node by node; whatever is no arithmetic is refused, so that a config file
+`eval` is read as an expression and computed node by node; whatever is not arithmetic is refused, so that a config file
 can run nothing. Numbers are bounded, since a power of a power would take all memory there is.
 """
 
@@ -76,7 +76,7 @@ def counted_by(name: str, arguments: str, at: str) -> Any:
 
 def numbers(values: Sequence[Any], at: str) -> list[Number]:
     if not all(isinstance(value, (int, float)) for value in values):
-        raise ConfigError(f"{at} counts with what is no number")
+        raise ConfigError(f"{at} counts with what is not a number")
     return list(values)
 
 
@@ -117,7 +117,7 @@ def computed(text: str, values: list[Any], at: str) -> Any:
     try:
         tree = ast.parse(expression, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ConfigError(f"{at} is no arithmetic", fix="write the value itself") from None
+        raise ConfigError(f"{at} is not arithmetic", fix="write the value itself") from None
     return _value(tree.body, known, at)
 
 
@@ -137,7 +137,7 @@ def _value(node: ast.AST, known: Mapping[str, Number], at: str) -> Number:
         case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
             return bounded(FUNCTIONS[name](*(_value(argument, known, at) for argument in given)), at)
     raise ConfigError(
-        f"{at}: {ast.unparse(node)} is no arithmetic",
+        f"{at}: {ast.unparse(node)} is not arithmetic",
         why="config files compute numbers with + - * / // % **, min, max, int, round and abs; they run no code",
         fix="write the value itself",
     )

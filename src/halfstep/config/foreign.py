@@ -163,7 +163,9 @@ class References:
             if match.span() == (0, len(text)):
                 return value
             if isinstance(value, (list, Mapping)):
-                raise ConfigError(f"{'.'.join(place)}: ${{{match[1]}}} is no single value and cannot stand in a text")
+                raise ConfigError(
+                    f"{'.'.join(place)}: ${{{match[1]}}} is not a single value and cannot stand in a text"
+                )
             text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]
         if "${" in text:
             raise ConfigError(f"{'.'.join(place)}: {text!r} has an open ${{", fix="close it with }")

@@ -55,7 +55,7 @@ class Picture:
 
 @contextmanager
 def open_picture(path: Path) -> Iterator[Picture]:
-    """Read the header of a picture file; what is no picture, or too large to be safe, is an error that names it."""
+    """Read the header of a picture file; what is not a picture, or too large to be safe, is an error that names it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half the limit below

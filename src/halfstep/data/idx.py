@@ -75,7 +75,7 @@ def _array(folder: Path, part: str, kind: str, axes: int) -> Array:
     shape = np.frombuffer(content[4 : 4 + 4 * axes], dtype=">u4").astype(np.int64)
     if content[:4] != bytes([0, 0, BYTES, axes]) or len(content) != 4 + 4 * axes + int(shape.prod()):
         raise DataError(
-            f"{path} is no idx file of {axes} axes, or is cut short",
+            f"{path} is not an idx file of {axes} axes, or is cut short",
             why=f"it starts with {content[:4].hex()} and has {len(content):,} bytes",
             fix="download it again",
         )

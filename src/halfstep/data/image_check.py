@@ -20,7 +20,7 @@ END_BYTES = 4096
 def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     """The folder without its bad files, each of which is reported.
 
-    To stop at the first bad file, headers and ends of files are enough: they show what is no picture and what was
+    To stop at the first bad file, headers and ends of files are enough: they show what is not a picture and what was
     cut short. To leave bad files out, every one is decoded, since only that finds them all.
     """
     found = _errors(folder.train.paths + folder.val.paths, deep=bad_files.mode == "skip")
@@ -38,7 +38,7 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
 
 
 def check_header_and_end(path: Path) -> None:
-    """Refuse what is no picture or ends too early, without decoding the others."""
+    """Refuse what is not a picture or ends too early, without decoding the others."""
     with open_picture(path), path.open("rb") as file:
         start = file.read(12)
         length = file.seek(0, os.SEEK_END)

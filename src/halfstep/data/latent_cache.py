@@ -135,4 +135,4 @@ def _check_room(path: Path, num_bytes: int) -> None:
 
 
 def _broken(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is no usable file of latents", why=why, fix="delete it: it is made again")
+    return DataError(f"{path} is not a usable file of latents", why=why, fix="delete it: it is made again")

@@ -47,7 +47,7 @@ class Layout:
     some_without_masks: bool = False
     """Whether pictures that have no mask are part of the data set."""
     has_background: bool = True
-    """Whether the smallest mask value stands for everything that is no class."""
+    """Whether the smallest mask value stands for everything that is not a class."""
 
 
 def _known(name: str, train: tuple[str, str], val: tuple[str, str] | None = None, **more: object) -> Layout:

@@ -45,7 +45,7 @@ class Samples(Protocol):
 
 @runtime_checkable
 class NamedSamples(Protocol):
-    """Samples that can say which file one is; those that are no files need not."""
+    """Samples that can say which file one is; those that are not files need not."""
 
     def name_of(self, index: int) -> str:
         """The file's name, short enough for a message; empty where there is none."""

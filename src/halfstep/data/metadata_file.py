@@ -97,7 +97,7 @@ def _parsed(table: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{table}, line {number} is no JSON", why=str(error)) from error
+        raise DataError(f"{table}, line {number} is not JSON", why=str(error)) from error
     if not isinstance(row, dict):
         raise DataError(
             f"{table}, line {number} holds no object", fix='a line is {"file_name": "1.png", "label": "cat"}'

@@ -142,7 +142,7 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
         )
     if path.exists() and not is_pack(path):
         raise DataError(
-            f"{path} exists and is no packed cache",
+            f"{path} exists and is not a packed cache",
             why="only an older cache is replaced",
             fix="delete it, or name another file: data.cache_file=FILE (--out FILE)",
         )

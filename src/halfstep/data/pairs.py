@@ -70,7 +70,7 @@ def find_split(root: Path, *, layout: PairLayout, split: Split, bad_files: BadFi
 
 
 def _unused_list(folder: Path) -> str:
-    """A list beside the images is no known part of the layout: it is named, and the user decides."""
+    """A list beside the images is not a known part of the layout: it is named, and the user decides."""
     path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
     return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
 
@@ -168,7 +168,7 @@ def _listed(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
 
 
 def check_folder(root: Path) -> None:
-    """Refuse what is no folder."""
+    """Refuse what is not a folder."""
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
         raise DataError(

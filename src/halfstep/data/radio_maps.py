@@ -75,7 +75,7 @@ class RadioTree:
                 tree.refuse_missing_folders()
                 return tree
         raise DataError(
-            f"{folder} is no RadioMapSeer folder",
+            f"{folder} is not a RadioMapSeer folder",
             why="it needs gain/ and png/, as the data set unpacks",
             fix="--data-dir RadioMapSeer",
         )

@@ -111,7 +111,7 @@ def _members(path: Path, bad_files: BadFiles) -> Iterator[tuple[str, Place]]:
     except (tarfile.TarError, OSError, EOFError) as error:
         bad_files.report(
             DataError(
-                f"{path} is no whole tar file",
+                f"{path} is not a whole tar file",
                 why=f"{error}; packed tars (.tar.gz) cannot be read by offset" if _is_packed(path) else str(error),
                 fix="unpack it to .tar" if _is_packed(path) else "download it again, or data.on_bad_file=skip",
             )
@@ -154,7 +154,7 @@ def stored_array(place: Place, name: str) -> StoredArray:
             start = file.tell()
     except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise DataError(
-            f"{name} in {place.path} is no .npy array",
+            f"{name} in {place.path} is not a .npy array",
             why=str(error).splitlines()[0],
             fix="write it again with numpy.save, or leave bad samples out: data.on_bad_file=skip",
         ) from error

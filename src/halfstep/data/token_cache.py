@@ -172,7 +172,7 @@ def _header(path: Path) -> dict[str, Any]:
         if size != len(MAGIC) + ids + length + 8:
             raise ValueError(f"it has {size:,} bytes and should have {len(MAGIC) + ids + length + 8:,}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no token cache", why=str(error), fix="remove it: it is made again") from error
+        raise DataError(f"{path} is not a token cache", why=str(error), fix="remove it: it is made again") from error
     return header
 
 

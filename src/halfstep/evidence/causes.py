@@ -155,7 +155,7 @@ def _of_input(subject: Subject, names: Mapping[int, str]) -> Diagnosis | None:
     if not rows:
         return None
     left = without(subject.window, rows)
-    # Marks that the loss leaves out (NaN targets) are no fault: without them the step has to be good.
+    # Marks that the loss leaves out (NaN targets) are not faults: without them the step has to be good.
     if left and not attempt(subject, "without those samples", window=left).is_good:
         return None
     shown, samples = [str(place) for place in places], [place.sample for place in places]
@@ -205,7 +205,9 @@ def _of_numbers(runs: Runs) -> Diagnosis:
         cause = OVERFLOW if runs.fp32.is_good else UNDERFLOW
         return Diagnosis(cause=cause, shown=["no single operation was seen to leave the finite range"])
     if not origin.is_torch and all(r.is_finite for r in origin.inputs) and not runs.fp32.is_good:
-        shown = [f"{origin.name} is no operation of torch, and gives {origin.output} of finite inputs in fp32 as well"]
+        shown = [
+            f"{origin.name} is not an operation of torch, and gives {origin.output} of finite inputs in fp32 as well"
+        ]
         return Diagnosis(cause=KERNEL, shown=shown, origin=origin)
     twin = _twin(runs, origin)
     cause = UNDERFLOW if _divides_by_zero(origin, twin) else OVERFLOW
@@ -245,7 +247,7 @@ def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
 
 
 def _is_undefined(origin: Operation) -> bool:
-    """NaN of finite numbers is no overflow, which would be infinity: 0/0, a root of -1, a mean over nothing."""
+    """NaN of finite numbers is not overflow, which would be infinity: 0/0, a root of -1, a mean over nothing."""
     return origin.output.num_nan > 0 and all(r.is_finite for r in origin.inputs)
 
 

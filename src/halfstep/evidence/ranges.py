@@ -4,7 +4,7 @@ A dispatch mode sees every kernel below autograd and autocast. Its module is fou
 backward by the sequence number that autograd gives each node when forward makes it: no hook, nothing changed.
 
 A tensor that is not finite leads back to its origin, the operation that first left the finite range. Infinities that
-are written on purpose (a mask of -inf) are no origin: then it is the operation that makes NaN of them.
+are written on purpose (a mask of -inf) are not the origin: then it is the operation that makes NaN of them.
 """
 
 from __future__ import annotations

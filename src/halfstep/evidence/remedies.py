@@ -20,7 +20,7 @@ from halfstep.evidence.ranges import LOSS, ROOT
 from halfstep.evidence.samples import without
 
 MOST_LINES = 3
-"""Of one change; what needs more is no small one."""
+"""Of one change; what needs more is not a small one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -135,10 +135,10 @@ class Scripted:
 def path_in(answer: str) -> Path:
     """The path that an answer names, with ~ as the shell has it."""
     try:
-        answer.encode()  # a name that is no text cannot stand in a config
+        answer.encode()  # a name that is not text cannot stand in a config
         return Path(answer).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{answer!r} is no usable path", why=str(error)) from error
+        raise ConfigError(f"{answer!r} is not a usable path", why=str(error)) from error
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:

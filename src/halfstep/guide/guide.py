@@ -190,7 +190,7 @@ def new_yaml_file(answer: str) -> Path:
     """A file that is not there yet, by a name that `halfstep train` takes for a file."""
     path = path_in(answer)
     if path.suffix.lower() not in (".yaml", ".yml") or "=" in answer or answer.startswith("-"):
-        raise ConfigError(f"file: {answer!r} is no name for a config", fix="NAME.yaml, without = and no - in front")
+        raise ConfigError(f"file: {answer!r} is not a name for a config", fix="NAME.yaml, without = and no - in front")
     try:
         is_taken, has_folder = path.exists(), path.parent.is_dir()
     except OSError as error:

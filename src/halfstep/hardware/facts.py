@@ -84,7 +84,7 @@ class Hardware:
         """How much faster than strict fp32: measured, else by published rates, else unknown.
 
         Measured means the geometric mean of matmul and convolution, the latter in its better layout: a format that
-        gains on one and is hopeless on the other (fp16 on many CPUs, bf16 convolutions on a T4) is no gain.
+        gains on one and is hopeless on the other (fp16 on many CPUs, bf16 convolutions on a T4) is not a gain.
         """
         if format_name == "fp32":
             return 1.0

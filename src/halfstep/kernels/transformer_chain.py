@@ -119,7 +119,7 @@ def attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """cuDNN's: the output, [batch, tokens, dim], and the logarithm of each row's sum, [batch, heads, tokens]."""
     q, k, v = by_heads(qkv, num_heads)
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True)
-    # The output lies in memory as the queries do, token by token, so that this is no copy. log_sum ends in a 1, or not.
+    # The output lies in memory as the queries do, token by token, so this is not a copy. log_sum may end in a 1.
     return out.transpose(1, 2).flatten(2), log_sum.reshape(q.shape[:3])
 
 

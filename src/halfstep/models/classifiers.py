@@ -33,7 +33,7 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
 
 
 def _positions_for(model: ViT, positions: Tensor) -> Tensor:
-    """Position embeddings on the model's grid; what is no square grid is left for the comparison of shapes to name."""
+    """Position embeddings on the model's grid; other than square grids fail the comparison of shapes."""
     num_patches = positions.shape[1] - 1
     is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
     return resized_positions(positions, model.grid, model.grid) if is_square else positions

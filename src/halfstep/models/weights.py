@@ -129,7 +129,7 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
         )
     # torch's own words go on for screens and advise to switch safety off; its unpickler's mean nothing to anybody.
     writer = "safetensors" if path.suffix == ".safetensors" else "torch.save"
-    why = f"it is no file of {writer}, or it is damaged or incomplete"
+    why = f"it is not a file of {writer}, or it is damaged or incomplete"
     why = "it is a TorchScript program, not a state dict" if "TorchScript" in text else why
     return ModelError(
         f"cannot read the weights in {path}",

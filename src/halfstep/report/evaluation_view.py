@@ -60,7 +60,7 @@ def result_console() -> Console:
 
 
 def json_text(value: Any) -> str:
-    """Valid JSON: a number that is not finite becomes null, a byte of a file name that is no UTF-8 `\\xe9`."""
+    """Valid JSON: a number that is not finite becomes null, a byte of a file name that is not UTF-8 `\\xe9`."""
     return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 

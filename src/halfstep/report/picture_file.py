@@ -28,7 +28,7 @@ def new_figure(inches: tuple[float, float], *, makes_room: bool = True) -> Figur
 
 
 def refuse_unknown_format(path: Path) -> None:
-    """Before minutes of work: a name whose ending is no picture's."""
+    """Before minutes of work: a name whose ending is not a picture's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     known = sorted(FigureCanvasAgg.get_supported_filetypes())

@@ -143,5 +143,5 @@ class RunReport:
         self._console.print(Panel(content, title=Text(title, style="bold"), border_style=border, expand=False))
 
     def _line(self, text: str, style: str = "", *, console: Console | None = None) -> None:
-        # Text, not a string: `[Train]` and file names with brackets are no markup.
+        # Text, not a string: `[Train]` and file names with brackets are not markup.
         (console or self._console).print(Text(text, style=style), soft_wrap=True)

@@ -58,7 +58,7 @@ class RunFolder:
         path = cls.planned(out, name).path
         if printable(str(path)) != str(path):
             raise CheckpointError(
-                f"the run's folder {path} is no UTF-8",
+                f"the run's folder {path} is not UTF-8",
                 why="safetensors could not read its checkpoints again",
                 fix="choose another name with --out",
             )

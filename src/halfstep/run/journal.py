@@ -220,7 +220,7 @@ class Journal:
         )
 
     def latest_files(self) -> str:
-        """The files of the newest step that was looked at; empty where samples are no files."""
+        """The files of the newest step that was looked at; empty where samples are not files."""
         return _few(self._files_of(self.latest)) if self.latest is not None else ""
 
     def _files_of(self, reading: Reading) -> list[str]:

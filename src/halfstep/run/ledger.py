@@ -52,7 +52,7 @@ def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch], replay: 
     found, replayed = [], _replays(parts, engine, replay)
     for phase, own in engines_of(engine):
         prepared = split_window(prepared_window(parts, window), own.pieces)
-        # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is no step.
+        # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is not a step.
         work = partial(_ledgers_of_one, parts, own, prepared, phase)
         ledgers, islands = in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers

@@ -108,7 +108,7 @@ def _loss(loss: Any) -> Tensor:
 
 
 def _weight(weight: Any) -> Weight:
-    """A count of samples or tokens. What looks like a result, a model's output or an accuracy, is no weight."""
+    """A count of samples or tokens. What looks like a result, a model's output or an accuracy, is not a weight."""
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
         return weight.detach().reshape(())
     is_number = isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool)

@@ -23,7 +23,7 @@ FREE = (
 with `train.epochs` and `train.max_steps`, too: that is said."""
 
 NOT_STORED = ("log.quiet",)
-"""How one call is to be watched is no part of the run."""
+"""How one call is to be watched is not part of the run."""
 
 FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")
 """Schedules that end where the run ends."""

@@ -252,7 +252,7 @@ def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str
         if callable(inner) and not isinstance(inner, type):
             return
         raise ConfigError(
-            f"schedule={given!r} is no schedule",
+            f"schedule={given!r} is not a schedule",
             why="it is a torch scheduler, a function of the step, or a list with one of them for each optimizer",
             fix="schedule=hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=number_of_steps)); "
             "a scheduler of another library: leave schedule= out and step it yourself",

@@ -26,7 +26,7 @@ class CompiledShapes:
         self.taken: list[BatchShape] = []
         """What is compiled for, now or when it comes."""
         self.ready: set[BatchShape] = set()
-        """What went through compiled code of this process, there and back: what fails later is no compiler's fault."""
+        """What went through compiled code of this process, there and back: later failures are not the compiler's."""
         self._has_said = False
 
     def take(self, batch: Batch) -> bool:

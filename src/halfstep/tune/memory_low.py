@@ -75,7 +75,7 @@ class DoesNotFit(CannotRun):
 
 
 class NotCaptured(CannotRun):
-    """A candidate that compiles, but is no CUDA graph."""
+    """A candidate that compiles, but is not a CUDA graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

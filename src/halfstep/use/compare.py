@@ -1,6 +1,6 @@
 """`compare`: are rows of settings equally good, and what does each cost?
 
-    pilot    five runs of the baseline, where no margin was given: they fix it and are no part of the comparison
+    pilot    five runs of the baseline, where no margin was given: they fix it and are not part of the comparison
     looks    runs with paired seeds up to a number, then a verdict; decided rows end it, or the last look, or the budget
     table    time, memory, energy, money, final metric, verdict, time to the same quality
 
@@ -256,7 +256,9 @@ def seconds_to_quality(comparison: Comparison, row: str) -> list[float | None]:
 def refuse_bad_rows(request: Request) -> None:
     names = [row.name for row in request.rows]
     if len(names) < 2:
-        raise ConfigError(f"one row, {names[0]!r}, is no comparison", fix="--precisions fp32,bf16, or a second --rows")
+        raise ConfigError(
+            f"one row, {names[0]!r}, is not a comparison", fix="--precisions fp32,bf16, or a second --rows"
+        )
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:
         raise ConfigError(f"two rows are called {twice!r}", fix="give each its own name")
@@ -267,7 +269,7 @@ def refuse_bad_rows(request: Request) -> None:
             fix=f"--seeds {FEWEST_SEEDS}, or leave it out: then looks come after {', '.join(map(str, LOOKS))} seeds",
         )
     if request.margin is not None and not 0 < request.margin < math.inf:
-        raise ConfigError(f"--margin {request.margin:g} is no margin", fix="a positive number in the metric's unit")
+        raise ConfigError(f"--margin {request.margin:g} is not a margin", fix="a positive number in the metric's unit")
 
 
 def differing_keys(request: Request, row: Row) -> list[str]:

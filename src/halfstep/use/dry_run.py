@@ -34,7 +34,7 @@ def dry_run(
     """What the format would do, module by module; nothing of a run is changed."""
     chosen = next((own for own in TARGETS if own == target), None)
     if chosen is None:
-        raise ConfigError(f"--target {target} is no format to judge", fix=f"one of {', '.join(TARGETS)}")
+        raise ConfigError(f"--target {target} is not a format to judge", fix=f"one of {', '.join(TARGETS)}")
     own_precision = {} if is_run(word) else {"precision": "fp32"}
     with at_hand(word, flags={**flags, **own_precision}, overrides=overrides) as (parts, engine, _):
         windows = _windows(parts, num_batches)

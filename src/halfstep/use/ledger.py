@@ -74,7 +74,7 @@ def at_hand(
 def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str]) -> Loaded:
     if Path(word).is_dir() and not is_run(word):
         raise CheckpointError(
-            f"{word} is no run", why="config.yaml is not there", fix="name a folder that `halfstep train` made"
+            f"{word} is not a run", why="config.yaml is not there", fix="name a folder that `halfstep train` made"
         )
     return load(str(Path(word) / "config.yaml") if is_run(word) else word, flags=flags, overrides=overrides)
 

@@ -42,7 +42,7 @@ def frozen_parts(given: Mapping[str, Any]) -> dict[str, FrozenPart]:
 def _frozen(name: str, part: Any) -> FrozenPart:
     if not name.isidentifier():
         raise ConfigError(
-            f"{name!r} is no name for a frozen part",
+            f"{name!r} is not a name for a frozen part",
             why="precision.modules and the run's folder name it",
             fix="letters, digits and _",
         )

@@ -42,7 +42,9 @@ class Phase:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ConfigError(
-                f"{self.name!r} is no name for a phase", why="reports and checkpoints name it", fix="letters, digits, _"
+                f"{self.name!r} is not a name for a phase",
+                why="reports and checkpoints name it",
+                fix="letters, digits, _",
             )
         if self.every < 1 or self.from_step < 0:
             raise ConfigError(

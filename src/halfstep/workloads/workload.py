@@ -92,7 +92,7 @@ class Workload:
     """What is computed over the samples of a batch together, so that several processes compute it over their own parts:
     each is told so."""
     val_names: tuple[str, ...] = ()
-    """Files of the validation samples, for reports; empty where the samples are no files."""
+    """Files of the validation samples, for reports; empty where the samples are not files."""
     about: tuple[tuple[str, str], ...] = ()
     """What the data decided, as names and values for the run's header."""
     settled: Mapping[str, Any] = field(default_factory=dict)

@@ -110,7 +110,7 @@ def put(nested: dict[str, Node], dotted: str, text: str, path: str, line: int) -
 
 
 def is_switch(node: Node | None) -> bool:
-    """A flag that was given bare, or followed by something that is no precision and no `no`."""
+    """A flag that was given bare, or followed by something that is not a precision and no `no`."""
     word = None if node is None else node.scalar
     return word not in (None, False) and str(word).lower() not in ACCELERATE_WORDS and dtype_of(word) is None
 

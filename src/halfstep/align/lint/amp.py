@@ -104,7 +104,7 @@ class Amp:
 
     @cached_property
     def divisors(self) -> set[str]:
-        """Last names of what anything here is divided by; counting steps, `len(loader) / n`, is no case."""
+        """Last names of what anything here is divided by; counting steps, `len(loader) / n`, is not a case."""
         divisions = (n for n in self.script.nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div))
         return {last(ast.unparse(n.right)) for n in divisions if "len(" not in ast.unparse(n.left)}
 

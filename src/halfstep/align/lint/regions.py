@@ -38,7 +38,7 @@ MAX_ALIASES = 4
 
 
 def region_of(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
-    """The region a `with` item or decorator opens, or None when it is no autocast."""
+    """The region a `with` item or decorator opens, or None when it is not an autocast."""
     if depth > MAX_ALIASES:
         return None
     if isinstance(node, ast.Name | ast.Attribute):

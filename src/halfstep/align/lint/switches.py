@@ -83,7 +83,7 @@ def device_compared(script: Script, test: ast.Compare) -> Iterator[Finding]:
     text = word.value if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
     answer = "never" if isinstance(test.ops[0], ast.Eq) else "always"
     if text.startswith(("cuda", "cpu")) and is_torch_device(script, test.left):
-        message = f"a torch.device is no string: `{ast.unparse(test)}` {answer} holds"
+        message = f"a torch.device is not a string: `{ast.unparse(test)}` {answer} holds"
         yield script.finding("amp-switch-stuck", test, message, fix=f"{ast.unparse(test.left)}.type == 'cuda'")
     elif text.startswith("cuda:") and isinstance(test.left, ast.Attribute) and test.left.attr == "type":
         message = f"a device's type has no index: `{ast.unparse(test)}` {answer} holds"

@@ -1,4 +1,4 @@
-"""A run's folder as plain data. What a run has not recorded is empty; a folder that is no run is an error."""
+"""A run's folder as plain data. What a run has not recorded is empty; a folder that is not a run is an error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunRecord:
 def read_run(path: Path) -> RunRecord:
     if not (path / "config.yaml").is_file():
         raise CheckpointError(
-            f"{path} is no run", why="config.yaml is not there", fix="name a folder that `halfstep train` made"
+            f"{path} is not a run", why="config.yaml is not there", fix="name a folder that `halfstep train` made"
         )
     return RunRecord(
         name=path.resolve().name,

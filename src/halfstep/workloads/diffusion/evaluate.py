@@ -159,7 +159,7 @@ def open_features(path: Path, device: torch.device) -> nn.Module:
     except (RuntimeError, ValueError, OSError) as error:
         raise ModelError(
             f"cannot read the features in {path}",
-            why="it is no TorchScript file" if path.is_file() else "there is no such file",
+            why="it is not a TorchScript file" if path.is_file() else "there is no such file",
             fix="torch.jit.script(module).save(FILE): images (N, 3, H, W) of bytes to features (N, D)",
         ) from error
     return module

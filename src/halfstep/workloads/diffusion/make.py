@@ -28,7 +28,7 @@ class Maker:
     def __init__(self, config: DiffusionConfig, parts: Parts, store: Mapping[str, Any]) -> None:
         self.config, self.parts, self.schedule = config, parts, schedule_of(config)
         self._form = str(store.get("vae_format", ""))
-        """Of a VAE that is no frozen part, since latents come from disk: it is on the device while it decodes."""
+        """Of a VAE that is not a frozen part, since latents come from disk: it is on the device while it decodes."""
 
     def images(
         self,

@@ -119,7 +119,7 @@ class ReconstructionPredictor:
             pixels = torch.from_numpy(centre_square(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
         image = unit_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
         latent = autoencoder.latent_shape(self.model.vae.config, image)
-        # The mean of the latent: a reconstruction is no draw.
+        # The mean of the latent: a reconstruction is not a draw.
         found = to_bytes(trained(image, torch.zeros(1, *latent, device=image.device))["image"])
         error = (found.double() - pixels.double()).square().mean()
         psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))

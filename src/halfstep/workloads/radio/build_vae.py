@@ -1,7 +1,7 @@
 """Stage 1: the autoencoder of gain maps, and from a step on a discriminator against it.
 
 The loss is a sum over pixels, |error| + error², plus KL. The public loss adds LPIPS, whose VGG was trained on
-photographs and has to be downloaded; it is left out. Its log-variance is no parameter of the public optimizer and stays
+photographs and has to be downloaded; it is left out. Its log-variance is not in the public optimizer and stays
 0, so it is left out as well.
 """
 

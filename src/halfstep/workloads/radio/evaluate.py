@@ -101,7 +101,7 @@ class SamplingEvaluation(RadioEvaluation):
     ) -> dict[str, float] | None:
         """Samples of other steps, or of other maps, than validation's."""
         if options["part"] not in PARTS:
-            raise ConfigError(f"--part {options['part']} is no part of the split", fix=f"one of {', '.join(PARTS)}")
+            raise ConfigError(f"--part {options['part']} is not part of the split", fix=f"one of {', '.join(PARTS)}")
         if options["steps"] is None and options["part"] == "val":
             return None
         maps = self._maps(config, options["part"])

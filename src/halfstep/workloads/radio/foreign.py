@@ -217,7 +217,7 @@ def _simulation(data: Document) -> Mapping[str, Any]:
     if name not in DATA_NAMES:
         raise ConfigError(
             f"data.name: {name} is a data set halfstep does not read",
-            why="it needs k² maps, masks or samples that are no part of RadioMapSeer",
+            why="it needs k² maps, masks or samples that are not part of RadioMapSeer",
             fix=f"one of {', '.join(DATA_NAMES)}, or a data set of your own: data.dir in RadioMapSeer's layout",
         )
     return DATA_NAMES[name]

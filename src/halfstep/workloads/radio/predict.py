@@ -78,7 +78,7 @@ class MapPredictor:
         root = antenna.parent.parent.parent
         if match is None or antenna.parent.name != "antennas" or not (root / "png").is_dir():
             raise DataError(
-                f"{antenna} is no antenna of a RadioMapSeer folder",
+                f"{antenna} is not an antenna of a RadioMapSeer folder",
                 why="buildings are looked for beside it",
                 fix="name RadioMapSeer/png/antennas, or <map>_<transmitter>.png in it",
             )

@@ -142,7 +142,7 @@ def background_class(config: UNetConfig, table: MaskTable) -> int | None:
         return None if asked is None else 0
     if asked not in table.values:
         raise ConfigError(
-            f"model.background={asked} is no value of the masks: {some_of(table.values, SHOWN_VALUES)}",
+            f"model.background={asked} is not a value of the masks: {some_of(table.values, SHOWN_VALUES)}",
             fix="a mask value, first for the smallest, or null to count all classes",
         )
     return table.values.index(asked)
@@ -168,7 +168,7 @@ def _store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[
     if asked not in ("auto", found) and not (asked == 1 and found == 2):
         raise DataError(
             f"model.classes is {asked}, the masks hold {found} values: {some_of(table.values, SHOWN_VALUES)}",
-            fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is no class",
+            fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is not a class",
         )
     return {
         "mask_values": [list(value) if isinstance(value, tuple) else value for value in table.values],

@@ -109,7 +109,7 @@ def patch_of(config: SlotContrastConfig) -> int:
     side = config.data.image_size
     if side % patch:
         raise ConfigError(
-            f"data.image_size={side} is no multiple of the backbone's patches of {patch} pixels",
+            f"data.image_size={side} is not a multiple of the backbone's patches of {patch} pixels",
             fix=f"data.image_size={max(1, round(side / patch)) * patch}",
         )
     return patch
@@ -197,7 +197,7 @@ def loss_of(config: SlotContrastConfig) -> Loss:
 
 
 def metrics_of(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetrics:
-    """Pixels that nobody labelled are no background to find, whatever the config says."""
+    """Pixels that nobody labelled are not background to find, whatever the config says."""
     labelled = bool(store.get("background_is_labelled", True))
     ignores = config.model.ignore_background or not labelled
     return SlotMetrics(ignore_background=ignores, skip_empty=config.model.skip_empty or not labelled)
