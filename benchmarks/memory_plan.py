@@ -1,7 +1,7 @@
 """Peak memory as `halfstep plan --memory` predicts it, beside what a GPU measured.
 
     python benchmarks/memory_plan.py [--only unet,gpt2] [--at-once 12] [--out DIR]
-    python benchmarks/memory_plan.py --again          # predict anew for the rows that are stored; needs no GPU
+    python benchmarks/memory_plan.py --again          # predict again for the rows that are stored; needs no GPU
 
 Every row is a process of its own that makes a few steps as `halfstep train` makes them, on random data. Measured is the
 larger of max_memory_allocated before a step is captured and reserved memory after it, from the third step on. The bound

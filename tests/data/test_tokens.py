@@ -204,7 +204,7 @@ def test_documents_are_parted_by_their_end_and_a_text_is_tokenised_once(tmp_path
     assert place.stat().st_mtime_ns == written
     (tmp_path / "a.txt").write_text("xy")
     train, _ = open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-    assert train.read(0, 2).tolist() == [120, 121], "other texts are tokenised anew"
+    assert train.read(0, 2).tolist() == [120, 121], "other texts are tokenised again"
     characters = Characters.of(["abcxy"])
     assert default_cache(tmp_path, characters) != default_cache(tmp_path, Bytes())
 

@@ -195,7 +195,7 @@ def test_steps_make_no_host_synchronisation(run: Run) -> None:
 
 
 def test_a_stored_state_is_restored_to_the_bit_and_goes_on(run: Run) -> None:
-    """Uncaptured at first, then captured anew. Deterministic to the bit; otherwise close to how it went on before."""
+    """Uncaptured at first, then captured again. Deterministic to the bit; otherwise close to how it went on before."""
     parts, batches = run.parts, run.batches[: 2 * UNCAPTURED]
     model, state = copy.deepcopy(parts.model.state_dict()), copy.deepcopy(parts.step.state_dict())
     rng, before = rng_state(parts.device), everything(parts.step)

@@ -65,7 +65,7 @@ def measured(setting: MemorySetting, *, width: int, depth: int, batch: int, side
     model = unet(width, depth)
     optimizer = optimizer_for(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
     step = a_step(model, optimizer, *images(batch, side))
-    with memory_setting(model, setting):  # to the end: outside of it the model is another, and compiled anew
+    with memory_setting(model, setting):  # to the end: outside of it the model is another, and compiled again
         for _ in range(3):
             step()
         torch.cuda.reset_peak_memory_stats()

@@ -70,7 +70,7 @@ def test_another_optimizer_starts_anew_and_says_so(
 ) -> None:
     folder = one_epoch(tmp_path)
     resume(folder, change, "train.epochs=2", "log.quiet=false", allow_changes=True)
-    assert "the optimizer starts anew" in capsys.readouterr().out
+    assert "the optimizer starts over" in capsys.readouterr().out
     assert newest(folder).state["position"]["epoch"] == 2
 
 
@@ -152,7 +152,7 @@ def test_generators_of_gpus_that_are_gone_are_named() -> None:
     states = generator_states()
     assert restore_generators(states) == []
     more = states | {"cuda": [*states["cuda"], torch.zeros(16, dtype=torch.uint8)]}
-    assert "random generators of the others start anew" in restore_generators(more)[0]
+    assert "random generators of the others start over" in restore_generators(more)[0]
 
 
 def test_deterministic_mode_with_warnings_only_is_put_back_as_it_was() -> None:
@@ -202,7 +202,7 @@ def test_leaving_memory_low_leaves_its_small_moments_too(tmp_path: Path, capsys:
         patch.setattr(train_module, "tuned", lambda config, workload, plan, say, rehearse: replace(plan, memory=small))
         folder = one_epoch(tmp_path, **{"train.memory": "low"})
     resume(folder, "train.memory=normal", "train.epochs=2", "log.quiet=false", allow_changes=True)
-    assert "the optimizer starts anew" in capsys.readouterr().out
+    assert "the optimizer starts over" in capsys.readouterr().out
     assert json.loads((folder / "plan.json").read_text())["memory"] == {}
 
 

@@ -190,7 +190,7 @@ def test_a_full_disk_at_the_first_checkpoint_does_not_speak_of_others(tmp_path: 
     big = Checkpoint(model={"weight": torch.zeros(1 << 20)}, ema={}, state={})
     with small_disk(1 << 16), pytest.raises(CheckpointError, match="cannot write checkpoint") as failed:
         Checkpoints(tmp_path).save(1, big)
-    assert "start the run anew" in failed.value.fix
+    assert "start the run again" in failed.value.fix
     assert "--resume" not in str(failed.value)
     assert "intact" not in str(failed.value)
 

@@ -41,7 +41,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
     """What everybody who is timed gets: weights, one pinned batch, preparation and loss."""
     kind = kind_with_random_data(config)
     workload = random_workload(config)
-    for part in workload.frozen.values():  # peers autocast them; ours are built anew and placed by the plan
+    for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
     set_to_(workload.values, 0, device)
     batch = kind.make_batch(config, workload.store)

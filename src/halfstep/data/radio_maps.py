@@ -176,7 +176,7 @@ class RadioMaps:
     def __init__(self, files: Sequence[RadioFiles], *, size: tuple[int, int], cache_bytes: int = 2 << 30) -> None:
         self.items, self.size = tuple(files), size
         byte = np.dtype(np.uint8)
-        # Versions of missing buildings are drawn anew each epoch.
+        # Versions of missing buildings are drawn again each epoch.
         is_fixed = all(len(item.buildings) == 1 for item in self.items)
         self._cache = SampleCache(
             len(self.items),

@@ -136,7 +136,7 @@ def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> Non
 
 
 def small_labels(labels: Array, name: str) -> Array:
-    """Labels as bytes; wider numbers are counted anew, 0 stays 0."""
+    """Labels as bytes; wider numbers are counted again, 0 stays 0."""
     if labels.dtype == np.uint8 or (labels.min() >= NO_OBJECT and labels.max() < 256):
         return labels.astype(np.uint8, copy=False)
     values, numbered = np.unique(np.append(NO_OBJECT, labels), return_inverse=True)

@@ -192,7 +192,7 @@ def _scale(subject: Subject, plan: Plan) -> float:
 
 @contextlib.contextmanager
 def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
-    """The whole model, and what its code makes anew, in fp64."""
+    """The whole model, and what its code makes again, in fp64."""
     if dtype is None:
         yield
         return

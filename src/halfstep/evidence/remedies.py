@@ -163,7 +163,7 @@ def _with_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
             subject.state = before
         yield Remedy(change=f"initialise {', '.join(own)}, here with {filling:g}", outcome=outcome)
     if not own:
-        yield Remedy(change=f"start the average anew: {', '.join(found.tensors)}", line="ema.enabled: false")
+        yield Remedy(change=f"start the average again: {', '.join(found.tensors)}", line="ema.enabled: false")
 
 
 def _filled(value: Tensor, filling: float) -> Tensor:

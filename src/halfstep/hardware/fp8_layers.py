@@ -24,7 +24,7 @@ from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
 
 RECIPE = "tensorwise"
-"""One scale a tensor, found anew each time: torchao's fastest recipe, without state, and what simulation computes."""
+"""One scale a tensor, found again each time: torchao's fastest recipe, without state, and what simulation computes."""
 
 MANY_SHAPES = 64
 """Compiled variants of one function that torch keeps; its default of 8 would end the measurement after four shapes."""

@@ -21,7 +21,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 LEAST_SHARED_MEMORY = 160 * 1024  # bytes per block
 
-_forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces anew
+_forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces again
 _pretended = False
 _has_triton = importlib.util.find_spec("triton") is not None  # here, as torch 2.11's compiler cannot trace the search
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class Reusable(contextlib.ContextDecorator):
-    """Entered again and again, also inside itself and from several threads: each entry makes the context anew."""
+    """Entered again and again, also inside itself and from several threads: each entry makes the context again."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._make, self._entered = make, threading.local()

@@ -100,7 +100,7 @@ class Checkpoints:
         raise CheckpointError(
             f"no usable checkpoint in {self.folder}",
             why="all are damaged" if damaged else "the run ended before its first one",
-            fix=f"start it anew: {suggested('train', self.folder.parent / 'config.yaml', '--out', 'DIR')}",
+            fix=f"start it again: {suggested('train', self.folder.parent / 'config.yaml', '--out', 'DIR')}",
         )
 
     def clean_up(self) -> None:
@@ -112,7 +112,7 @@ class Checkpoints:
         """Only a run that has a checkpoint can go on from it."""
         what, room = f"cannot write checkpoint {path}: {error}", "free some space or fix the folder's permissions"
         if not self.all():
-            return CheckpointError(what, why="it would have been the first", fix=f"{room}, then start the run anew")
+            return CheckpointError(what, why="it would have been the first", fix=f"{room}, then start the run again")
         why = "nothing was overwritten; earlier checkpoints are intact"
         return CheckpointError(what, why=why, fix=f"{room}, then {suggested('train', '--resume', self.folder.parent)}")
 

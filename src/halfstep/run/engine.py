@@ -41,7 +41,7 @@ MOST_GRAPHS = 2
 """Each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured."""
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
 MOST_DROPS = 3
-"""So often a step that does not fit beside the graphs gets their memory, and they are captured anew afterwards."""
+"""So often a step that does not fit beside the graphs gets their memory, and they are captured again afterwards."""
 
 Count = Callable[[Any, Batch], None]
 """What is done with the outputs of each batch after its step, such as counting hits."""
@@ -157,7 +157,7 @@ class Engine:
         """What failed in an earlier part of the run is not tried again: until it fails, steps would round otherwise."""
         if FROM_FASTEST.index(mode) > FROM_FASTEST.index(self.mode):
             self.mode = mode
-            again = "another train.fast with --allow-changes tries anew"
+            again = "another train.fast with --allow-changes tries again"
             self.notice(f"steps run {mode}, as they did when the run was stopped ({again})", "info")
 
     def stored(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Engine:
             self.go_on_as(state.get("mode", state.get("way", self.mode)))  # "way": the name in older runs
 
     def forget_graphs(self) -> None:
-        """Give their memory back; they are captured anew when needed."""
+        """Give their memory back; they are captured again when needed."""
         self.graphs.clear()
         self._in_a_row = 0
         torch.cuda.empty_cache()
@@ -310,7 +310,7 @@ class Engine:
         if self._num_drops > MOST_DROPS:
             return self._stay_uncaptured(f"its memory was needed by steps outside of it {self._num_drops} times")
         self.forget_graphs()
-        text = "a step did not fit beside the captured one: it gets that memory, and the step is captured anew"
+        text = "a step did not fit beside the captured one: it gets that memory, and the step is captured again"
         return self.notice(f"{text} ({self._num_drops} of {MOST_DROPS} times)", "info")
 
 

@@ -100,7 +100,7 @@ def refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to this "
                 f"{type(model).__name__}",
                 why="it was made for another model, or before the weights were replaced, as by model.to(...) or a copy",
-                fix=f"make it anew: {type(optimizer).__name__}(model.parameters(), ...)",
+                fix=f"make it again: {type(optimizer).__name__}(model.parameters(), ...)",
             )
 
 

@@ -42,13 +42,13 @@ class Place:
         return device_of(config, self.launch)
 
     def to_go_on_with(self, out: Path | None) -> Path | None:
-        """The run that was under way when torchrun started its processes anew."""
+        """The run that was under way when torchrun started its processes again."""
         if self.launch is None or not self.launch.restarts:
             return None
         if out is None:
             raise agreed(
                 CheckpointError(
-                    "torchrun has started the processes anew, and the run has no folder of a known name",
+                    "torchrun has started the processes again, and the run has no folder of a known name",
                     why="a folder named by the clock cannot be found again",
                     fix="name it with --out DIR",
                 )

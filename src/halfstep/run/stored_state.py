@@ -111,7 +111,7 @@ def _optimizers_with_changes(
     merged, notes = dict[str, Any](), list[str]()
     if changes.touch(*ANOTHER_OPTIMIZER) or changes.touch(*OTHER_MOMENTS) and _options(state) != _options(fresh):
         merged["optimizers"] = fresh["optimizers"]
-        notes.append("the optimizer starts anew: its stored state belongs to the former one")
+        notes.append("the optimizer starts over: its stored state belongs to the former one")
     elif changes.touch("optimizer.", "device"):  # another device has other fast forms of the optimizer
         pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)
         merged["optimizers"] = [{**kept, "param_groups": new["param_groups"]} for kept, new in pairs]

@@ -242,7 +242,7 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
 def _plan_to_go_on(
     config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, place: Place, rehearse: Rehearse
 ) -> Plan:
-    """The stored one; what was decided or measured for settings that are others now is decided or measured anew."""
+    """The stored one; what was decided or measured for settings that are others now is decided or measured again."""
     if changes.touch("precision.", "device"):
         return _decided(config, workload, probe(place.device_of(config)), place, rehearse)
     plan = Plan.from_json(_text(folder.plan))

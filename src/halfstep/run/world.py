@@ -31,7 +31,7 @@ class Launch:
     address: str
     port: int
     restarts: int = 0
-    """How often torchrun has started the processes anew."""
+    """How often torchrun has started the processes again."""
     by_torchrun: bool = True
 
     @property

@@ -43,7 +43,7 @@ def shape_of(window: list[Batch]) -> Shape:
 
 
 def why_not_copied_in(window: list[Batch], device: torch.device) -> str:
-    """What a replay would not read anew: of a number on the host a kernel keeps what it was captured with."""
+    """What a replay would not read again: of a number on the host a kernel keeps what it was captured with."""
     elsewhere = sorted({name for batch in window for name, value in batch.items() if value.device != device})
     return f"{', '.join(map(repr, elsewhere))} of the batch not on {device}" if elsewhere else ""
 

@@ -137,7 +137,7 @@ class Guard:
         self.acknowledge()
 
     def acknowledge(self) -> None:
-        """A verdict was acted on: faults are counted anew, from the next step on."""
+        """A verdict was acted on: faults are counted again, from the next step on."""
         self.num_faults = self.num_at_floor = 0
         self.pending.clear()
 

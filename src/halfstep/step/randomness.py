@@ -44,7 +44,7 @@ def restore_generators(states: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"the run had {counted(num_then, 'GPU')}, this machine has {num_here}: "
-        "the random generators of the others start anew"
+        "the random generators of the others start over"
     ]
 
 

@@ -228,7 +228,7 @@ class Step:
         return "" if all(c.stepped for c in self.committers) else "an optimizer has not made its first step"
 
     def forget_writes(self) -> None:
-        """After state was loaded: a compute() before it is void, and what forward writes is found anew."""
+        """After state was loaded: a compute() before it is void, and what forward writes is found again."""
         self.writes.compare_anew()
         self._rng, self._judged = {}, []
 
@@ -367,7 +367,7 @@ class Step:
         return in_kernels and held == len(parameters)
 
     def trained_parameters(self) -> list[Tensor]:
-        """Each once, asked for anew at every step: a group may have been added, a parameter be in two optimizers."""
+        """Each once, asked for again at every step: a group may have been added, a parameter be in two optimizers."""
         if self.rates is not None and not self.rates.knows_all():
             raise ConfigError(
                 "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"

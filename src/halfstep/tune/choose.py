@@ -31,7 +31,7 @@ from halfstep.workloads.workload import Workload
 FEWEST_STEPS = 300
 """No trials for a run shorter than that: nothing is compiled for it unless a step takes three seconds."""
 MEMORY_TRIALS_S = 240.0
-"""train.memory=low was asked for, so it may take longer: each setting is compiled anew."""
+"""train.memory=low was asked for, so it may take longer: each setting is compiled again."""
 MEMORY_TRIALS_AT_LEAST_S = 30.0
 """In a short run no new setting is begun after so long, nor after what the run itself takes."""
 ALWAYS_TRIED = 2

@@ -61,7 +61,7 @@ class CompilerWarnings:
 def _ours(text: str) -> tuple[re.Pattern[str] | None, str]:
     if found := TOO_OFTEN.match(text):
         reason = " ".join(found["reason"].split())[:MOST_CHARACTERS]
-        return TOO_OFTEN, f"a part of the model was compiled anew too often and is compiled no more: {reason}"
+        return TOO_OFTEN, f"a part of the model was compiled again too often and is compiled no more: {reason}"
     if found := BREAK.match(text):
         place = f"{found['file']}:{found['line']}: {found['code'].strip()}"[:MOST_CHARACTERS]
         return BREAK, f"compiled in parts, which is slower: {found['what']} waits for the device at {place}"

@@ -48,7 +48,7 @@ def activation_budget(share: float) -> Iterator[None]:
     """Let what is compiled inside keep at most this share of its activations; 1 is torch's own choice.
 
     It is read when a region is compiled, also a later time for another shape: hold this for the whole run. A region
-    compiled under another share must be compiled anew; the share is part of inductor's cache key.
+    compiled under another share must be compiled again; the share is part of inductor's cache key.
     """
     import torch._functorch.config as functorch_config
 

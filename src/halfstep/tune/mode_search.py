@@ -3,7 +3,7 @@
     eager in both memory layouts      the first one tells how long the run will be
     graph, compile                    in the better layout; a captured step is the likeliest to win, so it comes first
     cudnn.benchmark                   on top of the fastest so far
-    kernel tuning                     on top of that: the code is compiled anew
+    kernel tuning                     on top of that: the code is compiled again
 
 What is left untried is named in the reason, and whether the clock or the length of the run forbade it.
 """
@@ -115,7 +115,7 @@ class ModeSearch:
         if not self._may_try("graph", COMPILE_S):
             return eager
         captured = self._tried(trial, "graph")
-        # Without a graph it is the mode that is left, and most of its code is there. With one it may compile anew.
+        # Without a graph it is the mode that is left, and most of its code is there. With one it may compile again.
         start_s = COMPILE_S if captured else 0.0
         compiled = self._tried(trial, "compile") if self.compiles and self._may_try("compile", start_s) else None
         if eager and compiled:

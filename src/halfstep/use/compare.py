@@ -147,7 +147,7 @@ def open_comparison(folder: Path) -> Comparison:
             fix="name a folder that `halfstep compare` made",
         ) from None
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", fix="compare anew, into another folder") from error
+        raise CheckpointError(f"{path} cannot be read: {error}", fix="compare again, into another folder") from error
 
 
 def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:

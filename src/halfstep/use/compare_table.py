@@ -72,7 +72,7 @@ def notes_of(comparison: Comparison) -> list[str]:
     stopped = [run for run in comparison.runs if run.stopped]
     notes += [f"{run.row}, seed {run.seed}: {run.stopped}" for run in stopped]
     if any(not run.alone for run in comparison.runs):
-        notes.append("runs beside others, or resumed: their time, memory and energy are left out")
+        notes.append("runs in parallel with others, or resumed: their time, memory and energy are left out")
     if any(run.summary.get("simulated") for run in comparison.runs):
         notes.append("simulated formats show numerics, never speed: their time and memory are left out")
     return [*notes, f"ended: {comparison.ended}"]

@@ -35,7 +35,7 @@ def remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
         scaled = [e for e in below if e.loops[: len(made.loops)] == made.loops]
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
             name = last(scaled[0].scaled_by)
-            message = f"{name} is made anew {how_often(made, scaled[0])}: its scale starts at 65536 again"
+            message = f"{name} is made again {how_often(made, scaled[0])}: its scale starts at 65536 again"
             fix = "make it once, before the loop over epochs, and pass it on"
             yield amp.script.finding("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
 

@@ -142,7 +142,7 @@ SCALER_RULES = (
     Rule(
         name="scaler-remade",
         severity=Severity.WARNING,
-        title="the scaler is made anew every epoch",
+        title="the scaler is made again every epoch",
         why="A scaler learns its scale by skipping steps. One that is made in the loop over epochs starts at 65536 "
         "each time: every epoch begins with skipped steps, and the scale never grows beyond one epoch's worth.",
         bad="for epoch in range(epochs):\n    scaler = GradScaler('cuda')\n    for batch in loader: ...",

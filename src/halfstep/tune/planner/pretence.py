@@ -32,7 +32,7 @@ class _Place:
 
 
 class Pretence:
-    """Modules whose tensors have no content inside `entered`, anew each time, as they were built."""
+    """Modules whose tensors have no content inside `entered`, again each time, as they were built."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._places = [place for module in modules for place in _places(module)]

@@ -87,7 +87,7 @@ def _cached(
                 why=f"SHA-256 {cache.checksum[:12]}… instead of {stored['latents_sha256'][:12]}…",
                 fix="put the file back, or delete it: it is made again, and the run goes on, but not bit for bit",
             )
-        line += "; made anew with other bits: from here on the run is not an exact continuation"
+        line += "; made again with other bits: from here on the run is not an exact continuation"
     split = len(data.train)
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
     for part, words in zip(extra, tokens or (), strict=tokens is not None):

@@ -62,7 +62,7 @@ def _without_tail(logits: Tensor, top_p: float) -> Tensor:
 def written(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampling, end: int | None) -> Iterator[int]:
     """Tokens after `start` (T), until the end of the document or `num_tokens`.
 
-    Keys and values of what stands before are kept; at the end of the context the last half of it is read anew.
+    Keys and values of what stands before are kept; at the end of the context the last half of it is read again.
     Tokens are drawn on the CPU by inversion, token by token from its own key: a text depends on the seed and on
     probabilities alone, not on the device.
     """

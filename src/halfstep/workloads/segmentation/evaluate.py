@@ -130,7 +130,7 @@ class FullSize:
         self._samples, self._images, self._bar = samples, images, bar
 
     def maps(self, index: int) -> tuple[Array, Array]:
-        """Truth and prediction; the file is read and predicted anew each time, since many would not fit in memory."""
+        """Truth and prediction; the file is read and predicted again each time, since many would not fit in memory."""
         pair = self._samples.pairs[index]
         return self._samples.table.classes_of(read_mask(pair.mask), pair.mask), self._images.classes(
             pair.image, self._bar
