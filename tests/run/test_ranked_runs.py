@@ -16,10 +16,16 @@ import torch
 
 import rank_workload
 from halfstep.errors import HalfstepError
+from halfstep.evidence import capsule
+from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
+from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.capsules import subject_of, window_of
+from halfstep.run.engine import prepared_window
 from halfstep.run.ranked import checksum
 from halfstep.run.train import train
 from halfstep.run.world import Launch
+from halfstep.step.facts import Reading
 from halfstep.workloads import load
 from ranks_together import free_port, together
 from whole_runs import TINY, assert_same_bits, newest, run
@@ -204,6 +210,31 @@ def test_a_bad_step_names_rank_and_samples(folder: Path, ends: dict[str, Any], a
     assert event["bad_step"] == 2
     assert "rank 1" in event["reason"]
     assert len(event["sample_ids"]) == 2
+
+
+def test_the_rank_at_fault_keeps_its_own_window_and_replay_prepares_it_as_it_was(
+    folder: Path, ends: dict[str, Any], alone: Path
+) -> None:
+    (path,) = capsule.all_in(folder / "poisoned" / "capsules")
+    found = capsule.read(path)
+    about = found.about
+    assert (about["step"], about["rank"], about["num_ranks"], about["batch_sizes"]) == (2, 1, 2, [4])
+    assert found.rng
+    config = load(str(folder / "alone" / "config.yaml")).config
+    workload = build_workload(config)
+    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    parts.step.attempted = 2
+    whole = window_of(parts, READING)
+    assert whole is not None
+    assert torch.equal(found.window[0]["image"], whole[0]["image"][2:])
+    prepared = prepared_window(parts, whole)
+    assert torch.equal(subject_of(found, "cpu").window[0]["image"], prepared[0]["image"][2:])
+
+
+READING = Reading(
+    attempted=2, loss=0.0, grad_norm=0.0, is_bad=True, is_spike=False, is_empty=False, is_ruined=False, scale=1.0,
+    committed=0, lr=0.1, epoch=0, window=2,
+)  # fmt: skip
 
 
 def test_a_signal_to_one_process_ends_all_after_the_same_step(folder: Path, ends: dict[str, Any]) -> None:

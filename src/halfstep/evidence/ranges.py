@@ -110,7 +110,8 @@ class Trace(TorchDispatchMode):
         is_backward = torch._C._current_graph_task_id() != -1
         if not is_backward:
             place = self._place()
-            self._places[torch._C._autograd._get_sequence_nr()] = place
+            # The first has made the node. What follows without one of its own, as a counter's +1, has its number.
+            self._places.setdefault(torch._C._autograd._get_sequence_nr(), place)
         for output in found:
             range_ = range_of(output)
             if func.is_view:  # a look at what is there already

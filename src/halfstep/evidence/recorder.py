@@ -39,8 +39,12 @@ class CapsuleContext:
     window_of: WindowOf
     """The batches of a step that was read."""
     names_of: Callable[[Sequence[int]], list[str]] = lambda ids: []
-    keeps_generators: bool = True
-    """False where each of several processes has its own."""
+    is_ours: Callable[[Reading], bool] = lambda reading: True
+    """Of several processes: whether this one keeps the step."""
+    is_whole: Callable[[Reading], bool] = lambda reading: False
+    """Whether its window is that of all processes, each of which has generators of its own."""
+    share_of: Callable[[Reading], Mapping[str, Any]] = lambda reading: {}
+    """Which process it is, and how large the batches of all are."""
     config: str = ""
     checkpoint: Callable[[], str] = lambda: ""
     """The newest one, for weights that are too large for a capsule."""
@@ -85,10 +89,11 @@ class Recorder:
     def _kept(self, facts: Facts | PhasedFacts | None, reading: Reading, row: str) -> str:
         """Write a capsule for the first fault of its kind in a row; what kind it was."""
         phase, own, cause = self._fault(reading)
-        if cause and cause != row and reading.attempted > self._newest:
+        is_new = cause != row and reading.attempted > self._newest
+        if cause and is_new and self.context.is_ours(own):
             self._newest = reading.attempted
             found = facts.phases[phase] if isinstance(facts, PhasedFacts) else facts
-            rng = found.rng if found and self.context.keeps_generators else {}
+            rng = {} if found is None or self.context.is_whole(own) else found.rng
             self._write(cause, own, phase, window=self.context.window_of(reading), rng=rng)
         return cause
 
@@ -154,6 +159,7 @@ class Recorder:
             "start": self._start,
             "not_finite": not_finite(capsule.state_of(self.model)) + self._bad_averages(),
             "layout": layout(self.model),
+            **self.context.share_of(reading),
             **self.context.about,
         }
         path = self.folder / f"{reading.attempted:08d}"

@@ -36,22 +36,39 @@ from halfstep.run.frozen import as_stored, identities, modules_of
 from halfstep.step.facts import Reading
 from halfstep.step.guard import LAG
 from halfstep.step.step import Step
+from halfstep.step.world import Share
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
-from halfstep.tune.modes import Region
+from halfstep.tune.modes import Notice, Region
 from halfstep.workloads import load
 from halfstep.workloads.workload import Workload
 
 FOLDER = "capsules"
 
 
-def record_faults(parts: Assembly, folder: RunFolder, notice: Callable[[str], None]) -> None:
-    """Keep the step of each fault in RUN/capsules, as far as the settings want it."""
+def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
+    """Keep the step of each fault in RUN/capsules, as far as the settings want it. Of several processes the one at
+    fault keeps its own window, the one exception to "one process writes"."""
     config = parts.config
-    is_far = parts.world is not None and not parts.world.is_first
-    if not config.guard.capsules or is_far:
+    if not config.guard.capsules:
         return
-    parts.recent = RecentWindows(LAG + 1) if parts.world is None else None
-    context = CapsuleContext(
+    parts.recent = RecentWindows(LAG + 1)
+    parts.recorder = Recorder(
+        folder.path / FOLDER,
+        parts.model,
+        parts.step,
+        context_of(parts, lambda: next((path.name for path in reversed(folder.checkpoints().all())), "")),
+        # Of a process without a screen only warnings are passed on.
+        notice=lambda text: notice(text, "info" if parts.world is None or parts.world.is_first else "warning"),
+        most=config.guard.capsules,
+        spikes=config.guard.capture_spikes,
+    )
+    parts.guard.observers.append(parts.recorder.observe)
+
+
+def context_of(parts: Assembly, checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
+    """What a run's capsules hold besides the step."""
+    config, world = parts.config, parts.world
+    return CapsuleContext(
         about={
             "workload": config.workload,
             "base_lr": config.optimizer.lr,
@@ -61,30 +78,37 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Callable[[str], No
         },
         window_of=lambda reading: window_of(parts, reading),
         names_of=lambda ids: _names(parts.workload, ids),
-        keeps_generators=parts.world is None,
+        is_ours=lambda reading: world is None or world.rank == _writer(reading),
+        is_whole=lambda reading: world is not None and not reading.faulty_ranks,
+        share_of=lambda reading: _share(parts, reading),
         config=to_yaml(config),
-        checkpoint=lambda: next((path.name for path in reversed(folder.checkpoints().all())), ""),
+        checkpoint=checkpoint,
     )
-    parts.recorder = Recorder(
-        folder.path / FOLDER,
-        parts.model,
-        parts.step,
-        context,
-        notice=notice,
-        most=config.guard.capsules,
-        spikes=config.guard.capture_spikes,
-    )
-    parts.guard.observers.append(parts.recorder.observe)
+
+
+def _writer(reading: Reading) -> int:
+    """The first process at fault; the first of all where gradients alone are not finite, which all of them share."""
+    return min(reading.faulty_ranks, default=0)
+
+
+def _share(parts: Assembly, reading: Reading) -> dict[str, Any]:
+    if parts.world is None or not reading.faulty_ranks or reading.window is None:
+        return {}
+    sizes = parts.train_loader.sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
+    return {"rank": parts.world.rank, "num_ranks": parts.world.size, "batch_sizes": [n for n in sizes if n > 0]}
 
 
 def window_of(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | None:
-    """As it was loaded; read again by epoch and window where it was trained before the run was resumed, and where each
-    of several processes has but its own part of it."""
-    kept = parts.recent.of(reading.attempted) if parts.recent is not None else None
+    """As it was loaded; read again by epoch and window where it was trained before the run was resumed. Of several
+    processes it is this one's own, or where none is known to be at fault, that of all."""
+    is_whole = parts.world is not None and not reading.faulty_ranks
+    kept = parts.recent.of(reading.attempted) if parts.recent is not None and not is_whole else None
     if kept is not None or reading.epoch is None or reading.window is None:
         return kept
     train, accumulate = parts.config.train, parts.step.accumulate
-    loader = Loader(parts.workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)
+    part = (0, 1) if parts.world is None or is_whole else (parts.world.rank, parts.world.size)
+    samples, seed = parts.workload.train_samples, train.seed
+    loader = Loader(samples, batch_size=train.batch_size, seed=seed, shuffle=True, part=part)
     return list(itertools.islice(loader.epoch(reading.epoch, reading.window * accumulate), accumulate))
 
 
@@ -139,7 +163,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
     return Subject(
         model=parts.model,
         loss=eager,
-        window=prepared_window(parts, window),
+        window=prepared_window(parts, window, capsule.about.get("batch_sizes", ()), _share_of(capsule)),
         state=capsule.state or _state_of_checkpoint(capsule),
         rng=capsule.rng,
         plan=parts.plan,
@@ -150,6 +174,10 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         frozen_state=dict(frozen),
         trained=step.trained_parameters(),
     )
+
+
+def _share_of(capsule: Capsule) -> Share | None:
+    return Share(capsule.about["rank"], capsule.about["num_ranks"]) if "rank" in capsule.about else None
 
 
 def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: str | None) -> Plan:

@@ -28,6 +28,7 @@ from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
 from halfstep.step.step import Step
+from halfstep.step.world import Share
 from halfstep.tune.compile_reason import compile_reason
 from halfstep.tune.compiled_shapes import CompiledShapes, batch_shape
 from halfstep.tune.compiler_warnings import CompilerWarnings
@@ -318,16 +319,19 @@ class Idle(dict[str, Tensor]):
     """A batch of a process that has none: it takes part in the step, and counts nowhere."""
 
 
-def prepared_window(parts: Assembly, window: list[Batch], sizes: Sequence[int] = ()) -> list[Batch]:
-    """A window as it was loaded, ready for the model."""
-    return list(_prepared(parts, window, sizes or [batch_length(batch) for batch in window]))
+def prepared_window(
+    parts: Assembly, window: list[Batch], sizes: Sequence[int] = (), share: Share | None = None
+) -> list[Batch]:
+    """A window as it was loaded, ready for the model; with `share` that of another process."""
+    sizes = sizes or [batch_length(batch) for batch in window]
+    return list(_prepared(parts, window, sizes, share or parts.world))
 
 
-def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int]) -> Iterator[Batch]:
+def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int], share: Share | None) -> Iterator[Batch]:
     place = 0
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
-        is_idle = parts.world is not None and parts.world.rows(size) == 0
-        row = 0 if parts.world is None or is_idle else parts.world.place(size)
+        is_idle = share is not None and share.rows(size) == 0
+        row = 0 if share is None or is_idle else share.place(size)
         key = Key.of_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
         prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,20 +37,12 @@ LOST = ("connection", *TIMED_OUT, "broken pipe", "peer", "nccl", "gloo", "socket
 Made = TypeVar("Made")
 
 
-class World:
-    """The processes of a run, this one among them, and how they talk."""
+@dataclass
+class Share:
+    """One process of several, and what it has of a batch that all of them train on."""
 
-    def __init__(self, *, limit_s: float = LIMIT_S) -> None:
-        self.rank, self.size, self.limit_s = dist.get_rank(), dist.get_world_size(), limit_s
-        self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
-        self.talking: list[DistributedDataParallel] = []
-        """What holds the connections to the others, besides torch."""
-        self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gathered((socket.gethostname(), os.getpid()))))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this one writes files and screen."""
-        return self.rank == 0
+    rank: int
+    size: int
 
     def rows(self, num: int, rank: int | None = None) -> int:
         """How many of a global batch's samples are this rank's; the first ranks have one more where they must."""
@@ -59,6 +52,23 @@ class World:
     def place(self, num: int) -> int:
         """Where this rank's samples begin in a global batch."""
         return self.rank * (num // self.size) + min(self.rank, num % self.size)
+
+
+class World(Share):
+    """The processes of a run, this one among them, and how they talk."""
+
+    def __init__(self, *, limit_s: float = LIMIT_S) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size())
+        self.limit_s = limit_s
+        self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
+        self.talking: list[DistributedDataParallel] = []
+        """What holds the connections to the others, besides torch."""
+        self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gathered((socket.gethostname(), os.getpid()))))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one writes files and screen."""
+        return self.rank == 0
 
     # --- talking, host to host ---
 

@@ -37,23 +37,23 @@ def dry_run(
         raise ConfigError(f"--target {target} is not a format to judge", fix=f"one of {', '.join(TARGETS)}")
     own_precision = {} if is_run(word) else {"precision": "fp32"}
     with at_hand(word, flags={**flags, **own_precision}, overrides=overrides) as (parts, engine, _):
-        windows = _windows(parts, num_batches)
+        windows = windows_of(parts, num_batches)
         found: list[Judged] = []
         for phase, own in engines_of(engine):
-            rows = judged(_subject(own, windows[0]), chosen, windows)
+            rows = judged(subject_of(own, windows[0]), chosen, windows)
             found += [_named(row, phase) for row in rows]
         if chosen == "bf16-true":
             found += _updates(parts, engine)
         return found
 
 
-def _windows(parts: Assembly, num: int) -> list[list[Batch]]:
+def windows_of(parts: Assembly, num: int) -> list[list[Batch]]:
     batches = itertools.islice(parts.train_loader.epoch(0), num)
     placed = ({name: value.to(parts.device) for name, value in batch.items()} for batch in batches)
     return [prepared_window(parts, [batch]) for batch in placed]
 
 
-def _subject(engine: Engine, window: list[Batch]) -> Subject:
+def subject_of(engine: Engine, window: list[Batch]) -> Subject:
     parts, step = engine.parts, engine.guarded
     return Subject(
         model=parts.model,
