@@ -261,3 +261,15 @@ def test_changes_that_nothing_in_the_line_asks_for_are_not_listed(tmp_path: Path
     found = replayed(tmp_path, constant_picture(), "bf16")
     assert len(found.tried) == 1
     assert found.tried[0].change.startswith("a denominator of at least 1e-4")
+
+
+def summed_in_fp32() -> Planted:
+    """In place, into a tensor of a format that the code names."""
+    model = Shaped(lambda x: torch.zeros(4, 4, dtype=torch.float32).addmm_(x.float(), x.float().mT) / 0.0)
+    return model, lambda b: model(b["x"]).mean(), {"x": numbers(4, 8)}
+
+
+@pytest.mark.parametrize("plant", [unwritten_class_weights, summed_in_fp32])
+def test_fp64_is_run_though_the_code_casts_to_fp32(tmp_path: Path, plant: Callable[[], Planted]) -> None:
+    in_fp64 = replayed(tmp_path, plant(), "fp32").diagnosis.attempts[-1]
+    assert (in_fp64.name, in_fp64.error) == ("fp64", "")

@@ -11,8 +11,10 @@ import torch
 
 from halfstep.cli.main import main
 from halfstep.evidence.proofs import clipping, nan_is_dropped, rates_are_scheduled
+from halfstep.report.page.read_run import read_run
 from halfstep.run.train import train
 from halfstep.step.clip import Clip
+from halfstep.use.verify import _skipped
 from halfstep.workloads import load
 from tiny_training import batch, loss_of, make_step
 
@@ -132,3 +134,15 @@ def test_rates_of_a_few_steps_follow_the_schedule() -> None:
     assert step.rates is not None
     step.rates.table = step.rates.table * 2
     assert not rates_are_scheduled(step, loss_of(step.model), [batch(0)])[0]
+
+
+def test_a_run_that_faults_ended_counts_the_steps_it_tried(tmp_path: Path) -> None:
+    """It stops between two lines of metrics: the last one is older than the faults."""
+    faults = [
+        {"kind": "event", "event": "skipped", "step": 6 + n, "bad_step": 4 + n, "reason": "loss is nan"}
+        for n in range(5)
+    ]
+    records = [{"kind": "train", "step": 4, "loss": 1.0}, *faults]
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert _skipped(read_run(tmp_path)).text.startswith("5 of 10 steps skipped; the last at step 8")

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import CheckpointError, HalfstepError, nearest
 from halfstep.evidence.capsule import Capsule, state_of
-from halfstep.evidence.patches import HALF, WithoutCasts
 from halfstep.evidence.ranges import Operation, Trace
 from halfstep.precision.apply import apply
 from halfstep.precision.frozen import apply_frozen_
@@ -201,8 +200,7 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
         part.to(dtype)
     torch.set_default_dtype(dtype)
     try:
-        with WithoutCasts((torch.float32, *HALF)):
-            yield
+        yield
     finally:
         torch.set_default_dtype(before)
 

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
+from halfstep.evidence.patches import HALF, WithoutCasts
 from halfstep.evidence.ranges import Operation, Range, twin_of
 from halfstep.evidence.recorder import not_finite
 from halfstep.evidence.samples import BadPlace, bad_places, culprit, outliers, row_name, sample_name, without
 from halfstep.formats import format_named
+from halfstep.precision.plan import Plan
 
 OVERFLOW = "overflow of the format"
 UNDERFLOW = "underflow or 0/0"
@@ -90,13 +92,20 @@ def run_all(subject: Subject) -> Runs:
         as_was=attempt(subject, "as it was", loss=compiled) if compiled else eager,
         eager=eager,
         fp32=attempt(subject, "fp32", in_fp32, traced=True),
-        fp64=attempt(subject, "fp64", in_fp32, dtype=torch.float64),
+        fp64=_in_fp64(subject, in_fp32),
         others={
             name: attempt(subject, name, loss=variant)
             for name, variant in subject.variants.items()
             if name != "as it was"
         },
     )
+
+
+def _in_fp64(subject: Subject, plan: Plan) -> Attempt:
+    """Without the code's own casts to less, where it can run without them."""
+    around = WithoutCasts((torch.float32, *HALF))
+    found = attempt(subject, "fp64", plan, dtype=torch.float64, around=around)
+    return attempt(subject, "fp64", plan, dtype=torch.float64) if found.error and around.lines else found
 
 
 def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Patch = Callable[[str, tuple[Any, ...], dict[str, Any]], Arguments | None]
 """New arguments for the function of this name; None: not one that it changes."""
 HALF = (torch.float16, torch.bfloat16)
+OURS = str(Path(__file__).resolve().parents[1])
+"""The casts of halfstep's own code are not the user's to leave out."""
 CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
 
 
@@ -75,7 +78,7 @@ class WithoutCasts(TorchFunctionMode):
             return result
         caller, given = sys._getframe(1), args[0]
         line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        is_own = not line.startswith(FOREIGN) and self.only in ("", line)
+        is_own = not line.startswith((*FOREIGN, OURS)) and self.only in ("", line)
         if not is_own or not given.is_floating_point() or given.itemsize <= result.itemsize:
             return result
         self.lines[line] = None

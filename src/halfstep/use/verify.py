@@ -131,13 +131,13 @@ def _memory(record: RunRecord) -> Line:
 
 
 def _skipped(record: RunRecord) -> Line:
-    trained = record.of_kind("train")
-    if not trained:
+    trained, events = record.of_kind("train"), record.of_kind("event")
+    if not trained and not events:
         return Line(name="skipped steps", holds=None, text="no step is on record")
-    events = record.of_kind("event")
+    attempted = max(int(one["step"]) for one in (*trained, *events))  # a run that faults end reports no more
     faults = [event for event in events if event.get("event") == "skipped"]
     routine = sum(event.get("event") == "overflow" for event in events)
-    text = f"{len(faults)} of {trained[-1]['step']} steps skipped" + (
+    text = f"{len(faults)} of {attempted} steps skipped" + (
         f", {routine} routine overflows" if routine else ""
     )
     text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""
