@@ -137,9 +137,7 @@ def _skipped(record: RunRecord) -> Line:
     attempted = max(int(one["step"]) for one in (*trained, *events))  # a run that faults end reports no more
     faults = [event for event in events if event.get("event") == "skipped"]
     routine = sum(event.get("event") == "overflow" for event in events)
-    text = f"{len(faults)} of {attempted} steps skipped" + (
-        f", {routine} routine overflows" if routine else ""
-    )
+    text = f"{len(faults)} of {attempted} steps skipped" + (f", {routine} routine overflows" if routine else "")
     text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""
     return Line(name="skipped steps", holds=not faults, text=text)
 
