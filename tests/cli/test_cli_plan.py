@@ -61,3 +61,37 @@ def test_mistakes_are_clear_errors(arguments: list[str], capsys: pytest.CaptureF
         main(["plan", *arguments])
     assert stopped.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tmp_path: Path) -> None:
+    picture = tmp_path / "memory.png"
+    words = ("unet", *SMALL, "train.batch_size=4", "--memory", "--precision", "bf16", "--mode", "eager")
+    found = json.loads(printed(*words, "--fit", "1GB", "--json", "--picture", str(picture)))
+    assert [row["memory"] for row in found["rows"]][:2] == ["normal", "8-bit optimizer"]
+    assert all(row["peak_bytes"] == sum(row["components"].values()) for row in found["rows"])
+    assert found["fits"][0]["largest_batch"] > 4
+    assert found["fits"][0]["batch_size"] == 4
+    assert picture.stat().st_size > 10_000
+    said = printed(*words, "--fit", "1GB")
+    assert "fits 1.0 GB, in order of predicted speed" in said
+    assert "traced for compile" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--memory", "--fit", "24 parsecs"), "no size of memory"),
+        (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
+        (("--memory", "--mode", "slow"), "--mode takes no 'slow'"),
+        (("--memory", "--precision", "fp32", "--mode", "eager", "--fit", "1MB"), "nothing fits 1 MB"),
+        (("--fit", "24GB"), "--memory --fit 24GB"),
+        (("--memory", "--picture", "x.docx"), "no ending of a picture"),
+    ],
+)
+def test_mistakes_in_a_memory_plan_are_clear_errors(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "unet", *SMALL, *words])
+    assert stopped.value.code == 2 or stopped.value.code == 1
+    assert said in " ".join(capsys.readouterr().err.split())

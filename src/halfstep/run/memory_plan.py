@@ -74,11 +74,12 @@ class MemoryPlanner:
     _timelines: dict[tuple[object, ...], list[Timeline]] = field(default_factory=dict)
     _traces: dict[tuple[object, ...], list[Trace]] = field(default_factory=dict)
     _fixed: dict[tuple[str, int], Fixed] = field(default_factory=dict)
+    _inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
         """Traced at its own batch, or from those of `base_batch` and its double: for looking at many batches."""
         fixed = self._fixed_of(cell)
-        raw, prepared = self.step.input_bytes(cell.batch_size)
+        raw, prepared = self._input_bytes(cell.batch_size)
         dynamic = self._dynamic(cell, base_batch)
         is_graph = cell.mode == "graph"
         moving = Counter(dynamic)
@@ -125,7 +126,9 @@ class MemoryPlanner:
             return [eager_timeline(trace) for trace in self._traced(how, recompute, batch_size, chains=False)]
         if mode == "graph" and how in HALF and has_triton():
             chained = self._traced(how, recompute, batch_size, chains=True)
-            if any(trace.is_chain for trace in chained):
+            if not any(trace.is_chain for trace in chained):
+                self._traces[how, recompute, batch_size, False] = chained
+            else:
                 return [eager_timeline(trace) if trace.is_chain else compiled_timeline(trace) for trace in chained]
         # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
         keeps_cheap = recompute != "pointwise"
@@ -143,6 +146,14 @@ class MemoryPlanner:
         if key not in self._fixed:
             self._fixed[key] = self.step.fixed(key[0], cell.setting)
         return self._fixed[key]
+
+    def _input_bytes(self, batch_size: int) -> tuple[int, int]:
+        """As loaded, and ready for the model: so much for each sample."""
+        if not self._inputs:
+            self._inputs = {size: self.step.input_bytes(size) for size in (2, 4)}
+        (raw, prepared), (more_raw, more_prepared) = self._inputs[2], self._inputs[4]
+        steps = (batch_size - 2) / 2
+        return int(raw + (more_raw - raw) * steps), int(prepared + (more_prepared - prepared) * steps)
 
     def _library_bytes(self, cell: Cell) -> int:
         traces = next(iter(self._traces.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,16 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.frozen import modules_of
 from halfstep.run.optimizing import Length, optimizing
 from halfstep.run.phases import phase_config, trains
+from halfstep.step.adamw8bit import AdamW8bit, empty_state
 from halfstep.step.adamw_bf16 import AdamWBf16, at_once
 from halfstep.step.batches import batch_length
+from halfstep.step.codes import signed_table, unsigned_table
 from halfstep.step.ema import CHUNK_ELEMENTS, Ema
 from halfstep.step.optimizers import CAPTURABLE
 from halfstep.tune.first_batch import first_batch
 from halfstep.tune.layout import convolves_images, in_layout_of
 from halfstep.tune.memory_limit import first_line
-from halfstep.tune.memory_low import NORMAL, MemorySetting
+from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.planner.pretence import Pretence
 from halfstep.tune.planner.trace import Recorder, Trace
 from halfstep.tune.step_cost import NoSamples
@@ -100,23 +102,26 @@ class PlannedStep:
 
     def fixed(self, precision: str, setting: MemorySetting) -> Fixed:
         """Weights, optimizer state and average, as the run would have them."""
+        signed_table(), unsigned_table()  # made of real numbers, once
         with self.pretence.entered(), _explained(self.config.workload):
             self._placed(precision, "none")
             model = self.workload.model
             frozen = [t for m in modules_of(self.workload.frozen).values() for t in (*m.parameters(), *m.buffers())]
             optimizers = [self._optimizer(turn, setting) for turn in self._turns()]
+            states = [_state_bytes(optimizer) for optimizer in optimizers]
+            updates = map(self._update_bytes, optimizers, states)
             average = Ema(model, self.workload.ema_parts).shadows if self.config.ema.enabled else []
             return Fixed(
                 weights=_bytes((*model.parameters(), *model.buffers())),
                 frozen=_bytes(frozen),
-                optimizer=sum(_state_bytes(optimizer) for optimizer in optimizers),
+                optimizer=sum(states),
                 average=_bytes(average),
-                update=max(map(self._update_bytes, optimizers)) + bool(average) * EMA_PIECES * 4 * CHUNK_ELEMENTS,
+                update=max(updates) + bool(average) * EMA_PIECES * 4 * CHUNK_ELEMENTS,
             )
 
     def input_bytes(self, batch_size: int) -> tuple[int, int]:
         """Of batches as they are loaded, and of one that is ready for the model."""
-        with self.pretence.entered():
+        with self.pretence.entered(), _explained(self.config.workload):
             prepared = self._batch(batch_size)
             raw = sum(t.nbytes for t in _of_size(self.raw, batch_size).values())
             return BATCHES_AHEAD * raw, _bytes(prepared.values())
@@ -192,27 +197,49 @@ class PlannedStep:
     def _optimizer(self, turn: _Turn, setting: MemorySetting) -> Optimizer:
         if turn.config.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
-        length = Length(1, 1)
-        model = self.workload.model
-        optimizer, _ = optimizing(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)
-        for group in optimizer.param_groups:
-            group.update({name: False for name in ("fused", "foreach", "capturable") if name in group})
-            for parameter in group["params"]:
-                parameter.grad = torch.empty_like(parameter)
-        with suppress(Exception):  # some read numbers to update; by then their state is there, and that is all we want
-            optimizer.step()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        return optimizer
+        model, length = self.workload.model, Length(1, 1)
+        return optimizing(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
 
-    def _update_bytes(self, optimizer: Optimizer) -> int:
+    def _update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """What an update takes besides the state: fp32 copies of bf16 weights, or a copy to take back a bad step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, AdamWBf16):
             return max(8 * sum(p.numel() for p in some) for some in at_once(parameters))
         is_selected = self.config.optimizer.name in CAPTURABLE
-        return _bytes(parameters) + _state_bytes(optimizer) if is_selected else 0
+        return _bytes(parameters) + state_bytes if is_selected else 0
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Of the state once it is built; parameters of one shape have the same."""
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            alike.setdefault((number, parameter.shape, parameter.dtype), []).append(parameter)
+    firsts = {parameters[0]: len(parameters) for parameters in alike.values()}
+    return sum(firsts[parameter] * _bytes(state) for parameter, state in _built_states(optimizer, list(firsts)))
+
+
+def _built_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    if isinstance(optimizer, AdamW8bit):
+        yield from ((p, [*empty_state(p).values(), *optimizer.low_of(p).values()]) for p in parameters)
+        return
+    held = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update({name: False for name in ("fused", "foreach", "capturable") if name in group})
+        group["params"] = [p for p in parameters if any(p is own for own in group["params"])]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer.step()
+    except Exception:
+        if not optimizer.state:
+            raise
+        # Some read numbers to update; by then their state is there, and that is all we want.
+    for group, all_of_them in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = all_of_them
+    for parameter in parameters:
+        parameter.grad = None
+        yield parameter, [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
 
 
 def planned_step(config: RunConfig, store: Store | None = None) -> PlannedStep:
@@ -260,10 +287,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _state_bytes(optimizer: Optimizer) -> int:
-    return _bytes(v for own in optimizer.state.values() for v in own.values() if isinstance(v, Tensor))
-
-
 @contextmanager
 def _explained(workload: str) -> Iterator[None]:
     try:
@@ -277,6 +300,3 @@ def _explained(workload: str) -> Iterator[None]:
             "(.item(), an `if` on a tensor, numpy)",
             fix="keep that out of forward and loss, or let the run find its batch: train.auto_batch=true",
         ) from error
-
-
-__all__ = ["NORMAL", "Fixed", "PlannedStep", "planned_step"]

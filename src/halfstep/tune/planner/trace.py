@@ -70,6 +70,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question about a tensor, such as where it is
+            return func(*args, **kwargs)
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         reads = tuple(dict.fromkeys(n for t in read if (n := self._number(t)) is not None))
         number = len(self.trace.ops)
@@ -81,8 +83,8 @@ class Recorder(TorchDispatchMode):
         name = func._opname
         self._name_half_copies(name, reads, new, made)
         is_view = not new and not func._schema.is_mutable
-        if not reads and not makes:
-            return made  # a question about a tensor, such as where it is
+        if not makes:
+            return made
         op = Op(name, reads, new, is_view, self.in_backward, _workspace_bytes(name, args))
         self.trace.ops.append(op)
         return made

@@ -1,0 +1,101 @@
+"""A memory plan as a table and as stacked bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
+from halfstep.report.tables import columns_table
+
+COLOURS = {
+    "weights": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "average": "#8fd3c0",
+    "frozen parts": "#5d6d7e", "half copies": "#f0e442", "activations": "#e69f00", "inputs": "#bdc3c7",
+    "workspaces": "#d55e00", "graph pool": "#cc79a7",
+}  # fmt: skip
+"""Okabe and Ito's, which colour-blind readers tell apart, and greys."""
+INCHES_A_ROW = 0.34
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    """One precision and memory level: bytes by component in the mode that is shown, and the totals of all modes."""
+
+    precision: str
+    level: str
+    components: Mapping[str, int]
+    totals: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitRow:
+    """What fits, as text."""
+
+    precision: str
+    level: str
+    largest_batch: int
+    batch: str
+    total: int
+    speed: str
+    words: str
+
+
+def memory_table(rows: Sequence[MemoryRow]) -> Table:
+    """Gigabytes by component; components that no row has are left out."""
+    names = [name for name in COLOURS if any(row.components.get(name) for row in rows)]
+    columns = {"precision": [row.precision for row in rows], "memory": [row.level for row in rows]}
+    columns |= {name.replace(" ", "\n"): [_gb(row.components.get(name, 0)) for row in rows] for name in names}
+    columns |= {mode: [_gb(row.totals[mode]) for row in rows] for mode in rows[0].totals}
+    return columns_table(columns, left=("precision", "memory"))
+
+
+def fit_table(rows: Sequence[FitRow]) -> Table:
+    """In order of predicted speed."""
+    columns = {
+        "precision": [row.precision for row in rows],
+        "memory": [row.level for row in rows],
+        "largest\nbatch": [f"{row.largest_batch:,}" for row in rows],
+        "batch x\naccumulate": [row.batch for row in rows],
+        "GB": [_gb(row.total) for row in rows],
+        "predicted\ntime": [row.speed for row in rows],
+    }
+    return columns_table(columns, left=("precision", "memory"))
+
+
+def _gb(size: int) -> str:
+    if not size:
+        return "-"
+    value = size / 1e9
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_bytes: int = 0) -> None:
+    """Write stacked bars, one a row; a line where the device's memory ends."""
+    figure = new_figure((10.5, 1.8 + INCHES_A_ROW * len(rows)))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
+    axes = figure.subplots()
+    places, ends = range(len(rows)), [0.0] * len(rows)
+    for name, colour in COLOURS.items():
+        sizes = [row.components.get(name, 0) / 1e9 for row in rows]
+        if any(sizes):
+            axes.barh(places, sizes, left=ends, height=0.72, color=colour, label=name, edgecolor="white", linewidth=0.4)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    for place, end in enumerate(ends):
+        axes.annotate(f"{end:.2f} GB", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+    if limit_bytes:
+        axes.axvline(limit_bytes / 1e9, color=INK, linestyle="--", linewidth=1)
+    axes.set_yticks(places, [f"{row.precision}  {row.level}" for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, 1.15 * max([*ends, limit_bytes / 1e9]))
+    axes.set_xlabel("predicted peak memory, GB", fontsize=9, color=FAINT)
+    axes.tick_params(labelsize=9, labelcolor=INK, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)
+    save_figure(figure, path)

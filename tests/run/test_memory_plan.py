@@ -1,0 +1,262 @@
+"""The memory plan: held against what real steps take, on the CPU where each storage can be counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfstep.config.schema import RunConfig
+from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
+from halfstep.hardware.gpus import known_gpu
+from halfstep.measure.live_bytes import LiveBytes
+from halfstep.run.assemble import build_workload
+from halfstep.run.memory_fit import (
+    fitting,
+    largest_batch,
+    levels_of,
+    notes_of,
+    precisions_of,
+    read_size,
+    refuse_nothing_fits,
+)  # fmt: skip
+from halfstep.run.memory_plan import Cell, MemoryPlanner
+from halfstep.run.planned_step import PlannedStep, planned_step
+from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.tune.first_batch import first_batch
+from halfstep.tune.memory_low import NORMAL, MemorySetting
+from halfstep.tune.planner.timeline import eager_timeline
+from halfstep.workloads import load
+from tiny_workload import build as build_tiny
+
+UNET = ("unet", "model.base_channels=4", "model.depth=2", "data.image_size=32", "train.batch_size=4")
+GPT2 = (
+    "gpt2",
+    "model.depth=2",
+    "model.heads=2",
+    "model.dim=64",
+    "model.context=32",
+    "model.vocab=300",
+    "train.batch_size=4",
+)
+
+
+def config_of(*words: str) -> RunConfig:
+    config = load(words[0], flags={"data_dir": "random"}, overrides=words[1:]).config
+    return config.model_copy(update={"data": config.data.model_copy(update={"dir": None})})
+
+
+def planner_of(*words: str) -> MemoryPlanner:
+    return MemoryPlanner(planned_step(config_of(*words)))
+
+
+@pytest.fixture(scope="module")
+def unet() -> MemoryPlanner:
+    return planner_of(*UNET)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> MemoryPlanner:
+    return planner_of(*GPT2)
+
+
+def cell(precision: str = "bf16", mode: Any = "eager", batch_size: int = 4, accumulate: int = 1, **levers: Any) -> Cell:
+    setting = MemorySetting(**levers)
+    return Cell(precision=precision, mode=mode, batch_size=batch_size, accumulate=accumulate, setting=setting)
+
+
+def tiny(*words: str) -> RunConfig:
+    return load("tiny_workload:build", flags={}, overrides=["train.batch_size=8", *words]).config
+
+
+# --- what is traced ---
+
+
+def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
+    config = tiny()
+    workload = build_workload(config)
+    batch = workload.prepared(first_batch(config, workload), key=(0, 0, 0), training=True)
+    with LiveBytes() as live:
+        loss, _ = workload.weighed_loss(workload.forward(workload.model.train(), batch), batch)
+        loss.backward()
+    step = planned_step(config)
+    [trace] = step.traces("fp32", "none", 8, chains=False)
+    blocks = sum(-value.num_bytes % 512 for value in trace.values)
+    for value in trace.values:
+        assert value.num_bytes % 512 == 0
+    predicted = eager_timeline(trace).peak().total()
+    assert live.peak <= predicted <= live.peak + 512 * len(trace.values) + blocks
+
+
+def test_tracing_leaves_the_model_as_it_was() -> None:
+    workload = build_tiny(tiny())
+    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
+    step = PlannedStep(tiny(), workload, first_batch(tiny(), workload))
+    step.traces("bf16-true", "none", 8, chains=False)
+    step.fixed("bf16-true", MemorySetting(optimizer_bits=8))
+    after = workload.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    assert all(type(p) is torch.nn.Parameter and p.requires_grad for p in workload.model.parameters())
+
+
+def test_autocast_halves_activations_and_keeps_a_half_copy_of_each_weight_it_casts(gpt2: MemoryPlanner) -> None:
+    half, full = gpt2.predict(cell("bf16")).components, gpt2.predict(cell("fp32")).components
+    assert full["half copies"] == 0
+    assert 0 < half["half copies"] <= full["weights"] // 2 + 512 * 100
+    assert half["activations"] < 0.8 * full["activations"]
+    assert gpt2.predict(cell("fp16")).components == half
+
+
+def test_weights_in_bf16_take_half_and_their_low_halves_stand_with_the_optimizer(gpt2: MemoryPlanner) -> None:
+    true, full = gpt2.predict(cell("bf16-true")).components, gpt2.predict(cell("fp32")).components
+    assert true["weights"] == pytest.approx(full["weights"] / 2, rel=0.01)
+    assert true["optimizer"] == pytest.approx(full["optimizer"] * 5 / 4, rel=0.01)
+
+
+def test_eight_bit_moments_take_what_the_real_optimizer_allocates(gpt2: MemoryPlanner) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(p.shape)) for p in gpt2.step.workload.model.parameters()]
+    optimizer = AdamW8bit(parameters, lr=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = (value for own in optimizer.state.values() for value in own.values() if isinstance(value, Tensor))
+    expected = sum(value.untyped_storage().nbytes() for value in states)
+    assert gpt2.predict(cell(optimizer_bits=8)).components["optimizer"] == expected
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
+def test_each_lever_saves_in_its_own_component(gpt2: MemoryPlanner, mode: Any) -> None:
+    normal = gpt2.predict(cell(mode=mode)).components
+    blocks = gpt2.predict(cell(mode=mode, recompute="blocks")).components
+    small = gpt2.predict(cell(mode=mode, optimizer_bits=8)).components
+    assert blocks["activations"] < normal["activations"]
+    assert small["optimizer"] < normal["optimizer"] / 3
+    assert {n: s for n, s in small.items() if n != "optimizer"} == {n: s for n, s in normal.items() if n != "optimizer"}
+
+
+def test_a_compiled_step_keeps_no_more_than_an_eager_one_and_a_captured_one_pays_for_its_pool(
+    unet: MemoryPlanner,
+) -> None:
+    eager, compiled, graph = (unet.predict(cell(mode=mode)) for mode in ("eager", "compile", "graph"))
+    assert compiled.components["activations"] <= eager.components["activations"]
+    assert graph.components["graph pool"] > 0 == compiled.components["graph pool"]
+
+
+def test_accumulating_has_all_gradients_in_every_forward_pass(gpt2: MemoryPlanner) -> None:
+    once, often = gpt2.predict(cell()), gpt2.predict(cell(accumulate=4))
+    assert often.components["gradients"] >= gpt2.predict(cell()).components["weights"]
+    assert often.total > once.total
+
+
+def test_a_batch_between_two_that_were_traced_needs_what_its_own_trace_says(unet: MemoryPlanner) -> None:
+    asked = cell(batch_size=6)
+    assert unet.predict(asked, base_batch=4).total == pytest.approx(unet.predict(asked).total, rel=1e-3)
+
+
+def test_average_and_select_optimizers_are_counted() -> None:
+    plain, more = (
+        planner_of(*UNET, *words).predict(cell()).components
+        for words in ((), ("ema.enabled=true", "optimizer.name=adafactor"))
+    )
+    assert plain["average"] == 0
+    assert more["average"] == pytest.approx(more["weights"], rel=0.01)
+    assert 0 < more["optimizer"] < plain["optimizer"]
+
+
+# --- every kind of workload ---
+
+
+def test_phases_take_the_larger_one_and_the_state_of_all() -> None:
+    config = load("phased_workload:build", flags={}, overrides=["train.batch_size=8"]).config
+    planner = MemoryPlanner(planned_step(config))
+    assert len(planner.step.traces("fp32", "none", 8, chains=False)) == 2
+    found = planner.predict(cell("fp32", batch_size=8)).components
+    assert found["optimizer"] == pytest.approx(2 * found["weights"], rel=0.1)
+
+
+def test_frozen_parts_are_stored_in_half_and_have_no_gradients() -> None:
+    config = load("frozen_workload:build", flags={}, overrides=["train.batch_size=4"]).config
+    planner = MemoryPlanner(planned_step(config))
+    half, full = (planner.predict(cell(precision)).components["frozen parts"] for precision in ("bf16", "fp32"))
+    assert 0 < half < full
+
+
+def test_a_model_that_reads_values_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = build_tiny(tiny())
+
+    def forward(model: Any, batch: Any) -> Tensor:
+        out: Tensor = model(batch["image"])
+        return out if out.sum().item() > 0 else -out
+
+    step = PlannedStep(tiny(), dataclasses.replace(workload, forward=forward), first_batch(tiny(), workload))
+    with pytest.raises(ModelError, match=r"cannot be traced.*_local_scalar_dense") as caught:
+        step.traces("fp32", "none", 8, chains=False)
+    assert "train.auto_batch=true" in caught.value.fix
+
+
+# --- what fits ---
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(unet: MemoryPlanner) -> None:
+    limit = unet.predict(cell(batch_size=37), base_batch=4).total
+    largest = largest_batch(unet, cell(), limit)
+    assert largest == 37
+    assert largest_batch(unet, cell(), 1000) == 0
+
+
+def test_rows_that_fit_come_fastest_first_and_keep_the_effective_batch(unet: MemoryPlanner) -> None:
+    config = unet.step.config
+    limit = int(0.7 * unet.predict(cell("bf16")).total)
+    fits = fitting(unet, config, limit, "eager", ("fp32", "bf16"), known_gpu("A100"), most=2)
+    assert [fit.relative_time for fit in fits] == sorted(fit.relative_time for fit in fits)
+    assert fits[0].prediction.cell.precision == "bf16"
+    assert fits[0].prediction.cell.setting == NORMAL
+    assert fits[0].batch_size < 4
+    assert fits[0].accumulate > 1
+    assert all(fit.batch_size * fit.accumulate >= 4 and fit.prediction.total <= limit for fit in fits)
+    assert any("BatchNorm" in note for note in notes_of(unet, config, fits))
+
+
+def test_a_larger_batch_comes_with_its_learning_rate(gpt2: MemoryPlanner) -> None:
+    config = gpt2.step.config
+    fits = fitting(gpt2, config, 10**9, "eager", ("bf16",))
+    note = next(note for note in notes_of(gpt2, config, fits) if "would fit" in note)
+    expected = config.optimizer.lr * (fits[0].largest_batch / 4) ** 0.5
+    assert f"optimizer.lr={expected:.3g}" in note
+
+
+def test_where_nothing_fits_the_least_that_is_needed_is_said(gpt2: MemoryPlanner) -> None:
+    assert fitting(gpt2, gpt2.step.config, 1000, "eager", ("bf16",)) == []
+    with pytest.raises(MemoryLimitError, match="nothing fits 1 kB") as caught:
+        refuse_nothing_fits(gpt2, gpt2.step.config, 1000, "eager", "1 kB")
+    assert "bf16-true" in caught.value.why
+
+
+def test_levels_are_those_the_model_and_its_optimizer_have(gpt2: MemoryPlanner) -> None:
+    assert len(levels_of(gpt2, gpt2.step.config)) == 6
+    own = MemoryPlanner(planned_step(tiny("optimizer.name=sgd")))
+    assert levels_of(own, own.step.config) == [NORMAL]
+
+
+def test_a_gpu_is_asked_for_formats_it_has() -> None:
+    assert "bf16" not in precisions_of(known_gpu("v100"))
+    assert "bf16-true" in precisions_of(known_gpu("H200"))
+    with pytest.raises(HardwareError, match="unknown GPU"):
+        known_gpu("RTX 9999 Quantum")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GB", 24 * 10**9), ("24", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("800mb", 8 * 10**8), ("2e10", 2 * 10**10)],
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert read_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "-3GB", "0", "24 parsecs", "1.2.3GB", "nan"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no size of memory"):
+        read_size(text)

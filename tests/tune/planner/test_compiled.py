@@ -1,0 +1,75 @@
+"""What a compiled step keeps: held against trying every set of values."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from halfstep.tune.planner.compiled import _Cut, compiled_timeline
+from halfstep.tune.planner.timeline import eager_timeline
+from halfstep.tune.planner.trace import Op, Trace, Value
+
+KILO = 1000
+
+
+def trace_of(forward: list[tuple[str, list[int], int]], needed: list[int]) -> Trace:
+    """Value 0 is the input; each operation makes the next value. Backward reads `needed`, one by one, pointwise."""
+    trace = Trace([Value(KILO, -1)])
+    for number, (name, reads, size) in enumerate(forward):
+        trace.values.append(Value(size, number, ended_at=len(forward) + len(needed) - 1))
+        trace.ops.append(Op(name, tuple(reads), (number + 1,), is_view=False, in_backward=False))
+    for value in needed:
+        trace.values.append(Value(1, len(trace.ops), ended_at=len(trace.ops)))
+        made = (len(trace.values) - 1,)
+        trace.ops.append(Op("mul", (value,), made, is_view=False, in_backward=True))
+    return trace
+
+
+def can_be_computed(value: int, kept: set[int], cut: _Cut) -> bool:
+    if value in kept or cut.nodes[value].is_fixed:
+        return True
+    maker = cut.nodes[value].maker
+    return maker is not None and cut.is_again[value] and all(can_be_computed(r, kept, cut) for r in maker.reads)
+
+
+def size_of(kept: set[int], cut: _Cut) -> int:
+    return sum(cut.nodes[n].num_bytes for n in kept)
+
+
+def test_no_set_of_values_that_backward_can_work_from_is_smaller_than_what_is_kept() -> None:
+    draw = random.Random(0)
+    for _ in range(40):
+        forward = [
+            (
+                draw.choice(["add", "gelu", "mm", "mul"]),
+                draw.sample(range(n + 1), min(n + 1, 2)),
+                draw.randint(1, 9) * 512,
+            )
+            for n in range(7)
+        ]
+        needed = draw.sample(range(1, 8), 3)
+        cut = _Cut(trace_of(forward, needed), keeps_cheap=True)
+        kept = cut.kept()
+        assert all(can_be_computed(value, kept, cut) for value in needed)
+        sets = (set(s) for k in range(8) for s in itertools.combinations(range(1, 8), k))
+        least = min(size_of(s, cut) for s in sets if all(can_be_computed(v, s, cut) for v in needed))
+        assert size_of(kept, cut) == least
+
+
+def test_a_pointwise_chain_is_computed_again_from_its_product() -> None:
+    forward = [("mm", [0], 4 * KILO), ("gelu", [1], 4 * KILO), ("add", [2], 8 * KILO)]
+    kept = _Cut(trace_of(forward, [2, 3]), keeps_cheap=True).kept()
+    assert kept == {1}
+
+
+def test_what_a_product_of_backward_reads_is_kept_unless_everything_cheap_is_computed_again() -> None:
+    trace = trace_of([("mm", [0], 4 * KILO), ("gelu", [1], 4 * KILO)], [])
+    trace.ops.append(Op("mm", (2,), (), is_view=False, in_backward=True))
+    assert _Cut(trace, keeps_cheap=True).kept() == {2}
+    assert _Cut(trace, keeps_cheap=False).kept() == {1}
+
+
+def test_values_between_two_operations_that_fuse_take_no_memory() -> None:
+    forward = [("mm", [0], 512), ("exp", [1], 512 * 100), ("mul", [2], 512 * 100), ("sum", [3], 512)]
+    trace = trace_of(forward, [4])
+    assert compiled_timeline(trace).peak().total() < 512 * 10 < eager_timeline(trace).peak().total()
