@@ -138,7 +138,7 @@ def _rows(planner: MemoryPlanner, config: RunConfig, mode: Mode, precisions: Seq
                 for other in ALL_MODES
             }  # fmt: skip
             found = {other: planner.predict(cell) for other, cell in cells.items()}
-            totals = {other: prediction.total for other, prediction in found.items()}
+            totals: dict[str, int] = {other: prediction.total for other, prediction in found.items()}
             row = MemoryRow(
                 precision=precision, level=str(setting), components=found[mode].components, totals=totals
             )  # fmt: skip
