@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("words", nargs="*", help="settings of halfstep train")
     arguments = parser.parse_intermixed_args()
-    words = [f"data.dir={arguments.data}", *COMMON, *WORDS[arguments.workload], *arguments.words]
+    said = {word.partition("=")[0] for word in arguments.words}
+    own = [word for word in (*COMMON, *WORDS[arguments.workload]) if word.partition("=")[0] not in said]
+    words = [f"data.dir={arguments.data}", *own, *arguments.words]
     rows: dict[str, Any] = {"trained": []}
     for seed in range(arguments.seeds):
         with tempfile.TemporaryDirectory() as scratch:

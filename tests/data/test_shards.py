@@ -66,6 +66,17 @@ def test_of_a_tar_cut_short_the_whole_samples_are_left(tmp_path: Path) -> None:
     assert (videos.frames(0, 0, 6) == clip(0)[0]).all()
 
 
+def test_wherever_a_tar_is_cut_what_is_left_can_be_read(tmp_path: Path) -> None:
+    shards(tmp_path, "v", (3,))
+    path = tmp_path / "v-000000.tar"
+    whole = path.read_bytes()
+    for end in range(6000, len(whole), 400):
+        path.write_bytes(whole[:end])
+        videos = ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("skip"))
+        for index in range(len(videos.videos)):
+            assert (videos.frames(index, 0, 6) == clip(index)[0]).all()
+
+
 def test_a_packed_tar_is_refused_with_the_way_out(tmp_path: Path) -> None:
     shards(tmp_path, "v", (1,))
     plain = tmp_path / "v-000000.tar"

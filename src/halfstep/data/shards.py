@@ -104,9 +104,11 @@ def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
 
 def _members(path: Path, bad_files: BadFiles) -> Iterator[tuple[str, Place]]:
     try:
+        end = path.stat().st_size
         with tarfile.open(path, "r:") as shard:
             for member in shard:
-                if member.isreg():
+                # Of a file cut short the last member's header may be there, and its content not.
+                if member.isreg() and member.offset_data + member.size <= end:
                     yield member.name, Place(path=path, offset=member.offset_data, size=member.size)
     except (tarfile.TarError, OSError, EOFError) as error:
         bad_files.report(

@@ -32,7 +32,7 @@ from halfstep.models.plain_layers import Checks, always, are_plain, has_bias
 from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled
 from halfstep.models.slot_attention import Mlp
 
-HIDDEN_BYTES: dict[Recompute, int] = {"none": 320 << 20, "pointwise": 160 << 20, "blocks": 80 << 20}
+HIDDEN_BYTES: dict[Recompute, int] = {"none": 640 << 20, "pointwise": 160 << 20, "blocks": 80 << 20}
 """Largest hidden map of a chunk, by what memory may cost: six of them are alive at once."""
 SEED = 2.0**-8
 KNOWN: Checks = {nn.Linear: has_bias, nn.ReLU: always, nn.Sequential: always, Mlp: lambda mlp: not mlp.residual}
@@ -201,10 +201,13 @@ def _chunk_step(
     ]
     at = _through_relu(at_top.to(dtype), top).view(x.shape)
     for_hidden: list[Tensor] = []
-    for matrix, below in zip(reversed(matrices), reversed(maps[:-1]), strict=True):
-        for_hidden = [torch.mm(at.t(), below).float(), at.sum(0, dtype=torch.float32), *for_hidden]
-        at = _through_relu(torch.mm(at, matrix), below)
-    at_first = at.view(frames, slots, positions, width)
+    for place in reversed(range(len(matrices))):
+        for_hidden = [torch.mm(at.t(), maps[place]).float(), at.sum(0, dtype=torch.float32), *for_hidden]
+        at = torch.mm(at, matrices[place])
+        if place > 0:
+            at = _through_relu(at, maps[place])
+    # Signs of the first map come from the two small tensors it is the sum of: the map is not read again.
+    at_first = torch.where(of_slots.unsqueeze(2) + of_positions > 0, at.view(frames, slots, positions, width), 0)
     at_slots = at_first.sum(2, dtype=torch.float32)
     at_positions = at_first.sum((0, 1), dtype=torch.float32)
     return error.square().sum(), masks, at_slots, [at_positions, *grads, *for_hidden]
