@@ -16,7 +16,7 @@ from torch import nn
 from typer.main import get_command
 
 import halfstep as hs
-from doc_pages import PAGES, ROOT, Shown, blocks, commands, inline, shell_lines
+from doc_pages import PAGES, ROOT, Shown, after_halfstep, blocks, commands, inline, shell_lines
 from halfstep.cli.main import app_with, main, with_dashes
 from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
 from halfstep.config.keys import fields_of, sections_of
@@ -65,6 +65,15 @@ def test_every_command_line_parses_and_its_settings_exist(shown: Shown, words: l
         COMMANDS[name].make_context(name, list(rest))
     keys = [word.partition("=")[0] for word in rest if re.match(r"[a-z_]+(\.[\w*]+)+=", word)]
     assert [key for key in keys if not is_known(key)] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_every_help_text_parse(name: str) -> None:
+    text = importlib.import_module(f"halfstep.cli.{name.replace('-', '_')}").command.__doc__
+    lines = [Shown(name, line.strip()) for line in text.splitlines() if line.strip().startswith("halfstep ")]
+    assert lines, "a help text has an example"
+    for words in (words for line in lines for words in after_halfstep(line)):
+        COMMANDS[words[0]].make_context(words[0], with_dashes(words[1:]))
 
 
 @pytest.mark.parametrize(("shown", "words"), TRAINED, ids=map(named, (shown for shown, _ in TRAINED)))

@@ -21,7 +21,7 @@ from halfstep.kernels.layout import row_stride
 SUM_COLUMNS, SUM_WARPS = 64, 8
 STATISTICS_ROWS, GRADIENT_ROWS = 64, 32
 SUM_PROGRAMS = 4 * 132
-"""Four a multiprocessor of an H200; more would lengthen the second sum, over programs. This and the tiles are the
+"""Four per multiprocessor of an H200; more would lengthen the second sum, over programs. This and the tiles are the
 fastest of those tried there on maps of 67 to 411 MB."""
 MAP_COLUMNS, MAP_ROWS, MAP_TILES = 128, 32, 4
 MAP_VALUES = 512

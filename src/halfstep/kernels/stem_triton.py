@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     programs: int = 2 * 132
-    """At most, where each leaves a part of a sum: so many a multiprocessor of an H200. More would lengthen the second
+    """At most, where each leaves a part of a sum: so many per multiprocessor of an H200. More would lengthen the second
     sum, over programs."""
 
 

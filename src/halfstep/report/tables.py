@@ -26,7 +26,7 @@ WORD_STYLES = {
 
 
 def plain_table(*titles: str) -> Table:
-    """The house style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
+    """Our style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
         table.add_column(title, style="bold" if index == 0 else "", no_wrap=index == 0)

@@ -1,4 +1,4 @@
-"""The average of all weights moved in one launch: 12 bytes a weight, where separate operators move 40.
+"""The average of all weights moved in one launch: 12 bytes per weight, where separate operators move 40.
 
 Tensors are found through a table, one column for each: addresses of weight and average, and the number of values.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, TILES, WARPS = 1024, 4, 4
-"""Eight values a thread at a time; tiles of a program, which looks its addresses up once."""
+"""Eight values per thread at a time; tiles of a program, which looks its addresses up once."""
 
 AVERAGE, LENGTH = 1, 2
 """Rows of the table; the weight's is 0."""

@@ -4,7 +4,7 @@
     step.close(facts)                                   the iteration: loss scale and counters, on the device
 
 A phase that is bad is dropped alone. Each step guards the buffers of the whole model: the forward pass of one network
-may run another, and write its BatchNorm statistics. To the rest of the house a `PhasedStep` is what a `Step` is: it
+may run another, and write its BatchNorm statistics. To all other code a `PhasedStep` is what a `Step` is: it
 counts (iterations), it has an average, a scaler and a state.
 """
 

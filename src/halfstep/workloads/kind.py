@@ -1,4 +1,4 @@
-"""Kind: all that the rest of the house may ask of a family of workloads.
+"""Kind: all that other packages may ask of a family of workloads.
 
 A family gives its parts as import paths, so that `--help` and config files are read without torch, and is one entry in
 `KINDS`. A workload of the user's own is a Kind at an import path (`my_pkg.my_mod:KIND`), or `build` alone; it gets what

@@ -70,7 +70,7 @@ class Lines:
 
 
 def write_demo(folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL) -> None:
-    """`train.txt`, `val.txt` and what they cost in nats a character, into `folder`, which appears when complete."""
+    """`train.txt`, `val.txt` and what they cost in nats per character, into `folder`, which appears when complete."""
     with whole_folder(folder) as unfinished:
         costs = {}
         for number, (part, num_lines) in enumerate((("train", num_train), ("val", num_val))):
