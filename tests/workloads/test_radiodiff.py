@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 from torch import nn
 
+from halfstep.data.latent_cache import open_latents, write_latents
 from halfstep.data.seeds import Key
-from halfstep.errors import ConfigError, ModelError, TrainingStopped
+from halfstep.errors import ConfigError, DataError, ModelError, TrainingStopped
 from halfstep.models.radio_vae import RadioVAE
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
@@ -68,6 +69,28 @@ def test_resume_is_exact_with_dropout_and_a_frozen_part(tmp_path: Path, data: Pa
     train_diffusion(parts, data, vae, train__max_steps=2)
     resume(parts, "train.max_steps=3")
     assert_same_bits(final_state(whole)[0], final_state(parts)[0])
+
+
+def test_training_on_latents_from_disk_is_training_on_maps_and_other_latents_are_refused(
+    tmp_path: Path, data: Path, vae: Path
+) -> None:
+    """The first stage has no dropout, so what it says of a map is the same in every step."""
+    kept = tmp_path / "latents.safetensors"
+    steady = {"data__cache_file": str(kept), "model__dropout": 0.0, "model__pyramid__stochastic_depth": 0.0}
+    plain = train_diffusion(tmp_path / "plain", data, vae, **steady, train__max_steps=2)
+    cached = train_diffusion(tmp_path / "cached", data, vae, **steady, data__cache="latents", train__max_steps=2)
+    one, other = ([row["loss"] for row in read(run / "metrics.jsonl") if row["kind"] == "train"]
+                  for run in (plain, cached))  # fmt: skip
+    assert other == pytest.approx(one, rel=1e-4)
+    made = kept.read_bytes()
+    resume(cached, "train.max_steps=3")
+    assert kept.read_bytes() == made
+    tensors = open_latents(kept)
+    write_latents(kept, len(tensors.moments), tuple(tensors.moments.shape[1:]), [tensors.moments + 1], {
+        name: value for name, value in tensors.meta.items() if name != "sha256"
+    })  # fmt: skip
+    with pytest.raises(DataError, match="other latents"):
+        resume(cached, "train.max_steps=4")
 
 
 def test_validation_samples_every_map_and_pictures_are_drawn(trained: Path) -> None:

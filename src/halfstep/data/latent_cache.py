@@ -8,10 +8,11 @@ written under a temporary name: it exists whole or not at all.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,49 @@ def open_latents(path: Path) -> LatentCache:
     # Copy on write: torch wants writable memory, and nobody writes.
     mapped = np.memmap(path, dtype=np.float32, mode="c", offset=start, shape=shape)
     return LatentCache(path=path, moments=torch.from_numpy(mapped), meta=meta)
+
+
+def opened_or_written(
+    path: Path, mark: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
+) -> tuple[LatentCache, bool]:
+    """The file where it has this fingerprint, else written anew from `rows()`; and whether it was."""
+    if path.is_file():
+        try:
+            found = open_latents(path)
+            if found.meta.get(FINGERPRINT) == mark:
+                return found, False
+        except DataError:
+            pass  # broken: made again, which the caller says
+    elif path.exists():
+        raise DataError(f"{path} is a folder", fix="another place: data.cache_file=FILE")
+    if path.is_file() and not path.name.startswith(".halfstep-latents") and path.suffix != ".safetensors":
+        raise DataError(f"{path} exists and holds no latents", fix="another name: data.cache_file=FILE.safetensors")
+    made = rows()
+    first = next(made)
+    write_latents(path, num, tuple(first.shape[1:]), itertools.chain([first], made), {FINGERPRINT: mark, **meta})
+    return open_latents(path), True
+
+
+def told_of_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
+    """What the header adds where a run trained on other bits, by their SHA-256; a file that was not made now is
+    refused."""
+    if stored in ("", cache.checksum):
+        return ""
+    if not is_new:
+        raise DataError(
+            f"{cache.path} holds other latents than the run was trained on",
+            why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
+            fix="put the file back, or delete it: it is made again, and the run goes on, but not bit for bit",
+        )
+    return "; made again with other bits: from here on the run is not an exact continuation"
+
+
+def checksum_of(net: Any) -> str:
+    """SHA-256 of its weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(net.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class CachedLatents:

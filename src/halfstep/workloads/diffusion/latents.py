@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.data.latent_cache import FINGERPRINT, LatentCache, open_latents, write_latents
+from halfstep.data.latent_cache import LatentCache, checksum_of, opened_or_written
 from halfstep.data.loader import Samples
 from halfstep.data.packed import fingerprint_of
-from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import fp32_island
 from halfstep.models.diffusers_nets import decoded, encoded_moments
 from halfstep.models.posterior import drawn, posterior
@@ -137,24 +137,10 @@ def opened_or_made(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[LatentCache, bool]:
     """The moments of all pictures, training ones first, and whether they were made now."""
-    path, mark = cache_path(config, data.root), fingerprint(config, data, vae, format_name)
-    if path.is_file():
-        try:
-            found = open_latents(path)
-            if found.meta.get(FINGERPRINT) == mark:
-                return found, False
-        except DataError:
-            pass  # broken: made again, which the caller says
-    elif path.exists():
-        raise DataError(f"{path} is a folder", fix="another place: data.cache_file=FILE")
-    if path.is_file() and not path.name.startswith(".halfstep-latents") and path.suffix != ".safetensors":
-        raise DataError(f"{path} exists and holds no latents", fix="another name: data.cache_file=FILE.safetensors")
+    mark, num = fingerprint(config, data, vae, format_name), len(data.train) + len(data.val)
     views = 2 if config.data.flip else 1
-    rows = _encoded(config, data, vae, format_name, device, views, progress)
-    first = next(rows)
-    num = len(data.train) + len(data.val)
-    write_latents(path, num, tuple(first.shape[1:]), _chained(first, rows), {FINGERPRINT: mark, "format": format_name})
-    return open_latents(path), True
+    rows = partial(_encoded, config, data, vae, format_name, device, views, progress)
+    return opened_or_written(cache_path(config, data.root), mark, num, rows, format=format_name)
 
 
 def fingerprint(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> str:
@@ -166,14 +152,6 @@ def fingerprint(config: DiffusionConfig, data: PictureData, vae: Any, format_nam
         "format": format_name,
     }
     return fingerprint_of(data.root, (data.train.paths, data.val.paths), settings)
-
-
-def checksum_of(vae: Any) -> str:
-    """SHA-256 of its weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(vae.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 @torch.no_grad()
@@ -205,8 +183,3 @@ def _encoded(
             done += len(places)
             progress(done, total)
             yield moments
-
-
-def _chained(first: Tensor, others: Iterator[Tensor]) -> Iterator[Tensor]:
-    yield first
-    yield from others

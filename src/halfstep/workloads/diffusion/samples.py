@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.data.latent_cache import CachedLatents
+from halfstep.data.latent_cache import CachedLatents, checksum_of, told_of_resume
 from halfstep.data.loader import Samples
 from halfstep.data.pack_progress import PackingBar
-from halfstep.errors import DataError, ModelError
+from halfstep.errors import ModelError
 from halfstep.workloads.diffusion.conditions import Conditions, TextConditions
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import PictureData, WithTokens, square_pictures
-from halfstep.workloads.diffusion.latents import Choice, cache_path, checksum_of, chosen_format, opened_or_made
+from halfstep.workloads.diffusion.latents import Choice, cache_path, chosen_format, opened_or_made
 from halfstep.workloads.diffusion.networks import Parts, training_device
 
 Store = Mapping[str, Any]
@@ -80,14 +80,7 @@ def _cached(
     with PackingBar(path) as bar:
         cache, is_new = opened_or_made(config, data, parts.vae, form, training_device(config), bar)
     line = f"cached in {path}, " + ("with mirror images" if cache.moments.shape[1] > 1 else "without augmentation")
-    if stored["latents_sha256"] not in ("", cache.checksum):
-        if not is_new:
-            raise DataError(
-                f"{path} holds other latents than the run was trained on",
-                why=f"SHA-256 {cache.checksum[:12]}… instead of {stored['latents_sha256'][:12]}…",
-                fix="put the file back, or delete it: it is made again, and the run goes on, but not bit for bit",
-            )
-        line += "; made again with other bits: from here on the run is not an exact continuation"
+    line += told_of_resume(cache, stored["latents_sha256"], is_new=is_new)
     split = len(data.train)
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
     for part, words in zip(extra, tokens or (), strict=tokens is not None):

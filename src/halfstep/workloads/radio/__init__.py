@@ -32,6 +32,7 @@ VAE_KIND = Kind(
 KIND = Kind(
     builder=f"{_HERE}.build:build",
     config=RadioDiffConfig,
+    pack=f"{_HERE}.latents:pack",
     demo=f"{_HERE}.demo:write_demo",
     random_store=f"{_HERE}.random_data:random_store",
     random_batch=f"{_HERE}.random_data:random_batch",

@@ -30,6 +30,7 @@ from halfstep.workloads.radio.config import RadioDiffConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
 from halfstep.workloads.radio.ddm import ddm_loss, noised, sampled, sampling_times, times_of
 from halfstep.workloads.radio.first_stage import MEASURED_ON_HOST, first_stage, measured_scale
+from halfstep.workloads.radio.latents import MOMENTS, with_latents
 from halfstep.workloads.radio.pictures import sample_pictures
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.workload import Workload
@@ -55,6 +56,7 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     if store is None:
         scale, why_scale = _scale(config, stage.vae, stage.scale_factor, data)
         store = store_of(config, stage.sizes, scale)
+    data, store = with_latents(config, data, stage.vae, store)
     model = unet_of(config, store)
     if is_new:  # a stored run's checkpoint brings its own weights
         if config.model.pyramid.weights:
@@ -166,7 +168,8 @@ class Denoising:
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         unet = cast(RadioUNet, model)
         with torch.no_grad():
-            x0 = self.scale * drawn(*self.vae.encode(batch["map"]), batch["posterior"])
+            mean, log_variance = batch[MOMENTS].chunk(2, 1) if MOMENTS in batch else self.vae.encode(batch["map"])
+            x0 = self.scale * drawn(mean, log_variance, batch["posterior"])
             x_t = noised(x0, batch["time"], batch["noise"])
         features = unet.condition(batch["condition"])
         drift, predicted = unet.denoise(x_t, batch["time"], features)

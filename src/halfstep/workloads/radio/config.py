@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from halfstep.config.schema import (
     DataConfig,
@@ -43,6 +43,20 @@ class RadioDataConfig(DataConfig):
     threshold: float = Field(
         default=0.0, ge=0, lt=1, description="Gains below it are 0, the rest is stretched; RadioUNet has 0.2"
     )
+
+
+class RadioDiffDataConfig(RadioDataConfig):
+    """The same, with latents on disk."""
+
+    cache: Literal["off", "latents"] = Field(
+        default="off", description="latents: encode every training map once, not in every step"
+    )
+    cache_file: str | None = Field(default=None, min_length=1, description="Where latents are; default: in data.dir")
+
+    @field_validator("cache", mode="before")
+    @classmethod
+    def off_by_any_name(cls, value: object) -> object:
+        return "off" if value is None or value is False else value
 
 
 class FirstStageConfig(Section):
@@ -227,7 +241,7 @@ class RadioDiffConfig(RunConfig):
         "train.epochs": 8,
     }
 
-    data: RadioDataConfig = RadioDataConfig()
+    data: RadioDiffDataConfig = RadioDiffDataConfig()
     model: RadioDiffModelConfig = RadioDiffModelConfig()
     optimizer: RadioOptimizerConfig = RadioOptimizerConfig()
     schedule: RadioScheduleConfig = RadioScheduleConfig()

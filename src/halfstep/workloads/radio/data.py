@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +20,8 @@ from halfstep.workloads.radio.config import RadioDataConfig
 class RadioData:
     """What was found."""
 
-    train: RadioMaps
+    train: Any
+    """RadioMaps, or samples made of them."""
     val: RadioMaps
     about: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
