@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
-from halfstep.data.latent_cache import open_latents
+from halfstep.data.latent_cache import open_latents, write_latents
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.diffusers_nets import open_net
 from halfstep.report.run_report import RunReport
@@ -118,7 +118,7 @@ def test_other_latents_at_resume_are_refused_and_lost_ones_made_again(data: Path
     own = file.read_bytes()
     # The same pictures and VAE, other numbers: as another library version might give them.
     cache = open_latents(file)
-    latents.write_latents(file, 24, (2, 4, 4, 4), [cache.moments + 1], {"fingerprint": cache.meta["fingerprint"]})
+    write_latents(file, 24, (2, 4, 4, 4), [cache.moments + 1], {"fingerprint": cache.meta["fingerprint"]})
     with pytest.raises(DataError, match="other latents than the run was trained on"):
         resume(run, "train.max_steps=2")
     file.unlink()
