@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pty
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
@@ -25,6 +28,42 @@ def process(call: Callable[..., object], *arguments: Any, output: Path) -> Itera
     finally:
         started.kill()
         started.join()
+
+
+@contextmanager
+def at_terminal(call: Callable[..., object], *arguments: Any) -> Iterator[tuple[ForkServerProcess, int]]:
+    """`call` at a pseudo-terminal of its own, with this process's environment, and the handle of the terminal's other
+    end. Ctrl-C typed into it is a signal as at a desk, and closing it signals as well."""
+    handle, its_end = pty.openpty()
+    sits, seat = FORKED.Pipe(duplex=False)
+    arguments = (os.ttyname(its_end), seat, dict(os.environ), call, arguments)
+    started = FORKED.Process(target=_call_at_terminal, args=arguments)
+    started.start()
+    seat.close()
+    sits.poll(60)
+    os.close(its_end)  # not before it is open there, or the terminal would be gone
+    try:
+        yield started, handle
+    finally:
+        started.kill()
+        started.join()
+
+
+def _call_at_terminal(
+    name: str, seat: Any, environment: dict[str, str], call: Callable[..., object], given: Any
+) -> None:
+    nothing_waits_for_the_disk()
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)  # the first one that a session opens controls it
+    for stream in (0, 1, 2):
+        os.dup2(terminal, stream)
+    os.close(terminal)
+    seat.close()
+    sys.stdin = os.fdopen(0)
+    call(*given)
 
 
 def nothing_waits_for_the_disk() -> None:

@@ -9,11 +9,10 @@ import re
 import select
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -23,20 +22,11 @@ from halfstep.cli.main import main
 from halfstep.hardware.driver import Driver
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
-
-pty = pytest.importorskip("pty", reason="no pseudo-terminals on this system: the terminal was NOT tested")
+from warm_processes import at_terminal
 
 QUICK = ("guide", "--device", "cpu", "--no-measure")
 Capture = pytest.CaptureFixture[str]
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-LAUNCHER = """
-import fcntl, os, signal, sys, termios
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.executable, [sys.executable, "-m", "halfstep", *sys.argv[1:]])
-"""
-"""Makes the pseudo-terminal the controlling one, so that Ctrl-C is a signal as at a desk; background jobs ignore it."""
 
 
 @pytest.fixture
@@ -201,7 +191,7 @@ def test_input_that_ends_early_leaves_nothing_behind(
 class Terminal:
     """A process at the other end of a pseudo-terminal."""
 
-    def __init__(self, process: subprocess.Popen[bytes], handle: int) -> None:
+    def __init__(self, process: ForkServerProcess, handle: int) -> None:
         self.process, self.handle, self.text = process, handle, ""
 
     def expect(self, words: str, *, within_s: float = 60.0) -> str:
@@ -216,12 +206,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.handle, text.encode())
 
-    def end(self) -> tuple[int, str]:
+    def end(self) -> tuple[int | None, str]:
         """Exit code and all that was printed since."""
         until = time.monotonic() + 60
         while self._read() and time.monotonic() < until:
             pass
-        return self.process.wait(timeout=30), self.text
+        self.process.join(timeout=30)
+        return self.process.exitcode, self.text
 
     def _read(self) -> bool:
         if not select.select([self.handle], [], [], 1.0)[0]:
@@ -236,24 +227,12 @@ class Terminal:
 
 @contextmanager
 def terminal(*argv: str) -> Iterator[Terminal]:
-    handle, other_end = pty.openpty()
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, *argv],
-        stdin=other_end,
-        stdout=other_end,
-        stderr=other_end,
-        start_new_session=True,
-        env=environment,
-    )
-    os.close(other_end)
-    try:
-        yield Terminal(process, handle)
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        os.close(handle)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "COLUMNS": "100"}.items():
+            patch.setenv(name, value)
+        with at_terminal(main, argv) as (process, handle):
+            yield Terminal(process, handle)
+            os.close(handle)
 
 
 def test_a_person_at_a_terminal_is_led_to_a_config(place: Path, capsys: Capture) -> None:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
 from halfstep.workloads.segmentation.demo import write_demo
+from warm_processes import process
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def test_the_loop_of_ones_own_skips_the_bad_step_and_learns() -> None:
-    command = [sys.executable, str(EXAMPLES / "own_loop.py"), "fp32"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    outcomes = [line for line in done.stdout.splitlines() if line.startswith("Outcome")]
+def run_script(name: str, word: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.argv = [name, word]
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def ran(name: str, word: str, said: Path) -> tuple[int | None, str]:
+    with process(run_script, name, word, output=said) as script:
+        script.join(timeout=120)
+        return script.exitcode, said.read_text()
+
+
+def test_the_loop_of_ones_own_skips_the_bad_step_and_learns(tmp_path: Path) -> None:
+    code, said = ran("own_loop.py", "fp32", tmp_path / "said")
+    assert code == 0, said
+    outcomes = [line for line in said.splitlines() if line.startswith("Outcome")]
     assert "step 15 skipped" in outcomes[1]
     assert float(outcomes[-1].split("loss ")[1].split(",")[0]) < 0.3
 
@@ -47,13 +58,15 @@ def test_the_unet_script_trains_on_a_folder_of_ones_own(tmp_path: Path, monkeypa
     ("script", "word", "says"),
     [("own_loop.py", "fp7", "unknown precision 'fp7'"), ("train_unet.py", "no/such/folder", "no/such/folder")],
 )
-def test_a_mistake_is_an_error_in_words(tmp_path: Path, script: str, word: str, says: str) -> None:
-    command = [sys.executable, str(EXAMPLES / script), word]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert says in done.stderr
-    assert "fix: " in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_a_mistake_is_an_error_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, word: str, says: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    code, said = ran(script, word, tmp_path / "said")
+    assert code == 1
+    assert said.startswith("error: ")
+    assert says in said
+    assert "fix: " in said
+    assert "Traceback" not in said
+    assert not list((tmp_path / "here").iterdir())

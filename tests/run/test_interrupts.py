@@ -2,84 +2,78 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import pty
 import signal
-import subprocess
-import sys
-import termios
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+import tiny_workload
+from halfstep.cli.main import main
 from halfstep.errors import Interrupted
 from halfstep.run import train as training
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.interrupts import HEARD, interrupts
 from halfstep.workloads import load
+from warm_processes import at_terminal, process
 from whole_runs import TINY, run
 
-SLOW = """
-import sys, time
-sys.path.insert(0, {tests!r})
-import tiny_workload
-from tiny_workload import Samples
 
-def slow(self, index, *, key, fetch=Samples.sample):
-    if key[1] >= {slow_from}:
-        print("slow", flush=True)
-        {pause}
-    return fetch(self, index, key=key)
-
-Samples.sample = slow
-from halfstep.cli.main import main
-main(sys.argv[1:])
-"""
-"""From this epoch on a sample takes a minute: what a user does who waits for the step to finish."""
-SLEEP = "time.sleep(60)"
-ONE_LONG_CALL = "__import__('hashlib').pbkdf2_hmac('sha256', b'', b'', 100_000_000)"
-"""Minutes in which the interpreter runs no handler, as in a kernel."""
+def sleep() -> None:
+    time.sleep(60)
 
 
-def start(out: Path, *, slow_from: int, pause: str = SLEEP, terminal: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    tests = str(Path(__file__).resolve().parent.parent)
+def one_long_call() -> None:
+    """Minutes in which the interpreter runs no handler, as in a kernel."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000_000)
+
+
+def endless(out: str, slow_from: int, pause: Callable[[], None]) -> None:
+    """From this epoch on a sample takes a minute, as for a user who waits for the step to finish."""
+    fetch = tiny_workload.Samples.sample
+
+    def slow(self: Any, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        if key[1] >= slow_from:
+            print(SLOW, flush=True)
+            pause()
+        return fetch(self, index, key=key)
+
+    tiny_workload.Samples.sample = slow  # type: ignore[method-assign]
     settings = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "train.epochs": 100_000}.items()]
-    program = SLOW.format(tests=tests, slow_from=slow_from, pause=pause)
-    command = [sys.executable, "-c", program, "train", "tiny_workload:build", *settings, "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, text=True, env=environment, start_new_session=True,
-        preexec_fn=None if terminal == subprocess.PIPE else own_terminal,
-    )  # fmt: skip
+    main(["train", "tiny_workload:build", *settings, "--out", out])
 
 
-def own_terminal() -> None:
-    """As a login shell has one: closing it then signals."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+SLOW = "a slow sample\n"
 
 
-def stopped_twice(out: Path, *, slow_from: int, pause: str) -> tuple[int, str, float]:
-    """Exit code, stderr, and the seconds from the second Ctrl-C to the end."""
-    with start(out, slow_from=slow_from, pause=pause) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        while "slow" not in process.stdout.readline():
-            assert process.poll() is None, process.stderr.read()
-        process.send_signal(signal.SIGINT)
-        heard = process.stderr.readline()
-        sent = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        code = process.wait(timeout=30)
-        return code, heard + process.stderr.read(), time.monotonic() - sent
+def stopped_twice(out: Path, *, slow_from: int, pause: Callable[[], None]) -> tuple[int | None, str, float]:
+    """Exit code, what was said, and the seconds from the second Ctrl-C to the end."""
+    said = out.with_name("said")
+    with process(endless, str(out), slow_from, pause, output=said) as stopped:
+        assert stopped.pid is not None
+        for words in (SLOW, HEARD):
+            until = time.monotonic() + 60
+            while words not in (said.read_text() if said.exists() else ""):
+                assert stopped.is_alive(), said.read_text()
+                assert time.monotonic() < until, said.read_text()
+                time.sleep(0.01)
+            sent = time.monotonic()
+            os.kill(stopped.pid, signal.SIGINT)
+        stopped.join(timeout=30)
+        return stopped.exitcode, said.read_text().replace(SLOW, "").strip("\n"), time.monotonic() - sent
 
 
-@pytest.mark.parametrize("pause", [SLEEP, ONE_LONG_CALL])
-def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(tmp_path: Path, pause: str) -> None:
+@pytest.mark.parametrize("pause", [sleep, one_long_call])
+def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(
+    tmp_path: Path, pause: Callable[[], None]
+) -> None:
     code, said, took_s = stopped_twice(tmp_path / "run", slow_from=2, pause=pause)
     assert code == 130
     assert took_s < 20
@@ -92,9 +86,9 @@ def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(tmp_
     Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
 
 
-@pytest.mark.parametrize("pause", [SLEEP, ONE_LONG_CALL])
+@pytest.mark.parametrize("pause", [sleep, one_long_call])
 def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_cannot_be_resumed(
-    tmp_path: Path, pause: str
+    tmp_path: Path, pause: Callable[[], None]
 ) -> None:
     code, said, _ = stopped_twice(tmp_path / "run", slow_from=0, pause=pause)
     assert code == 130
@@ -172,14 +166,13 @@ def test_listening_ends_with_its_block() -> None:
 
 def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
     """It takes standard output and error away as well: nothing can be printed any more."""
-    ours, theirs = pty.openpty()
-    with start(tmp_path / "run", slow_from=10**9, terminal=theirs) as process:
-        os.close(theirs)
+    with at_terminal(endless, str(tmp_path / "run"), 10**9, sleep) as (left, terminal):
         deadline = time.monotonic() + 60
         while not Checkpoints(tmp_path / "run" / "checkpoints").all() and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.close(ours)
-        assert process.wait(timeout=60) == 129
+        os.close(terminal)
+        left.join(timeout=60)
+        assert left.exitcode == 129
     Checkpoints(tmp_path / "run" / "checkpoints").load_newest(on_damaged=pytest.fail)
 
 

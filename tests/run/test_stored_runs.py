@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from halfstep.cli.main import main
+from warm_processes import process
 
 STORED = Path(__file__).parent / "stored_runs"
 ROUNDING = 1e-4
@@ -30,8 +31,10 @@ def test_a_run_of_version_0_1_goes_on_as_that_version_did(workload: str, tmp_pat
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("DATA_DIR", str(tmp_path / "data")))
     # A process of its own: what ran before in this one may have switched oneDNN off, and sums would round otherwise.
-    call = [sys.executable, "-m", "halfstep", "train", "--resume", str(tmp_path / "run"), "train.max_steps=9"]
-    subprocess.run(call, check=True, capture_output=True)
+    words, said = ["train", "--resume", str(tmp_path / "run"), "train.max_steps=9"], tmp_path / "said"
+    with process(main, words, output=said) as resumed:
+        resumed.join(timeout=120)
+        assert resumed.exitcode == 0, said.read_text()
     is_same_machine = json.loads((STORED / workload / "after" / "where.json").read_text()) == here()
     for name in ("model", "ema"):
         expected = load_file(STORED / workload / "after" / f"{name}.safetensors")
