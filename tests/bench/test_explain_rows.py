@@ -52,27 +52,18 @@ def ours(problem: Problem, hardware: Hardware, mode: str = "eager", *, simulate:
     return Ours(problem, "bf16" if simulate else "fp32", mode, hardware, simulate=simulate)  # type: ignore[arg-type]
 
 
-def test_halfsteps_own_step_is_known_to_be_fused_prefetched_and_in_its_layout(
-    problem: Problem, hardware: Hardware
-) -> None:
+def test_halfsteps_own_step_is_known_to_be_in_its_layout(problem: Problem, hardware: Hardware) -> None:
     facts = facts_of(ours(problem, hardware), problem, hardware, FLOPS)
-    assert (facts.mode, facts.channels_last, facts.fused_optimizer, facts.prefetches) == ("eager", True, True, True)
-    assert (facts.batch_size, facts.bandwidth_gb_s) == (2, 12.0)
-    assert facts.channels_last_speedup == pytest.approx(1.5)
+    assert (facts.channels_last, facts.bandwidth_gb_s) == (True, 12.0)
     assert facts.floor_ms == pytest.approx(FLOPS / 0.1e12 * 1e3)
 
 
-@pytest.mark.parametrize(
-    ("variant", "mode", "by_hand"),
-    [("documented", "compile", False), ("tuned", "compile", True), ("graphs", "graph", True)],
-)
+@pytest.mark.parametrize(("variant", "by_hand"), [("documented", False), ("tuned", True), ("graphs", True)])
 def test_a_peer_is_known_by_how_far_its_user_went(
-    problem: Problem, hardware: Hardware, variant: str, mode: str, by_hand: bool
+    problem: Problem, hardware: Hardware, variant: str, by_hand: bool
 ) -> None:
     [peer] = peers([f"plain:{variant}"], problem, "bf16")
-    facts = facts_of(peer, problem, hardware, FLOPS)
-    assert (facts.mode, facts.channels_last, facts.fused_optimizer) == (mode, by_hand, by_hand)
-    assert not facts.prefetches
+    assert facts_of(peer, problem, hardware, FLOPS).channels_last == by_hand
 
 
 def test_a_peer_that_keeps_the_contiguous_layout_in_strict_fp32_on_cuda_is_known_to(
@@ -80,8 +71,7 @@ def test_a_peer_that_keeps_the_contiguous_layout_in_strict_fp32_on_cuda_is_known
 ) -> None:
     on_cuda = dataclasses.replace(problem, device=torch.device("cuda"))
     [peer] = peers(["plain:tuned"], on_cuda, "fp32")
-    facts = facts_of(peer, on_cuda, hardware, FLOPS)
-    assert (facts.channels_last, facts.fused_optimizer) == (False, True)
+    assert not facts_of(peer, on_cuda, hardware, FLOPS).channels_last
 
 
 def test_rows_are_explained_or_say_why_not(problem: Problem, hardware: Hardware) -> None:
@@ -100,7 +90,6 @@ def test_rows_are_explained_or_say_why_not(problem: Problem, hardware: Hardware)
     assert all(words in reason for words, reason in zip(("simulated", "out of memory", "CUDA"), reasons, strict=True))
     assert isinstance(explained, Explanation)
     assert explained.title == "halfstep eager fp32"
-    assert not any("prefetch" in change.setting for change in explained.changes)
     assert explained.data_wait_ms is None
 
 
@@ -153,12 +142,11 @@ def explained_on(folder: Path, hardware: Hardware, *, workers: int, sample_s: fl
     return found
 
 
-def test_the_wait_for_the_users_own_data_is_measured_and_advised(folder: Path, hardware: Hardware) -> None:
+def test_the_wait_for_the_users_own_data_is_measured_and_noted(folder: Path, hardware: Hardware) -> None:
     found = explained_on(folder, hardware, workers=0, sample_s=0.03)
     assert 60 <= found.data_wait_ms < found.step_ms
-    first = found.changes[0]
-    assert (first.title, first.gain_ms) == ("read data faster", found.data_wait_ms)
-    assert first.setting.startswith("data.num_workers=")
+    assert f"{found.data_wait_ms:.2f} ms" in found.notes[0]
+    assert "data.num_workers=" in found.notes[0]
     assert explained_on(folder, hardware, workers=0, sample_s=0.0).data_wait_ms < 20
 
 

@@ -26,11 +26,7 @@ STEPS = 4
 
 FACTS = StepFacts(
     precision="fp32",
-    mode="eager",
     channels_last=True,
-    fused_optimizer=True,
-    prefetches=False,
-    batch_size=4,
     device=torch.device("cpu"),
     device_name="a small CPU",
     flops=1e6,
@@ -100,11 +96,6 @@ def test_a_step_takes_time_by_the_clock(explanation: Explanation) -> None:
     assert explanation.floor_ms == pytest.approx(0.1)
 
 
-def test_no_change_promises_more_than_the_step_or_a_graph_on_a_cpu(explanation: Explanation) -> None:
-    assert all(0 < change.gain_ms < explanation.step_ms for change in explanation.changes)
-    assert "train.fast=graph" not in {change.setting for change in explanation.changes}
-
-
 def test_json_is_plain_and_complete(explanation: Explanation) -> None:
     content = json.loads(json.dumps(explanation.to_json()))
     assert {field.name for field in dataclasses.fields(explanation)} == set(content)
@@ -119,8 +110,7 @@ def test_the_console_shows_kinds_findings_and_notes(explanation: Explanation) ->
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("tiny eager fp32 on a small CPU", "convolution backward", "memory-bound", "launch gaps", "floor"):
         assert words in shown
-    for change in explanation.changes:
-        assert change.setting in shown
+    assert f"note: {explanation.notes[0]}"[:60] in shown
 
 
 RECORD = {

@@ -57,11 +57,7 @@ class EagerUNet:
 def explanation() -> Explanation:
     facts = StepFacts(
         precision="bf16",
-        mode="eager",
         channels_last=False,
-        fused_optimizer=False,
-        prefetches=False,
-        batch_size=8,
         device=torch.device("cuda"),
         device_name=torch.cuda.get_device_name(),
     )
@@ -98,12 +94,6 @@ def test_the_device_is_never_busier_than_the_clock_says(explanation: Explanation
     assert explanation.launch_gap_ms <= explanation.step_ms
 
 
-def test_settings_that_are_off_are_advised(explanation: Explanation) -> None:
-    settings = {change.setting for change in explanation.changes}
-    assert settings & {"train.fast=compile", "train.fast=graph", "train.channels_last=true"}
-    assert not any(setting.startswith("--precision") for setting in settings)
-
-
 class SlowSamples:
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -130,5 +120,5 @@ def test_a_captured_step_that_waits_for_its_own_data_says_so(tmp_path: Path) -> 
     # Two workers bring a batch in 40 ms, and the step takes a few.
     assert found.data_wait_ms is not None
     assert 20 < found.data_wait_ms < found.step_ms
-    assert found.changes[0].title == "read data faster"
+    assert "waiting for the loader" in found.notes[0]
     assert found.launch_gap_ms < 0.5 * found.step_ms

@@ -1,17 +1,20 @@
-"""`halfstep bench --explain`: where a step's time goes, and the three changes that would gain most."""
+"""`halfstep bench --explain`: where a step's time goes."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfstep.bench.explain_advice import MOST_CHANGES, WORTH_SAYING, Change, advise, is_host_bound
 from halfstep.bench.explain_facts import Breakdown, KernelTime, StepFacts, breakdown
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import FeedOf, timed_steps, trace
 from halfstep.bench.runner import Runner
 
 TOP_KERNELS = 10
+WORTH_SAYING = 0.01
+"""Share of the step; less is within the spread of a measurement."""
+HOST_BOUND = 0.1
+"""Share of launch gaps in a step from which the host sets the pace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +54,6 @@ class Explanation:
     kinds: tuple[KindTime, ...]
     """The longest first; they add up to `kernel_ms`."""
     top_kernels: tuple[KernelTime, ...]
-    changes: tuple[Change, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +64,7 @@ class Explanation:
 
 
 def explain(runner: Runner, *, steps: int, facts: StepFacts, feed: FeedOf | None = None) -> Explanation:
-    """Time and profile `steps` steps of a runner, and say what would make them faster; `feed` where it reads data."""
+    """Time and profile `steps` steps of a runner; `feed` where it reads data."""
     num_timed = timed_steps(steps, facts.num_workers) if feed else steps
     step = breakdown(trace(runner, steps=steps, device=facts.device, feed=feed, num_workers=facts.num_workers), facts)
     return explained(step, facts, title=f"{runner.name} {runner.variant} {runner.precision}", num_steps=num_timed)
@@ -70,7 +72,6 @@ def explain(runner: Runner, *, steps: int, facts: StepFacts, feed: FeedOf | None
 
 def explained(step: Breakdown, facts: StepFacts, *, title: str, num_steps: int) -> Explanation:
     """The explanation of a step that was taken apart already."""
-    changes = advise(step, facts)
     memory_ms = step.memory_bound_share * step.kernel_ms
     return Explanation(
         title=title,
@@ -90,8 +91,7 @@ def explained(step: Breakdown, facts: StepFacts, *, title: str, num_steps: int) 
         optimizer_share=step.share(Kind.OPTIMIZER),
         kinds=_kinds(step),
         top_kernels=step.kernels[:TOP_KERNELS],
-        changes=changes,
-        notes=_notes(step, facts, changes),
+        notes=_notes(step, facts),
     )
 
 
@@ -104,12 +104,11 @@ def _kinds(step: Breakdown) -> tuple[KindTime, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.ms, row.kind)))
 
 
-def _notes(step: Breakdown, facts: StepFacts, changes: tuple[Change, ...]) -> tuple[str, ...]:
+def _notes(step: Breakdown, facts: StepFacts) -> tuple[str, ...]:
     notes = []
-    if len(changes) < MOST_CHANGES:
-        found = {0: "no setting gains", 1: "only one setting gains", 2: "only two settings gain"}[len(changes)]
-        notes.append(f"{found} {WORTH_SAYING:.0%} of the step or more; the others are on, or have nothing to save")
-    if is_host_bound(step, facts):
+    if facts.faster_data and (step.data_wait_ms or 0.0) >= WORTH_SAYING * step.step_ms:
+        notes.append(f"{step.data_wait_ms:.2f} ms per step waiting for the loader: {facts.faster_data}")
+    if facts.device.type == "cuda" and step.launch_gap_ms > HOST_BOUND * step.step_ms:
         notes.append("the host is slower than the device: shorter kernels alone change little")
     turned = next((k for k in step.kernels if k.kind is Kind.LAYOUT), None)
     if facts.channels_last and turned and step.ms(Kind.LAYOUT) >= WORTH_SAYING * step.step_ms:

@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 
 from halfstep.bench.explain_kernels import MEMORY_BOUND, Kind, kind_of_kernel, kind_of_operator
-from halfstep.bench.explain_trace import Trace, covered_us
-from halfstep.bench.explain_words import OURS
+from halfstep.bench.explain_trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,16 +19,9 @@ class StepFacts:
 
     precision: str
     """The canonical word: fp32, tf32, bf16, fp16, fp8."""
-    mode: Literal["eager", "compile", "graph"]
     channels_last: bool
-    fused_optimizer: bool
-    prefetches: bool
-    """The next batch is copied to the device during the step."""
-    batch_size: int
     device: torch.device
     device_name: str
-    runner: str = OURS
-    """Its name: advice is worded for whom it is given."""
     num_workers: int = 0
     """Processes that read data."""
     faster_data: str = ""
@@ -39,8 +30,6 @@ class StepFacts:
     """Counted for one step, forward and backward."""
     matmul_tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Measured rate by precision; a precision that is not there was not measured."""
-    channels_last_speedup: float | None = None
-    """Of a convolution in this precision, measured: its rate in NHWC over its rate in NCHW."""
     bandwidth_gb_s: float | None = None
 
     @property
@@ -75,8 +64,6 @@ class Breakdown:
     """Host time blocked in fetching; None where no data were read."""
     exposed_wait_ms: float
     """That part of it in which nothing runs."""
-    exposed_copy_ms: float
-    """Copies from the host during which nothing else runs."""
 
     @property
     def kernel_ms(self) -> float:
@@ -109,8 +96,6 @@ class Breakdown:
 def breakdown(trace: Trace, facts: StepFacts) -> Breakdown:
     """Add up a trace by kernel, a step."""
     kind_of = kind_of_kernel if facts.device.type == "cuda" else kind_of_operator
-    others = [event for event in trace.events if kind_of(event.name) is not Kind.COPY_IN]
-    exposed_us = covered_us(trace.events) - covered_us(others)
     return Breakdown(
         kernels=_by_kernel(trace, kind_of),
         step_ms=trace.step_ms,
@@ -118,7 +103,6 @@ def breakdown(trace: Trace, facts: StepFacts) -> Breakdown:
         launch_gap_ms=trace.launch_gap_ms,
         data_wait_ms=trace.data_wait_ms,
         exposed_wait_ms=trace.exposed_wait_ms,
-        exposed_copy_ms=trace.a_step_ms(exposed_us),
     )
 
 

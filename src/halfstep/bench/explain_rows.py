@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from halfstep.bench.apart import apart
 from halfstep.bench.bench import STOPPED, Tell
@@ -22,15 +21,12 @@ from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import plan_for
 from halfstep.run.waiting import num_cores, way_out
-from halfstep.step.optimizers import FUSED, FUSED_DEVICES
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import wants_channels_last
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
-Mode = Literal["eager", "compile", "graph"]
-OUR_MODES: dict[str, Mode] = {"eager": "eager", "compile": "compile", "graph": "graph"}
-PEER_MODES: dict[str, Mode] = {"documented": "compile", "tuned": "compile", "graphs": "graph"}
+MODES = ("eager", "compile", "graph")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +40,11 @@ class NotExplained:
 def refuse_unexplainable(modes: Iterable[str], steps: int) -> None:
     """Raise ConfigError for what no row could be explained with, before anything is measured."""
     for mode in modes:
-        if mode not in OUR_MODES:
+        if mode not in MODES:
             raise ConfigError(
                 f"--modes {mode} cannot be explained",
                 why="it is one of the others",
-                fix=f"--modes {','.join(OUR_MODES)}",
+                fix=f"--modes {','.join(MODES)}",
             )
     refuse_too_few(steps)
 
@@ -97,30 +93,22 @@ def _in_turn(
 
 def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -> StepFacts:
     """How this runner makes its step."""
-    mode, channels_last, is_fused, prefetches = _habits(runner, problem, hardware)
     return StepFacts(
         precision=runner.precision,
-        mode=mode,
-        channels_last=channels_last,
-        fused_optimizer=is_fused,
-        prefetches=prefetches,
-        batch_size=problem.samples,
+        channels_last=_keeps_channels_last(runner, hardware),
         device=problem.device,
         device_name=hardware.name,
-        runner=runner.name,
         num_workers=problem.config.data.num_workers,
         faster_data=_faster_data(runner),
         flops=flops,
         matmul_tflops=_matmul_rates(hardware),
-        channels_last_speedup=hardware.layout_gain(runner.precision),
         bandwidth_gb_s=hardware.bandwidth_gb_s,
     )
 
 
-def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Mode, bool, bool, bool]:
-    """Mode, channels_last, fused optimizer, prefetch."""
+def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
     if isinstance(runner, PeerRunner):
-        return PEER_MODES[runner.variant], runner.setup.channels_last, runner.setup.by_hand, False
+        return runner.setup.channels_last
     assert isinstance(runner, Ours), f"no facts are known of {type(runner).__name__}"
     if runner.simulated:
         raise HardwareError(
@@ -128,14 +116,8 @@ def _habits(runner: Runner, problem: Problem, hardware: Hardware) -> tuple[Mode,
             why="a simulation's time says nothing about it",
             fix="--precisions fp32",
         )
-    config, kind, workload = runner.config, problem.device.type, runner.workload()
-    optimizer = config.optimizer.name
-    return (
-        OUR_MODES[runner.variant],
-        wants_channels_last(config, plan_for(config, workload, hardware), workload.model),
-        optimizer in FUSED and kind in FUSED_DEVICES.get(optimizer, (kind,)),
-        True,
-    )
+    config, workload = runner.config, runner.workload()
+    return wants_channels_last(config, plan_for(config, workload, hardware), workload.model)
 
 
 def _feed_of(runner: Runner) -> FeedOf | None:

@@ -49,7 +49,7 @@ def command(
         typer.Option("--cold-start", help="Also time the start with an empty compiler cache.", rich_help_panel=WHAT),
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Where the time goes, and what would gain most.", rich_help_panel=WHAT)
+        bool, typer.Option("--explain", help="Where the time of a step goes.", rich_help_panel=WHAT)
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw a bar chart.", rich_help_panel=OUTPUT)] = None,

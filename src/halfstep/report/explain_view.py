@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from halfstep.report.bench_table import problem_title
@@ -55,23 +54,6 @@ class KernelRow(Protocol):
     def launches(self) -> float: ...
 
 
-class ChangeRow(Protocol):
-    """One change and its gain."""
-
-    @property
-    def title(self) -> str: ...
-    @property
-    def setting(self) -> str: ...
-    @property
-    def gain_ms(self) -> float: ...
-    @property
-    def gain_of(self) -> str: ...
-    @property
-    def gain_share(self) -> float: ...
-    @property
-    def arithmetic(self) -> str: ...
-
-
 class Explained(Protocol):
     """What is shown of an explanation."""
 
@@ -108,13 +90,11 @@ class Explained(Protocol):
     @property
     def top_kernels(self) -> Sequence[KernelRow]: ...
     @property
-    def changes(self) -> Sequence[ChangeRow]: ...
-    @property
     def notes(self) -> Sequence[str]: ...
 
 
 def explain_view(explanation: Explained) -> RenderableType:
-    """Kinds, what they say, the longest kernels, and what to change."""
+    """Kinds, what they say, and the longest kernels."""
     return Group(*_parts(explanation))
 
 
@@ -128,10 +108,6 @@ def _parts(explanation: Explained) -> Iterator[RenderableType]:
     yield ""
     yield Text(f"the {len(explanation.top_kernels)} longest", style="bold")
     yield _kernels_table(explanation)
-    if explanation.changes:
-        yield ""
-        yield Text("what would gain most, each by itself", style="bold")
-        yield from (_change(number, change) for number, change in enumerate(explanation.changes, start=1))
     yield from (Text(f"note: {note}", style="dim") for note in explanation.notes)
 
 
@@ -181,14 +157,6 @@ def _short(name: str) -> str:
     """Without what stands before every kernel of torch."""
     text = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
     return text if len(text) <= NAME_LENGTH else f"{text[: NAME_LENGTH - 1]}…"
-
-
-def _change(number: int, change: ChangeRow) -> RenderableType:
-    # Of one sample among hundreds two decimals would show nothing.
-    ms = f"{change.gain_ms:.2f}" if change.gain_of == "step" else f"{change.gain_ms:.3g}"
-    gain = f"-{ms} ms a {change.gain_of}, {change.gain_share:.1%}"
-    head = Text.assemble(f"{number}. ", (change.setting, "bold green"), f"  {change.title}: ", (gain, "bold"))
-    return Group(head, Padding(Text(change.arithmetic, style="dim"), (0, 0, 0, 3)))
 
 
 def draw_explanations(explanations: Sequence[Explained], record: Mapping[str, Any], path: Path) -> None:
