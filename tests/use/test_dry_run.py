@@ -37,6 +37,9 @@ class Scaled(nn.Module):
         return self.linear(x).float() / self.size
 
 
+SMALL = ["data.dir=anywhere", "data.num_workers=0", "train.batch_size=4", "device=cpu"]
+
+
 def net(**sizes: float) -> nn.Sequential:
     torch.manual_seed(0)
     parts = {name: Scaled(size) for name, size in sizes.items()}
@@ -105,6 +108,18 @@ def test_updates_that_bf16_weights_would_not_feel_are_counted() -> None:
     rows = {row.module: row for row in lost_updates(before, after)}
     assert (rows["a"].verdict, rows["a"].lost) == ("loses updates", 1.0)
     assert (rows["b"].verdict, rows["b"].lost) == ("fits", 0.0)
+    assert not rows["a"].is_saved
+
+
+@pytest.mark.parametrize(("rounding", "code"), [("split", 0), ("nearest", 1)])
+def test_updates_that_a_run_keeps_do_not_fail(rounding: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = (*SMALL, "optimizer.name=adamw", "optimizer.lr=1e-7", f"precision.rounding={rounding}")
+    with pytest.raises(SystemExit) as end:
+        main(["dry-run", "--target", "bf16-true", "tiny_workload:build", *settings])
+    assert int(end.value.code or 0) == code
+    said = capsys.readouterr().out
+    assert "loses updates" in said
+    assert ("precision.rounding=split saves it" in said) == (rounding == "split")
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -115,9 +130,6 @@ def test_the_model_is_left_as_it_was() -> None:
     assert attempt(subject_of(model, window), "fp32").is_good
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(type(module).__name__ in ("Sequential", "Scaled", "Linear") for module in model.modules())
-
-
-SMALL = ["data.dir=anywhere", "data.num_workers=0", "train.batch_size=4", "device=cpu"]
 
 
 @pytest.mark.parametrize("target", ["fp16", "bf16-true", "fp8"])

@@ -28,7 +28,7 @@ def command(
     """Would this format hold: per module what would overflow, flush to zero or lose updates, before a GPU is rented.
 
     Steps run in fp32 on real batches, from a run's weights where a run is named. Shows the headroom in bits and whether
-    loss scaling would save it. Exit code 1 where a module does not fit and loss scaling does not save it.
+    loss scaling, or the rounding of bf16-true, saves it. Exit code 1 where a module does not fit and nothing saves it.
 
     Example:
 
@@ -46,7 +46,7 @@ def command(
         typer.echo(json.dumps([_plain(row) for row in rows], indent=1))
     else:
         _show(rows, target, every=every)
-    if any(row.is_bad and "saves it" not in row.remedy for row in rows):
+    if any(row.is_bad and not row.is_saved for row in rows):
         raise typer.Exit(1)
 
 
@@ -73,9 +73,15 @@ def _show(rows: list[Judged], target: str, *, every: bool) -> None:
     console = result_console()
     shown = [row for row in rows if every or row.is_bad]
     cells = [
-        (row.module, row.kind, row.verdict, f"{row.headroom_bits:.1f}", f"{row.lost:.1%}", row.remedy) for row in shown
+        (row.module, row.kind, row.verdict, _bits(row.headroom_bits), f"{row.lost:.1%}", row.remedy) for row in shown
     ]
     if cells:
         console.print(rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
-    bad = {row.module for row in rows if row.is_bad}
-    console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}")
+    bad = {row.module for row in rows if row.is_bad and not row.is_saved}
+    saved = {row.module for row in rows if row.is_bad} - bad
+    more = f"; {len(saved)} would not fit by themselves and are saved" if saved else ""
+    console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}{more}")
+
+
+def _bits(headroom: float) -> str:
+    return f"{headroom:.1f}" if abs(headroom) != float("inf") else "-"

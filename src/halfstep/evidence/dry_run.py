@@ -62,6 +62,9 @@ class Magnitudes:
         return math.log2(fmt.largest / self.high) if self.high else math.inf
 
 
+LOST = "optimizer.name=adamw with precision.rounding=split would save it"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
     """What the format would do to one kind of numbers of one module."""
@@ -74,7 +77,9 @@ class Judged:
     lost: float
     """The share that becomes zero, or of updates that change nothing."""
     remedy: str = ""
-    """Whether loss scaling would save it."""
+    """What saves it, or does not."""
+    is_saved: bool = False
+    """By what a run in this format does anyway: loss scaling, weights that keep the bits which updates need."""
 
     @property
     def is_bad(self) -> bool:
@@ -119,8 +124,8 @@ def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> li
     return [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
 
 
-def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Judged]:
-    """Updates of a step that bf16 weights would not feel: w + Δ == w."""
+def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], saved_by: str = "") -> list[Judged]:
+    """Updates of a step that bf16 weights would not feel: w + Δ == w. `saved_by` names what a run does about it."""
     found: dict[str, list[int]] = {}
     for name, old in before.items():
         weight = round_to(old.detach().float(), BF16)
@@ -134,7 +139,8 @@ def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> l
         Judged(
             module=module, kind="updates", verdict="loses updates" if lost > MUCH * made else "fits",
             headroom_bits=math.inf, lost=lost / made if made else 0.0,
-            remedy="halfstep's bf16-true keeps the dropped bits or rounds at random" if lost > MUCH * made else "",
+            remedy=(f"{saved_by} saves it" if saved_by else LOST) if lost > MUCH * made else "",
+            is_saved=bool(saved_by),
         )
         for module, (lost, made) in found.items()
     ]  # fmt: skip
@@ -180,9 +186,11 @@ def _judge(module: str, kind: str, found: Magnitudes, target: Target, scale: flo
         verdict = "flushes to zero" if lost > MUCH else "fits"
         return Judged(module=module, kind=kind, verdict=verdict, headroom_bits=0.0, lost=lost)
     fmt = FP16 if target == "fp16" else BF16
-    lost, headroom, remedy = found.flushed(fmt), found.headroom(fmt), ""
+    lost, headroom, remedy, is_saved = found.flushed(fmt), found.headroom(fmt), "", False
     verdict = "overflows" if headroom < 0 else "flushes to zero" if lost > MUCH else "fits"
     if verdict != "fits" and target == "fp16":
         is_saved = kind == "gradients" and verdict != "overflows" and found.flushed(fmt, scale) <= MUCH
         remedy = f"loss scaling saves it (2^{math.log2(scale):.0f})" if is_saved else "loss scaling does not save it"
-    return Judged(module=module, kind=kind, verdict=verdict, headroom_bits=headroom, lost=lost, remedy=remedy)
+    return Judged(
+        module=module, kind=kind, verdict=verdict, headroom_bits=headroom, lost=lost, remedy=remedy, is_saved=is_saved
+    )  # fmt: skip

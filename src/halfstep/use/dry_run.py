@@ -85,7 +85,9 @@ def _updates(parts: Assembly, engine: AnyEngine) -> list[Judged]:
         before = after
         engine([{name: value.to(parts.device) for name, value in batch.items()}])
         after = _parameters(parts)
-    return lost_updates(before, after)
+    rounding = parts.config.precision.rounding
+    is_kept = parts.config.optimizer.name == "adamw" and rounding != "nearest"
+    return lost_updates(before, after, f"precision.rounding={rounding}" if is_kept else "")
 
 
 def _parameters(parts: Assembly) -> dict[str, Tensor]:
