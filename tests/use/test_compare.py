@@ -10,6 +10,7 @@ import pytest
 
 from halfstep.cli.compare import seconds_of
 from halfstep.cli.main import main
+from halfstep.cli.report import comparison_page
 from halfstep.errors import ConfigError
 from halfstep.run.train import train
 from halfstep.use.compare import Comparison, Request, open_comparison, seconds_to_quality
@@ -46,6 +47,10 @@ def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert "bf16 differs from fp32 in precision.default, precision.simulate, precision.strict" in found["notes"]
     assert (out / "report" / "curves.png").stat().st_size > 5000
     assert not list(out.glob("runs/*/checkpoints")), "numbers stay, models go"
+    page = comparison_page(out)
+    low, high = found["rows"][1]["difference"]
+    assert f"{low:+.4f} … {high:+.4f}" in page, "the interval that the verdict rests on"
+    assert " ± " in page
 
 
 def test_rows_by_settings_fix_their_margin_by_a_pilot_and_go_on_where_they_stood(

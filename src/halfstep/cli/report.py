@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, counted
 
 
 def command(
@@ -60,21 +59,25 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
 
 
 def comparison_page(folder: Path) -> str:
+    from halfstep.report.comparison_view import comparison_columns
     from halfstep.report.page.charts import Chart, Series
     from halfstep.report.page.render import page_of_comparison
     from halfstep.use.compare import open_comparison
-    from halfstep.use.compare_table import as_json, lines_of
+    from halfstep.use.compare_table import lines_of, notes_of
 
     comparison = open_comparison(folder)
     if comparison.margin is None or not comparison.whole_seeds():
         raise CheckpointError(
             f"{folder} has no seed with a run of every row yet", fix=f"halfstep compare --resume {folder}"
         )
+    lines = lines_of(comparison)
     series = [
         Series(name=line.name, points=[(float(s), v) for s, v in curve], colour=number)
-        for number, line in enumerate(lines_of(comparison))
+        for number, line in enumerate(lines)
         for curve in line.curves
         if curve
     ]
     chart = Chart(title=comparison.metric, x="step", series=series)
-    return page_of_comparison(folder.resolve().name, json.loads(json.dumps(as_json(comparison))), [chart])
+    about = f"margin {comparison.margin:.4g} in {comparison.metric}, {counted(comparison.whole_seeds(), 'seed')}"
+    columns = comparison_columns(lines, comparison.metric)
+    return page_of_comparison(folder.resolve().name, about, columns, notes_of(comparison), [chart])

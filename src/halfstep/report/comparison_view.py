@@ -37,7 +37,8 @@ class Line:
     """(step, metric) of each seed."""
 
 
-def comparison_table(lines: Sequence[Line], metric: str) -> Table:
+def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str]]:
+    """The table's cells by title, for a terminal and for a page."""
     columns: dict[str, list[str]] = {"row": [line.name for line in lines]}
     measured: Mapping[str, list[str]] = {
         "s/epoch": [_number(line.seconds_per_epoch) for line in lines],
@@ -52,7 +53,11 @@ def comparison_table(lines: Sequence[Line], metric: str) -> Table:
     columns["difference"] = [_interval(line.interval) for line in lines]
     columns["time to\nsame quality"] = [_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
-    return columns_table(columns, left=("row", "verdict"))
+    return columns
+
+
+def comparison_table(lines: Sequence[Line], metric: str) -> Table:
+    return columns_table(comparison_columns(lines, metric), left=("row", "verdict"))
 
 
 def show_comparison(lines: Sequence[Line], metric: str, notes: Sequence[str], console: Console) -> None:

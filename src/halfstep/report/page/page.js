@@ -77,7 +77,8 @@ function start(figure, number) {
   const svg = figure.querySelector("svg");
   svg.dataset.number = number;
   const xs = data.series.flatMap(s => s.points.map(p => p[0]));
-  const whole = {low: Math.min(...xs), high: Math.max(...xs)};
+  const air = Math.min(...xs) === Math.max(...xs) ? 1 : 0;  // a single step stands in the middle
+  const whole = {low: Math.min(...xs) - air, high: Math.max(...xs) + air};
   let view = {...whole};
   const show = next => { view = next; draw(svg, data, view); };
   const zoom = (factor, centre) => {

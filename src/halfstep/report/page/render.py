@@ -34,39 +34,15 @@ def page_of_runs(runs: Sequence[RunRecord]) -> str:
     return _page(f"halfstep: {title}", "".join(sections))
 
 
-def page_of_comparison(name: str, table: dict[str, Any], charts: Sequence[Chart]) -> str:
+def page_of_comparison(
+    name: str, about: str, columns: Mapping[str, Sequence[str]], notes: Sequence[str], charts: Sequence[Chart]
+) -> str:
     """The table of `halfstep compare`, with its notes."""
-    rows = [
-        [
-            row["row"],
-            _mean(row["values"]),
-            row["verdict"],
-            _optional(row["seconds_per_epoch"], "{:.3g}"),
-            _optional(row["samples_per_s"], "{:,.3g}"),
-            _optional(row["memory_bytes"], "{:.2f} GB", 1e-9),
-            _optional(row["joules"], "{:,.0f}"),
-            _optional(row["money"], "{:.3g}"),
-            _optional(row["seconds_to_same_quality"], "{:.1f} s"),
-        ]
-        for row in table["rows"]
-    ]
-    titles = [
-        "row",
-        table["metric"],
-        "verdict",
-        "s/epoch",
-        "samples/s",
-        "memory",
-        "J/run",
-        "money/run",
-        "same quality in",
-    ]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in table["notes"])
-    body = _section("Result", _table(titles, rows) + f"<ul class=faint>{notes}</ul>")
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    rows = [list(cells) for cells in zip(*columns.values(), strict=True)]
+    body = _section("Result", _table(list(columns), rows) + f"<ul class=faint>{listed}</ul>")
     body += _section("Curves", _charts(charts))
-    return _page(
-        f"halfstep compare: {name}", f"<p class=faint>margin {table['margin']:.4g}, {table['seeds']} seeds</p>{body}"
-    )
+    return _page(f"halfstep compare: {name}", f"<p class=faint>{escape(about)}</p>{body}")
 
 
 # --- sections ---
@@ -241,11 +217,6 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequenc
 
 def _optional(value: object, form: str, scale: float = 1.0) -> str:
     return form.format(value * scale) if isinstance(value, int | float) else ""
-
-
-def _mean(values: Sequence[float | None]) -> str:
-    finite = [value for value in values if isinstance(value, int | float) and value == value]
-    return f"{sum(finite) / len(finite):.4f}" if len(finite) == len(values) and finite else "not finite"
 
 
 def _safe_json(value: object) -> str:
