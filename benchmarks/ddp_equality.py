@@ -9,7 +9,9 @@ largest difference of any weight from plain DDP's is stored. Peers that are not 
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -91,12 +93,14 @@ def lightning(net: nn.Module) -> None:
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    trainer.fit(Module(), batches())
+    # A list would be a collection of loaders to it.
+    trainer.fit(Module(), torch.utils.data.DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
     kinds: dict[str, Callable[[nn.Module], None]] = {"plain DDP": plain, "halfstep": halfstep}
     peers = {"accelerate": accelerate, "lightning": lightning}
     missing = [name for name in peers if importlib.util.find_spec(name) is None]
@@ -112,7 +116,10 @@ def main() -> None:
             print(f"{name}: at most {gap:.3g} from plain DDP after {STEPS} steps")
         for name in missing:
             print(f"{name}: not installed, not compared")
-        facts = {"largest_difference": gaps, "steps": STEPS, "processes": dist.get_world_size(), "missing": missing}
+        facts = {
+            "largest_difference": gaps, "steps": STEPS, "processes": dist.get_world_size(), "missing": missing,
+            "versions": {name: version(name) for name in peers if name not in missing},
+        }  # fmt: skip
         store("ddp_equality", facts, torch.device("cpu"))
     dist.destroy_process_group()
 

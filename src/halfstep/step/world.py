@@ -28,6 +28,8 @@ LIMIT_S = 600.0
 """How long a rank is waited for."""
 GRACE_S = 3.0
 """How long who lost a rank waits for that one's own words, and for others that lost it."""
+SEEN_S = 1.0
+"""How long a rank stays where there is no store, so that the others see that it is not the one they miss."""
 LOOK_S = 0.5
 """How often who waits for a step looks whether another rank has ended."""
 TIMED_OUT = ("timed out", "timeout")
@@ -61,6 +63,8 @@ class World(Share):
         super().__init__(dist.get_rank(), dist.get_world_size())
         self.limit_s = limit_s
         self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
+        self._seen = self._others
+        """The ranks that were there when one was lost."""
         self.talking: list[DistributedDataParallel] = []
         """What holds the connections to the others, besides torch."""
         self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gathered((socket.gethostname(), os.getpid()))))
@@ -130,6 +134,7 @@ class World(Share):
 
     def lost(self, error: BaseException | None = None) -> RankLost:
         """What is known of the ranks that do not answer; without an error the limit is over."""
+        self._seen = [rank for rank in self._others if self._is_there(rank)]
         time.sleep(0.2)  # a process that was killed needs a moment to be gone
         gone = [rank for rank in self._others if not self._is_there(rank)]
         silent = gone or self._silent()
@@ -213,8 +218,9 @@ class World(Share):
                     time.sleep(0.05)
             is_first = self._store.add("told", 1) == 1
             self._store.set(f"knows/{self.rank}", "")
-        except RuntimeError:  # the store went with the rank that held it
-            return all(not self._is_there(rank) for rank in range(self.rank))
+        except RuntimeError:  # the store went with the first rank: of the others the lowest speaks
+            is_first = not any(rank in self._seen for rank in range(1, self.rank))
+            time.sleep(SEEN_S)
         return is_first
 
     def hang_up(self, leave: Callable[[], None]) -> None:
