@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
             os.kill(os.getpid(), signal.SIGKILL)
         if is_now("asked", step):
             os.kill(os.getpid(), signal.SIGTERM)
+        if options.get("slow") == rank():
+            time.sleep(0.1)
+        if is_now("warns", step):
+            warnings.warn("odd pixels", stacklevel=2)
         if is_now("stuck", step):
             time.sleep(3600)
         if is_now("too large", step):

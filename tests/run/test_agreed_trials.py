@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import tiny_workload
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
@@ -16,6 +17,7 @@ from halfstep.run.agreed_trials import Trials
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.phased_engine import engine_for
+from halfstep.run.ranked import notes_on
 from halfstep.run.rehearse import rehearsal
 from halfstep.run.world import Launch, joined
 from halfstep.step.world import World
@@ -85,6 +87,13 @@ def uncaptured(world: World) -> list[str]:
     return modes
 
 
+def notes(world: World) -> list[str]:
+    """On a model with BatchNorm."""
+    config = config_with()
+    workload = tiny_workload.build(config)
+    return notes_on(config, workload, workload.model, world)
+
+
 def no_kernels(*_: Any) -> Any:
     raise RuntimeError("no kernel for this here")
 
@@ -98,12 +107,18 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
         assert world is not None
         found: dict[str, Any] = {"searched": searched(world), "tried": tried(world)}
         backends[1] = "aot_eager"
-        return found | {"uncaptured": uncaptured(world)}
+        return found | {"uncaptured": uncaptured(world), "notes": notes(world)}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return together(2, scenario, tmp_path_factory.mktemp("trials"))
+
+
+def test_a_small_batch_for_batch_norm_is_named_with_what_helps(found: list[dict[str, Any]]) -> None:
+    (note,) = found[0]["notes"]
+    assert "BatchNorm takes its statistics of 2 samples" in note
+    assert "train.sync_batch_norm=true" in note
 
 
 def test_a_mode_that_one_process_lacks_is_nobodys(found: list[dict[str, Any]]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,7 +26,7 @@ from halfstep.run.capsules import subject_of, window_of
 from halfstep.run.engine import prepared_window
 from halfstep.run.ranked import checksum
 from halfstep.run.train import train
-from halfstep.run.world import Launch
+from halfstep.run.world import Launch, launch_of
 from halfstep.step.facts import Reading
 from halfstep.workloads import load
 from ranks_together import free_port, together
@@ -35,11 +37,31 @@ Told = tuple[str, str, bool]
 """Kind and text of an error, and whether another process tells it."""
 
 
+def launched(by: str, rank: int, size: int, port: int) -> Launch | None:
+    """As a launcher says it in its variables."""
+    if by == "srun":
+        job = {"SLURM_STEP_NUM_TASKS": size, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_JOB_ID": 7,
+               "SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        return launch_of({name: str(value) for name, value in job.items()})
+    if by == "accelerate":
+        of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in of_torchrun.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_MIXED_PRECISION="no")
+        return launch_of(os.environ)
+    return Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
+
+
 def ranked(
-    rank: int, size: int, port: int, out: Path | None, settings: dict[str, Any], resume: Path | None = None
+    rank: int,
+    size: int,
+    port: int,
+    out: Path | None,
+    settings: dict[str, Any],
+    resume: Path | None = None,
+    by: str = "",
 ) -> Any:
     """One process of a run: None, or the error it ended with."""
-    launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
+    launch = launched(by, rank, size, port)
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     target = WORKLOAD if resume is None else str(resume / "config.yaml")
     try:
@@ -71,7 +93,15 @@ def several(rank: int, size: int, port: int, ports: list[int], calls: list[dict[
         shown = io.StringIO()
         if rank < call.get("size", size):
             with redirect_stdout(shown), redirect_stderr(shown):
-                end = ranked(rank, call.get("size", size), own_port, call.get("out"), settings, call.get("resume"))
+                end = ranked(
+                    rank,
+                    call.get("size", size),
+                    own_port,
+                    call.get("out"),
+                    settings,
+                    call.get("resume"),
+                    call.get("by", ""),
+                )
             ends.append((end, time.monotonic() - start, shown.getvalue(), checksum(rank_workload.MADE[0])))
         else:
             ends.append((None, 0.0, "", ""))
@@ -106,11 +136,12 @@ def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
         "other half": {"resume": folder / "half", "settings": {"train.max_steps": 8}},
         "by three": new("by three", **{"train.max_steps": 7}) | {"size": 3},
         "then by two": {"resume": folder / "by three", "settings": {"train.max_steps": 8}},
-        "accumulated": new("accumulated", **{"train.accumulate": 3, "train.max_steps": 3}),
+        "accumulated": new("accumulated", **{"train.accumulate": 3, "train.max_steps": 3}) | {"by": "accelerate"},
         "poisoned": new("poisoned", **{"model.options": {"poisoned": [1, 2]}}),
         "asked": new("asked", **{"model.options": {"asked": [1, 2]}}),
         "other configs": new("other configs", **{"optimizer.lr": (1e-3, 1e-2, 1e-3)}),
         "too many": new("too many", **{"train.batch_size": 1}),
+        "slow": new("slow", **{"model.options": {"slow": 1, "warns": [1, 2]}, "log.quiet": False}),
         "smaller": new("smaller", **{"train.auto_batch": True, "model.options": {"fits": [1, 1]}}),
         "uncompilable": new("uncompilable", **{"train.fast": "compile"}) | {"uncompilable": 1},
         "early": new(
@@ -125,7 +156,7 @@ def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
         ),
         "plateau": new("plateau", **PLATEAU, **{"model.options": {"rising": 1}}),
         "synced": new("synced", **{"train.sync_batch_norm": True}),
-        "bf16 sums": new("bf16 sums", **{"train.reduce": "bf16"}),
+        "bf16 sums": new("bf16 sums", **{"train.reduce": "bf16"}) | {"by": "srun"},
     }
 
 
@@ -302,6 +333,13 @@ def test_one_process_that_cannot_compile_makes_all_run_eager(folder: Path, ends:
     assert newest(folder / "uncompilable").state["mode"] == "eager"
     assert_near(folder / "uncompilable", alone)
     assert "rank 1: not compiled, running eager" in shown_by_first(folder, "uncompilable")
+
+
+def test_the_first_process_shows_who_is_slow_and_what_others_warn_of(folder: Path, ends: dict[str, Any]) -> None:
+    assert ends["slow"] == [None, None]
+    shown = shown_by_first(folder, "slow")
+    assert re.search(r"slowest rank 1, others wait \d\d%", shown)
+    assert "rank 1: UserWarning: odd pixels" in shown
 
 
 def test_early_stopping_is_one_decision(folder: Path, ends: dict[str, Any]) -> None:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, Rows, RunReport
 from halfstep.step.world import World
+
+
+@contextlib.contextmanager
+def posted_warnings(world: World) -> Iterator[None]:
+    """Python's own warnings inside go where the report's go."""
+
+    def post(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        world.post(f"{category.__name__}: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = post
+        yield
 
 
 class FarReport(RunReport):

@@ -16,6 +16,7 @@ from halfstep.measure.memory import format_bytes, peak_memory_bytes
 from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
+from halfstep.run.lagging import Lagging
 from halfstep.run.stopping import EarlyStopping
 from halfstep.run.utilisation import peak_flops, utilisation
 from halfstep.run.waiting import Waiting
@@ -78,6 +79,7 @@ class Journal:
         self._has_shown = False
         """Whether this bar has had the fields of a step."""
         self._is_compiling = False
+        self._lagging = Lagging()
         self._shown_metric = ""
         self._since_metric = Stopwatch()
         self._clock, self._before_s = Stopwatch(), 0.0
@@ -93,6 +95,7 @@ class Journal:
         """Called by the guard with the facts of two steps ago; at an epoch's end with the last ones, too."""
         del facts
         self.latest = reading
+        self._lagging.add(reading.waits_s)
         for name, part in parts_of(reading).items():
             self.seen[name].newest = part
             self._tell(part, name)
@@ -182,6 +185,8 @@ class Journal:
             fields["speed"] = self.unit.rate(self._samples_per_s)
         if used := utilisation(self.unit, self._samples_per_s, self._peak_flops):
             fields["mfu"] = f"{used:.0%}"
+        if slowest := self._lagging.said():
+            fields["slowest"] = slowest
         if waiting.is_worth_saying:
             fields["data"] = f"{waiting.share:.0%}"
         if gpu := self.gpu():

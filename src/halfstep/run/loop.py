@@ -109,10 +109,15 @@ class Loop:
 
     def _pass_on(self, attempted: int) -> None:
         """Show what the other processes had to say."""
+        if attempted % self.journal.report_every == 0:
+            self.hear_others()
+
+    def hear_others(self) -> None:
+        """Their warnings, on the one screen there is."""
         world = self.parts.world
-        if world is not None and world.is_first and attempted % self.journal.report_every == 0:
-            for line in world.posted(self._num_posts):
-                self._num_posts += 1
+        if world is not None and world.is_first:
+            self._num_posts, lines = world.posted(self._num_posts)
+            for line in lines:
                 self.journal.notice(line, "warning")
 
     def _counted_by_all(self) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.disk_space import check_disk
 from halfstep.run.ending import Progress, ended_early, left_nothing, refuse_only_skips
 from halfstep.run.export import export, is_exported
-from halfstep.run.far_report import FarReport
+from halfstep.run.far_report import FarReport, posted_warnings
 from halfstep.run.folder import RunFolder
 from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_files, store
 from halfstep.run.hints import hint_about
@@ -283,6 +283,8 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
         loop = Loop(parts, checkpoints, journal, asked_to_stop)
         is_new = resumed is None
+        if world is not None and not world.is_first:
+            watch.enter_context(posted_warnings(world))
         asked_to_stop.last_words = lambda: str(ended_early(KeyboardInterrupt(), loop, folder, is_new=is_new))
         try:
             show_header(report, loaded, folder, parts)
@@ -298,6 +300,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             monitor = watch.enter_context(monitored(parts.device, folder.path / "monitor.jsonl", records=writes))
             journal.gpu = monitor.in_short
             loop.run()
+            loop.hear_others()
             monitor.stop()
             refuse_only_skips(loop, start)
             if writes:

@@ -39,6 +39,8 @@ class Reading:
     """The processes whose own loss or buffers were not finite."""
     holds: bool = False
     """Whether the steps after it were held (hold.py)."""
+    waits_s: tuple[float, ...] = ()
+    """How long each process waited for the others in it; the slowest one waits least."""
     fell_to: Slower | Literal[""] = ""
     """The slowest mode that a process had to go on in by itself; empty where none had to."""
     fallen_ranks: tuple[int, ...] = ()
@@ -90,7 +92,7 @@ class Facts:
         self.epoch: int | None = None
         self.window: int | None = None
         self.said: Tensor | None = None
-        """Of several processes: how many were asked to stop, then the flags of each (step/ranks.py)."""
+        """Of several processes: how many were asked to stop, then flags and waits of each (step/ranks.py)."""
         self.wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
         self.packed = torch.empty(0)
         """All fields in one device tensor, once the step is committed."""
@@ -132,7 +134,8 @@ class Facts:
             self.wait(self._event)
         values = self._host.tolist()
         v: dict[str, Any] = dict(zip(FIELDS, values, strict=False))
-        asked, *said = map(int, values[len(FIELDS) :] or [0])
+        asked, *of_ranks = values[len(FIELDS) :] or [0]
+        said, waits = [int(flags) for flags in of_ranks[: len(of_ranks) // 2]], of_ranks[len(of_ranks) // 2 :]
         fell_to = slowest(said)
         return Reading(
             attempted=self.attempted,
@@ -150,6 +153,7 @@ class Facts:
             window=self.window,
             is_asked=asked > 0,
             faulty_ranks=tuple(rank for rank, flags in enumerate(said) if flags & FAULTY),
+            waits_s=tuple(waits),
             fell_to=fell_to,
             fallen_ranks=tuple(rank for rank, flags in enumerate(said) if fell_to and flags & FELL[fell_to]),
             holds=bool(v["holds"]),

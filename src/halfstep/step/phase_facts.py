@@ -67,7 +67,10 @@ def parts_of(reading: Reading) -> Mapping[str, Reading]:
 
 def reading_from(state: Mapping[str, Any]) -> Reading:
     """What `asdict` made of a reading, after it was stored."""
-    own = {**state, **{name: tuple(state.get(name, ())) for name in ("sample_ids", "faulty_ranks", "fallen_ranks")}}
+    own = {
+        **state,
+        **{name: tuple(state.get(name, ())) for name in ("sample_ids", "faulty_ranks", "waits_s", "fallen_ranks")},
+    }
     if "phases" not in own:
         return Reading(**own)
     return PhasedReading(**own | {"phases": {name: reading_from(part) for name, part in own["phases"].items()}})

@@ -16,6 +16,7 @@ Refused here: FSDP and its kind (spread.py). They would change this file.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,10 +46,10 @@ class Agreed:
     weight: Tensor
     loss: Tensor
     said: Tensor
-    """Who asked to stop (how many), then each rank's flags."""
+    """Who asked to stop (how many), then each rank's flags, then the seconds that each waited for the others."""
 
     def any_said(self, flag: int) -> Tensor:
-        return (self.said[1:].long() & flag).any()
+        return (self.said[1 : 1 + len(self.said) // 2].long() & flag).any()
 
 
 class Ranks:
@@ -64,6 +65,8 @@ class Ranks:
         self.talks_in_backward = any(isinstance(m, nn.SyncBatchNorm) for w in self.wrapped for m in w.modules())
         """Whether layers or the loss have sums of their own in there, so that every rank must run the same one."""
         self._fell = torch.zeros_like(self.asked)
+        self._waited_s = torch.zeros_like(self.asked)
+        self._marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._own = torch.zeros(world.size, dtype=torch.float64, device=device)
         self._own[world.rank] = 1
         self._num_reduced = 0
@@ -97,8 +100,28 @@ class Ranks:
     def unit(self, weight: Tensor | float | int) -> Tensor:
         """The mean of all ranks' first weights: equal ones count exactly 1 each, as in plain DDP."""
         mean = self._tensor(weight) / self.size
-        dist.all_reduce(mean)
+        with self._timed():
+            dist.all_reduce(mean)
         return torch.where(mean > 0, mean, torch.ones_like(mean)).float()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """How long this rank waits for the others where they first meet in a step: the slowest one waits least. On CUDA
+        it is known one step later, and of captured steps it is not."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._waited_s.fill_(time.perf_counter() - start)
+            return
+        if torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        if self._marks is not None and self._marks[1].query():
+            self._waited_s.fill_(self._marks[0].elapsed_time(self._marks[1]) / 1e3)
+        self._marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._marks[0].record()
+        yield
+        self._marks[1].record()
 
     def nothing(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """A loss of 0 whose backward pass reaches every parameter: the other ranks wait for this one's gradients."""
@@ -112,7 +135,11 @@ class Ranks:
         share = self._tensor(weight)
         loss_sum = torch.where(share == 0, torch.zeros_like(share), loss_sum.double())
         flags = BAD * (loss_sum - loss_sum != 0).double() + RUINED * ruined.double() + EMPTY * (share == 0).double()
-        both = torch.cat([torch.stack([share, loss_sum, self.asked]), self._own * (flags + self._fell)])
+        waited_s = self._waited_s
+        if waited_s.is_cuda and torch.cuda.is_current_stream_capturing():
+            waited_s = torch.zeros_like(waited_s)
+        own = [self._own * (flags + self._fell), self._own * waited_s]
+        both = torch.cat([torch.stack([share, loss_sum, self.asked]), *own])
         dist.all_reduce(both)
         loss = torch.where(both[0] == 0, torch.full_like(both[0], float("nan")), both[1] / both[0])
         return Agreed(weight=both[0].float(), loss=loss.float(), said=both[2:])

@@ -246,11 +246,16 @@ class World(Share):
     def post(self, text: str) -> None:
         """One line for the first rank's screen."""
         number = self._store.add("posts", 1)
-        self._store.set(f"post/{number}", f"rank {self.rank}: {text}")
+        self._store.set(f"post/{number}", f"{self.rank} {text}")
 
-    def posted(self, seen: int) -> list[str]:
-        """Lines of the others after the first `seen`, for whoever shows them."""
-        return [self._store.get(f"post/{n}").decode() for n in range(seen + 1, self._store.add("posts", 0) + 1)]
+    def posted(self, seen: int) -> tuple[int, list[str]]:
+        """How many lines there are of the others, and those after the first `seen`, the same of several as one."""
+        num = self._store.add("posts", 0)
+        by_text: dict[str, list[str]] = {}
+        for number in range(seen + 1, num + 1):
+            rank, text = self._store.get(f"post/{number}").decode().split(" ", 1)
+            by_text.setdefault(text, []).append(rank)
+        return num, [f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()]
 
 
 Kind = TypeVar("Kind", bound=HalfstepError)
