@@ -116,7 +116,7 @@ def test_references_are_resolved_as_omegaconf_does() -> None:
         ("a: ${b}\nb: ${a}\n", "refers to itself"),
         ("a: ${env:HOME}\n", "does not know"),
         ("a: ${div:1,0}\n", "cannot be computed"),
-        ("a: ${mul:x,2}\n", "no number"),
+        ("a: ${mul:x,2}\n", "not a number"),
         ("a: '${b'\nb: 1\n", "open"),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str) -> None:
     written(path)
     whole = path.read_bytes()
     path.write_bytes({"cut": whole[:-4], "flip": whole[:-1] + b"\x01", "text": b"hello"}[damage])
-    with pytest.raises(DataError, match="no usable file of latents"):
+    with pytest.raises(DataError, match="not a usable file of latents"):
         open_latents(path)
 
 

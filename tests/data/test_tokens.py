@@ -229,7 +229,7 @@ def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)
     assert "remove it" in error.value.fix
     place.write_bytes(bytes(content[:-30]))
-    with pytest.raises(DataError, match="no token cache"):
+    with pytest.raises(DataError, match="not a token cache"):
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)
 
 

@@ -117,7 +117,7 @@ def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_l
     ("words", "said"),
     [
         ((), "nothing to compare"),
-        ((MOONS, "--precisions", "fp32"), "no comparison"),
+        ((MOONS, "--precisions", "fp32"), "is not a comparison"),
         ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
         ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
         ((MOONS, *TWO, "--seeds", "2"), "--seeds 2"),

@@ -173,7 +173,7 @@ def test_fid_and_kid_are_torchmetrics_own_with_features_of_the_users(tmp_path: P
     with pytest.raises(ModelError, match="no such file"):
         open_features(tmp_path / "none.pt", CPU)
     (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(ModelError, match="no TorchScript"):
+    with pytest.raises(ModelError, match="not a TorchScript"):
         open_features(tmp_path / "text.pt", CPU)
 
 

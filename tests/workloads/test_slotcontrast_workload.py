@@ -134,7 +134,7 @@ def test_a_backbone_file_is_loaded_and_named_as_the_frozen_parts_source(tmp_path
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("data.image_size", 30, "no multiple of the backbone's patches of 8"),
+        ("data.image_size", 30, "not a multiple of the backbone's patches of 8"),
         ("data.train_shards", "nothing-{0..3}.tar", "no shard of nothing"),
         ("data.chunk_size", 9, "has 5 frames, a chunk 9"),
     ],

@@ -199,7 +199,7 @@ def test_flags_of_theirs(written: Path, tmp_path: Path) -> None:
 
     assert seconds_of("00:11:30:00") == 41_400
     assert seconds_of("01:02") == 62
-    with pytest.raises(ConfigError, match="no duration"):
+    with pytest.raises(ConfigError, match="not a duration"):
         seconds_of("soon")
     with pytest.raises(ConfigError, match="Lightning"):
         resumed_folder(None, Path("a.ckpt"))
