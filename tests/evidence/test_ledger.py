@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import ConfigError
 from halfstep.evidence.ledger import Ledger, LedgerRow
+from halfstep.evidence.operations import flops_of
 
 
 def ledger_of(model: nn.Module, precision: str = "bf16", **more: object) -> Ledger:
@@ -211,3 +212,9 @@ def test_findings_of_one_reason_are_told_together() -> None:
     assert text.count("why:") == 1
     assert "1.norm: its fp32 output" in text
     assert "and 2 more modules likewise" in text
+
+
+def test_flops_of_a_product_with_a_wider_result_are_counted() -> None:
+    half, total = torch.ones(4, 4, dtype=torch.bfloat16), torch.zeros(4, 4)
+    given = (total, half, half, torch.float32)
+    assert flops_of(torch.ops.aten.addmm.dtype_out, given, {"out": total}, total) == 2 * 4**3

@@ -30,7 +30,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def test_a_run_with_a_ledger_ends_with_the_same_bits(tmp_path: Path) -> None:
     simulated = {"precision.default": "bf16", "precision.simulate": True}
     plain = weights(run(tmp_path / "plain", **simulated))
-    path = run(tmp_path / "seen", **simulated, **{"log.ledger": True, "log.ledger_every": 2})
+    path = run(tmp_path / "seen", **simulated, **{"log.ledger_every": 2})
     seen = weights(path)
     assert plain.keys() == seen.keys()
     assert len(plain) > 4

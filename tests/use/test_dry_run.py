@@ -86,6 +86,15 @@ def test_what_fp16_would_overflow_or_flush_is_what_simulation_does() -> None:
         assert bool((made == 0).float().mean() > 0.1) == (name == "quiet")
 
 
+def test_gradients_belong_to_the_layer_that_made_them_and_not_to_the_norm_behind_it() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))  # which counts batches before it normalises
+    subject = subject_of(model, [torch.randn(8, 16)])
+    trace = attempt(subject, "fp32", traced=True).trace
+    assert trace is not None
+    products = {op.module for op in trace.operations if op.is_backward and op.name in ("mm", "addmm")}
+    assert products == {"0"}
+
+
 def test_headroom_is_in_bits_and_scaling_saves_small_gradients() -> None:
     magnitudes = Magnitudes()
     magnitudes.add(torch.tensor([1.0, 0.0, 2.0**-26]))

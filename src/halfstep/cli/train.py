@@ -108,7 +108,10 @@ def command(
     ] = False,
     ledger: Annotated[
         bool | None,
-        typer.Option("--ledger", help="Observe what steps really compute in.", rich_help_panel=RUN),
+        typer.Option("--ledger", help="Observe what steps really compute in, once in each mode.", rich_help_panel=RUN),
+    ] = None,
+    ledger_every: Annotated[
+        int | None, typer.Option(help="--ledger, and again every so many steps.", rich_help_panel=RUN)
     ] = None,
     tensorboard: Annotated[
         bool | None, typer.Option("--tensorboard", help="Write TensorBoard events.", rich_help_panel=RUN)

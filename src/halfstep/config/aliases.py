@@ -145,6 +145,7 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "log.tensorboard": ("tensorboard",),
     "log.quiet": ("quiet",),
     "log.ledger": ("ledger",),
+    "log.ledger_every": ("ledger_every",),
 }
 KEY_ALIASES: dict[str, Alias] = {key: Alias(path=path) for path, keys in FOREIGN_KEYS.items() for key in keys}
 KEY_ALIASES |= dict.fromkeys(("compile_model", "compile", "train.compile"), Alias(path="train.fast", convert=fast_path))

@@ -111,7 +111,7 @@ class LogConfig(Section):
     curves: bool = Field(default=True, description="Draw report/curves.png when the run ends, a second or two")
     ledger: bool = Field(default=False, description="Observe what steps really compute in: report/ledger.json")
     ledger_every: int = Field(
-        default=0, ge=0, description="Observe again every so many steps; 0: the first of each mode"
+        default=0, ge=0, description="The same, and again every so many steps; 0: the first of each mode"
     )
 
 

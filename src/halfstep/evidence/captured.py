@@ -127,7 +127,7 @@ def matched(replay: Sequence[Kernel], reference: Sequence[Placed]) -> list[Place
     """Each kernel of a replay with the place of its counterpart."""
     places: dict[int, Place | None] = {}
     mine, theirs = list(range(len(replay))), list(range(len(reference)))
-    for key in (_launch, _name):
+    for key in (_launch, _name, _kind):
         pairs = _pairs([key(replay[k]) for k in mine], [key(reference[k].kernel) for k in theirs])
         places |= {mine[a]: reference[theirs[b]].place for a, b in pairs}
         used = {theirs[b] for _, b in pairs}
@@ -144,6 +144,12 @@ def _launch(kernel: Kernel) -> object:
 
 def _name(kernel: Kernel) -> object:
     return kernel.name
+
+
+def _kind(kernel: Kernel) -> object:
+    """Inside a graph the driver sets and copies memory by kernels that it calls otherwise: `memset32`."""
+    name = kernel.name.lower()
+    return next((kind for kind in ("memset", "memcpy") if name.startswith(kind)), name)
 
 
 def _pairs(mine: Sequence[object], theirs: Sequence[object]) -> list[tuple[int, int]]:

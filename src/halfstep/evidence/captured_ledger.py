@@ -63,12 +63,17 @@ def _rows(code: Ledger, kernels: Sequence[Placed]) -> list[LedgerRow]:
         dataclasses.replace(
             row,
             time_share=times.pop(row.module, 0.0),
-            forward=", ".join(sorted(formats[row.module, "forward"])) or row.forward,
-            backward=", ".join(sorted(formats[row.module, "backward"])) or row.backward,
+            forward=_observed(row.forward, formats[row.module, "forward"]),
+            backward=_observed(row.backward, formats[row.module, "backward"]),
         )
         for row in code.rows
     ]
     return rows + [LedgerRow(module=name, planned="-", time_share=time) for name, time in times.items()]
+
+
+def _observed(of_code: str, found: set[str]) -> str:
+    """A kernel's format, for modules that multiply: one that is only fused with such a module has none."""
+    return ", ".join(sorted(found)) if found and of_code != "-" else of_code
 
 
 def _listed(kernels: Sequence[Placed]) -> list[KernelRow]:

@@ -65,7 +65,8 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
     formula = flop_registry.get(packet) or WITHOUT_FORMULA.get(packet)
     if formula is None:
         return None
-    return int(formula(*args, **kwargs, out_val=result))
+    shaped = (value for value in args if not isinstance(value, torch.dtype))  # of a result wider than its operands
+    return int(formula(*shaped, **kwargs, out_val=result))
 
 
 def format_of(dtype: torch.dtype) -> str:

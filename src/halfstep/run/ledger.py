@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.disk import write_whole
-from halfstep.errors import HalfstepError
 from halfstep.evidence.captured import matched
 from halfstep.evidence.captured_ledger import captured_ledger
 from halfstep.evidence.graphs import GraphRecorder, num_of, seen_in
@@ -163,7 +162,7 @@ class RunLedger:
         try:
             found = ledgers_of(self.parts, engine, window, self._replay.events() if self._replay else ())
             self._keep(found)
-        except (HalfstepError, RuntimeError, OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, what was done is undone: it costs a look, not the run
             self.notice(f"the ledger could not observe step {attempted}: {first_line(error)}", "warning")
 
     def _is_due(self, mode: str, attempted: int) -> bool:

@@ -49,7 +49,7 @@ class Loop:
         self.engine = engine_for(parts, parts.mode or "eager", journal.notice, self._count, journal.compiling)
         journal.train_metric = self._trained
         self.ledger: RunLedger | None = None
-        if parts.config.log.ledger:
+        if parts.config.log.ledger or parts.config.log.ledger_every:
             file = checkpoints.folder.parent / "report" / "ledger.json"
             self.ledger = RunLedger(parts, file, journal.notice, writes=checkpoints.writes)
         self.held = HeldWindows(parts) if parts.config.guard.hold else None
