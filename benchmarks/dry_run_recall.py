@@ -4,9 +4,9 @@
 
 Three families as they come and with weights planted: scaled so that a module's numbers leave fp16 at the top or at the
 bottom, some of them narrowly. The truth of a module is a step in which it alone computes in fp16, simulated. It is bad
-where a number of its operations is not finite, or where a tenth of those that are not zero in fp32 became zero;
-activations and gradients each. Where what it is given does not survive the cast to fp16, that is the giver's fault, and
-the module is not judged. Modules are those with weight matrices.
+where a number of its operations is not finite, or where a tenth of those that are not zero in fp32 became zero: of its
+weights, and where they and what it is given survive the cast to fp16, of activations and gradients. Else that is
+another's fault, and they are not judged. Modules are those with weight matrices.
 
 Updates that bf16 weights would not feel are held against AdamW's own step on weights that are bf16.
 """
@@ -103,12 +103,15 @@ class Casting(Trace):
 
 
 def _verdicts(name: str, alone: Casting, in_fp32: Trace) -> Iterator[tuple[str, bool]]:
+    weights = [op for op in _of(alone, name, False) if op.index in alone.of_weights]
+    is_lost = any(op.index in alone.losing for op in weights)
+    yield "weights", is_lost
     for kind, is_backward in (("activations", False), ("gradients", True)):
-        own = [op for op in _of(alone, name, is_backward) if op.output.dtype == "float16"]
-        given = [op for op in own if op.name == "_to_copy" and op.index not in alone.of_weights]
+        own = [op for op in _of(alone, name, is_backward) if op.output.dtype == "float16" and op not in weights]
+        given = [op for op in own if op.name == "_to_copy"]
         made = [op for op in own if op not in given]
         exact = _of(in_fp32, name, is_backward)
-        if made and not any(op.index in alone.losing for op in given):
+        if made and not is_lost and not any(op.index in alone.losing for op in given):
             yield kind, _is_bad(made, exact)
 
 

@@ -42,6 +42,12 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in read(out / "metrics.jsonl") if record["kind"] == kind]
 
 
+def is_exact(out: Path) -> bool:
+    """Whether nothing committed between the fault and its capsule."""
+    (kept,) = (out / "capsules").iterdir()
+    return json.loads((kept / "capsule.json").read_text())["commits_after"] == 0
+
+
 def hooked(config: Any, store: Any = None) -> Any:
     """A hook that doubles what the head gives."""
     workload = tiny_workload.build(config, store)
@@ -76,6 +82,7 @@ FEATURES: dict[str, Feature] = {
         },
         shows=lambda out: any(record["event"] == "rollback" for record in records(out, "event")),
     ),  # fmt: skip
+    "hold after a fault": Feature({"guard.hold": True, "model.options.poisoned": [1]}, shows=lambda out: is_exact(out)),
     "spikes": Feature({"guard.skip_spikes": True}, shows=lambda out: "spikes" in newest(out).state["step"]),
     "validation by steps": Feature(
         {"train.validate_every_steps": 2}, shows=lambda out: [r["step"] for r in records(out, "val")] == [2, 4]
@@ -96,6 +103,7 @@ FEATURES: dict[str, Feature] = {
     "activation checkpointing": Feature({"train.activation_checkpointing": True}),
     "simulated precision": Feature({"precision.default": "bf16", "precision.simulate": True}),
     "deterministic": Feature({"train.deterministic": True}),
+    "ledger": Feature({"log.ledger": True}, shows=lambda out: (out / "report" / "ledger.json").is_file()),
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +22,12 @@ def test_the_page_and_the_features_are_the_same() -> None:
 @pytest.fixture
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and differentiated by the compiler as ever; its kernels, which tests of their own cover, are torch's."""
-    compile_by = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", lambda region, dynamic, options: compile_by(region, dynamic=dynamic))
+    compile_by = torch.compile
+
+    def traced(region: Any, dynamic: bool, options: Any = None, backend: Any = "aot_eager") -> Any:
+        return compile_by(region, dynamic=dynamic, backend=backend)
+
+    monkeypatch.setattr(torch, "compile", traced)
 
 
 @pytest.mark.parametrize(("name", "mode", "word"), list(cells("eager", "compile")))

@@ -110,6 +110,8 @@ def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> li
     """Weights, activations and gradients of each module."""
     in_fp32 = subject.plan_for("fp32", {})
     held = _held(subject, target) if target != "fp8" else {}
+    cast = {module for (module, name, *_), is_held in held.items() if is_held and name in (*PRODUCTS, "convolution")}
+    """Modules whose weights autocast brings into the format, which no fp32 step shows."""
     found: dict[tuple[str, str], Magnitudes] = {}
     for window in windows:
         trace = attempt(subject, "fp32", in_fp32, window=window, traced=Histograms).trace
@@ -117,9 +119,10 @@ def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> li
         for (module, is_backward), magnitudes in _of_target(trace, target, held, subject.model):
             kind = "gradients" if is_backward else "activations"
             found.setdefault((module, kind), Magnitudes()).join(magnitudes)
-    if target == "bf16-true":
-        for name, parameter in subject.model.named_parameters():
-            found.setdefault((name.rpartition(".")[0] or "(root)", "weights"), Magnitudes()).add(parameter)
+    for name, parameter in subject.model.named_parameters():
+        module = name.rpartition(".")[0] or "(root)"
+        if target == "bf16-true" or module in cast and parameter.ndim > 1:
+            found.setdefault((module, "weights"), Magnitudes()).add(parameter)
     scale = _best_scale(found) if target == "fp16" else 1.0
     return [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
 
