@@ -156,7 +156,8 @@ def with_all_samples(world: World, reading: Reading) -> Reading:
     if not reading.is_bad:
         return reading
     ids = world.gathered(reading.sample_ids)
-    faulty = reading.faulty_ranks or range(world.size)
+    # A reading that was stored may be of more processes than there are now.
+    faulty = [rank for rank in reading.faulty_ranks if rank < world.size] or range(world.size)
     found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))
     if not isinstance(reading, PhasedReading):
         return dataclasses.replace(reading, sample_ids=found)
