@@ -1,11 +1,12 @@
 """Peak memory as `halfstep plan --memory` predicts it, beside what a GPU measured.
 
-    python benchmarks/memory_plan.py [--only unet,gpt2] [--at-once 12] [--out DIR]
-    python benchmarks/memory_plan.py --again          # predict again for the rows that are stored; needs no GPU
+    python benchmarks/memory_plan.py [--only unet,gpt2] [--modes eager,compile] [--seconds 240] [--out DIR]
+    python benchmarks/memory_plan.py --again [--stored FILE]    # predict anew for stored rows; needs no GPU
 
-Every row is a process of its own that makes a few steps as `halfstep train` makes them, on random data. Measured is the
-larger of max_memory_allocated before a step is captured and reserved memory after it, from the third step on. The bound
-of `within`: 10 % off, and never more than 5 % below what was measured; for captured steps 15 %.
+Each row makes a few steps as `halfstep train` makes them, on random data; rows run in several processes side by side,
+and memory is each process's own. Measured is the larger of max_memory_allocated before a step is captured and reserved
+memory after it, from the third step on. `within`: at most 10 % off (captured steps: 15 %), at most 5 % below. Rows are
+stored as they come, so that a machine that is taken away leaves what it has.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import argparse
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as OutOfTime
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,19 +31,19 @@ from halfstep.bench.settings import bench_config, in_precision, run_by
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.probe import probe
-from halfstep.measure.memory import peak_memory_bytes, reset_peak
+from halfstep.measure.memory import give_back, peak_memory_bytes, reset_peak
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.memory_plan import Cell, MemoryPlanner
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.planned_step import planned_step
+from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
 from recording import RESULTS, store
-from step_rows import row_in_a_process
 
 LEAST, MOST = -0.05, {"eager": 0.10, "compile": 0.10, "graph": 0.15}
-SETTLED, STEPS = 2, UNCAPTURED + 4
+SETTLED, STEPS = 2, {"eager": 4, "compile": 4, "graph": UNCAPTURED + 3}
 
 
 class Row(NamedTuple):
@@ -58,50 +62,48 @@ class Row(NamedTuple):
         return MemorySetting(recompute=recompute, optimizer_bits=8 if "8bit" in levels else 32)
 
 
-UNET = "unet data.image_size=384 train.batch_size=8"
+UNET = "unet data.image_size=256 train.batch_size=8"
 RESNET = "resnet50 train.batch_size=64"
-VIT = "vit_b_16 train.batch_size=64"
+VIT = "vit_b_16 train.batch_size=32"
 GPT2 = "gpt2 train.batch_size=8"
-VAE = "vae train.batch_size=4"
-DIFFUSION = "diffusion train.batch_size=16"
-RADIO = "radiodiff train.batch_size=4"
-RADIO_VAE = "radiodiff_vae train.batch_size=4"
+SHORT_GPT2 = "gpt2 model.depth=6 train.batch_size=16"
+VAE = "vae data.image_size=256 train.batch_size=2"
+DIFFUSION = "diffusion data.image_size=64 train.batch_size=16"
+RADIO = "radiodiff train.batch_size=2"
+RADIO_VAE = "radiodiff_vae train.batch_size=2"
 STEVE = "steve train.batch_size=4"
 SLOTS = "slotcontrast preset=movi_e model.backbone_weights=random train.batch_size=16"
 ROWS = (
-    Row(UNET, "fp32", "eager"), Row(UNET, "tf32", "eager"), Row(UNET, "bf16", "eager"), Row(UNET, "fp16", "eager"),
-    Row(UNET, "bf16", "eager", "pointwise"), Row(UNET, "bf16", "eager", "blocks+8bit"),
-    Row(UNET, "bf16", "compile"), Row(UNET, "bf16", "compile", "pointwise"), Row(UNET, "bf16", "graph"),
-    Row(UNET, "bf16", "graph", "pointwise+8bit"),
-    Row(RESNET, "fp32", "eager"), Row(RESNET, "bf16", "eager"), Row(RESNET, "bf16", "compile"),
-    Row(RESNET, "tf32", "compile"), Row(RESNET, "bf16", "graph"),
-    Row(VIT, "fp32", "eager"), Row(VIT, "bf16", "eager"), Row(VIT, "bf16", "eager", "blocks"),
-    Row(VIT, "bf16", "compile"), Row(VIT, "fp16", "graph"),
-    Row(GPT2, "fp32", "eager"), Row(GPT2, "bf16", "eager"), Row(GPT2, "bf16", "eager", "blocks"),
-    Row(GPT2, "bf16-true", "eager"), Row(GPT2, "bf16-true", "compile", "8bit"), Row(GPT2, "bf16", "compile"),
-    Row(GPT2, "bf16", "compile", "pointwise"), Row(GPT2, "bf16", "graph"),
-    Row(VAE, "bf16", "eager"), Row(VAE, "bf16", "compile"), Row(VAE, "fp32", "eager"),
-    Row(DIFFUSION, "bf16", "eager"), Row(DIFFUSION, "fp16", "compile"),
-    Row(RADIO, "bf16", "eager"), Row(RADIO_VAE, "bf16", "eager"), Row(RADIO_VAE, "bf16", "compile"),
-    Row(STEVE, "bf16", "eager"), Row(STEVE, "bf16", "compile"), Row(STEVE, "fp16", "eager"),
-    Row(SLOTS, "bf16", "eager"), Row(SLOTS, "bf16", "compile"),
+    Row(UNET, "fp32", "eager"), Row(UNET, "bf16", "eager"), Row(GPT2, "bf16", "eager"), Row(RESNET, "bf16", "eager"),
+    Row(VIT, "bf16", "eager"), Row(STEVE, "bf16", "eager"), Row(VAE, "bf16", "eager"), Row(SLOTS, "bf16", "eager"),
+    Row(UNET, "tf32", "eager"), Row(UNET, "bf16", "eager", "pointwise"), Row(UNET, "fp16", "eager", "blocks+8bit"),
+    Row(RESNET, "fp32", "eager"), Row(RESNET, "fp16", "eager"), Row(VIT, "tf32", "eager"),
+    Row(VIT, "bf16", "eager", "blocks"), Row(GPT2, "fp32", "eager"), Row(GPT2, "bf16", "eager", "blocks"),
+    Row(GPT2, "bf16-true", "eager"), Row(GPT2, "bf16-true", "eager", "pointwise+8bit"), Row(VAE, "fp32", "eager"),
+    Row(DIFFUSION, "bf16", "eager"), Row(RADIO_VAE, "bf16", "eager"), Row(RADIO, "bf16", "eager"),
+    Row(STEVE, "fp32", "eager"),
+    Row(SHORT_GPT2, "bf16", "compile"), Row(UNET, "bf16", "compile"), Row(VIT, "bf16", "compile"),
+    Row(RESNET, "bf16", "compile"), Row(UNET, "bf16", "graph"), Row(SHORT_GPT2, "bf16", "graph"),
+    Row(SHORT_GPT2, "bf16-true", "compile", "8bit"), Row(SHORT_GPT2, "bf16", "compile", "pointwise"),
+    Row(STEVE, "bf16", "compile"), Row(SLOTS, "bf16", "compile"), Row(RADIO_VAE, "bf16", "compile"),
+    Row(UNET, "bf16", "compile", "pointwise"), Row(RESNET, "tf32", "compile"), Row(VIT, "fp16", "graph"),
+    Row(UNET, "bf16", "graph", "pointwise+8bit"), Row(RESNET, "bf16", "graph"), Row(VAE, "bf16", "compile"),
+    Row(DIFFUSION, "fp16", "compile"),
 )  # fmt: skip
+"""The quickest first, and one of each kind before a second."""
 
 
 def config_of(row: Row) -> RunConfig:
     target, *overrides = row.words.split()
-    return run_by(
-        in_precision(bench_config(target, overrides, {}, small=False), row.precision, simulate=False), row.mode
-    )
+    config = bench_config(target, overrides, {}, small=False)
+    return run_by(in_precision(config, row.precision, simulate=False), row.mode)
 
 
 def predicted(row: Row) -> dict[str, Any]:
     config, began = config_of(row), time.perf_counter()
     planner = MemoryPlanner(planned_step(config))
-    cell = Cell(
-        precision=row.precision, mode=row.mode, setting=row.setting, batch_size=config.train.batch_size
-    )  # fmt: skip
-    found = planner.predict(cell)
+    size = config.train.batch_size
+    found = planner.predict(Cell(precision=row.precision, mode=row.mode, setting=row.setting, batch_size=size))
     return {
         "predicted_gb": found.total / 1e9,
         "components_gb": {name: size / 1e9 for name, size in found.components.items() if size},
@@ -110,20 +112,21 @@ def predicted(row: Row) -> dict[str, Any]:
 
 
 def measured(row: Row) -> dict[str, Any]:
-    """A few steps of the run's own assembly and engine."""
-    config, device = config_of(row), torch.device("cuda")
+    """A few steps of the run's own assembly and engine; what an earlier row left is told."""
+    config, device = config_of(row), torch.device("cuda", 0)
+    torch._dynamo.reset()
+    give_back(device)
+    reset_peak(device)
+    left_over = torch.cuda.memory_allocated()
     workload = random_workload(config)
-    batch = {
-        name: tensor.pin_memory()
-        for name, tensor in KINDS.of(config.workload).make_batch(config, workload.store).items()
-    }
+    made = KINDS.of(config.workload).make_batch(config, workload.store)
     plan = plan_for(config, workload, probe("cuda"))
     plan = dataclasses.replace(plan, mode=row.mode, memory=dataclasses.asdict(row.setting))
     parts = assemble(config, workload, plan)
     said: list[str] = []
     engine = engine_for(parts, row.mode, lambda text, level: said.append(text), workload.metrics().update)
     start_peak = 0
-    for number, loaded in enumerate(prefetch(itertools.repeat(batch, STEPS), device)):
+    for number, loaded in enumerate(prefetch(itertools.repeat(made, STEPS[row.mode]), device)):
         engine([loaded])
         if number + 1 == SETTLED:
             torch.cuda.synchronize()
@@ -132,9 +135,26 @@ def measured(row: Row) -> dict[str, Any]:
     torch.cuda.synchronize()
     if engine.mode != row.mode:
         raise RuntimeError("; ".join(said))
-    peak = peak_memory_bytes(device) or 0
-    reserved = torch.cuda.memory_reserved()
-    return {"measured_gb": peak / 1e9, "start_gb": start_peak / 1e9, "reserved_gb": reserved / 1e9}
+    peak, reserved = peak_memory_bytes(device) or 0, torch.cuda.memory_reserved()
+    engine.forget_graphs()
+    return {
+        "measured_gb": (peak - left_over) / 1e9,
+        "start_gb": (start_peak - left_over) / 1e9,
+        "reserved_gb": reserved / 1e9,
+        "left_over_gb": left_over / 1e9,
+    }
+
+
+def whole_row(number: int) -> dict[str, Any]:
+    """Predicted, then measured; what fails says why."""
+    row = ROWS[number]
+    found: dict[str, Any] = row._asdict()
+    for part in (predicted, measured):
+        try:
+            found |= part(row)
+        except Exception as error:
+            found["problem"] = f"{part.__name__}: {type(error).__name__}: {first_line(error)}"
+    return judged(found)
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
@@ -145,69 +165,67 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
     return found | {"off": off, "within": bool(LEAST <= off <= MOST[found["mode"]])}
 
 
+def show(row: dict[str, Any]) -> None:
+    names = ("measured_gb", "start_gb", "predicted_gb", "off")
+    numbers = " ".join(f"{name} {row[name]:.3f}" for name in names if name in row)
+    verdict = {True: "within", False: "OFF", None: row.get("problem", "")}[row.get("within")]
+    print(row["words"], row["precision"], row["mode"], row["level"] or "normal", numbers, verdict, flush=True)
+
+
+def kept(rows: Iterable[dict[str, Any]], out: str | None, device: torch.device) -> None:
+    ordered = sorted(rows, key=lambda row: (row["words"], row["mode"], row["precision"], row["level"]))
+    both = [row for row in ordered if "within" in row]
+    facts = {"rows_within": sum(row["within"] for row in both), "rows_measured": len(both), "rows": ordered}
+    store("memory_plan", facts, device, out)
+
+
+def measure_all(asked: argparse.Namespace) -> None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    only, modes = set(filter(None, asked.only.split(","))), asked.modes.split(",")
+    wanted = [n for n, row in enumerate(ROWS) if row.mode in modes and (not only or row.words.split()[0] in only)]
+    pool = ProcessPoolExecutor(asked.at_once, mp_context=multiprocessing.get_context("spawn"))
+    rows: list[dict[str, Any]] = []
+    try:
+        for done in as_completed([pool.submit(whole_row, n) for n in wanted], timeout=asked.seconds or None):
+            rows.append(done.result())
+            show(rows[-1])
+            kept(rows, asked.out, torch.device("cuda"))
+    except OutOfTime:
+        print(f"{len(wanted) - len(rows)} rows had no time", flush=True)
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+    os._exit(0)  # the pool would wait for rows that are still compiling
+
+
+def predict_again(stored: Path) -> None:
+    record = json.loads(stored.read_text())
+    rows = []
+    for old in record["rows"]:
+        if "measured_gb" not in old:
+            continue
+        row = Row(old["words"], old["precision"], old["mode"], old["level"])
+        rows.append(judged(old | predicted(row)))
+        show(rows[-1])
+    record |= {"rows_within": sum(row["within"] for row in rows), "rows_measured": len(rows), "rows": rows}
+    stored.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"{record['rows_within']} of {len(rows)} rows within the bound")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="workloads, with commas")
-    parser.add_argument("--at-once", type=int, default=12)
+    parser.add_argument("--modes", default="eager,compile,graph")
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=0, help="store what there is after so many; 0: no limit")
     parser.add_argument("--out")
-    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--again", action="store_true", help="predict anew for the rows that are stored")
+    parser.add_argument("--stored", type=Path, default=RESULTS / "memory_plan.json")
     asked = parser.parse_args()
-    if asked.row is not None:
-        row = ROWS[asked.row]
-        print(json.dumps(measured(row)))
-        return
     if asked.again:
-        stored = json.loads((RESULTS / "memory_plan.json").read_text())["rows"]
-        rows = [(Row(r["words"], r["precision"], r["mode"], r["level"]), r) for r in stored]
-        found = [
-            judged(
-                show(
-                    row._asdict()
-                    | {k: v for k, v in old.items() if k.endswith("_gb") or k == "problem"}
-                    | predicted(row)
-                )
-            )
-            for row, old in rows
-        ]
-        summary(found)
-        return
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    wanted = [n for n, row in enumerate(ROWS) if not asked.only or row.words.split()[0] in asked.only.split(",")]
-    # Those that compile take longest.
-    wanted.sort(key=lambda n: MODES_BY_TIME.index(ROWS[n].mode))
-    with ThreadPoolExecutor(asked.at_once) as pool:
-        taken = dict(
-            zip(wanted, pool.map(lambda n: row_in_a_process(__file__, ["--row", str(n)]), wanted), strict=True)
-        )
-    rows_found = [judged(show(ROWS[n]._asdict() | taken[n])) for n in sorted(taken)]
-    store("memory_plan", {"rows": rows_found}, torch.device("cuda"), asked.out)
-
-
-MODES_BY_TIME: tuple[Mode, ...] = ("graph", "compile", "eager")
-
-
-def show(found: dict[str, Any]) -> dict[str, Any]:
-    row = judged(found)
-    numbers = " ".join(
-        f"{name} {row[name]:.3f}" for name in ("measured_gb", "start_gb", "predicted_gb", "off") if name in row
-    )
-    print(
-        row["words"],
-        row["precision"],
-        row["mode"],
-        row["level"] or "normal",
-        numbers,
-        row.get("problem", ""),
-        flush=True,
-    )
-    return found
-
-
-def summary(rows: list[dict[str, Any]]) -> None:
-    both = [row for row in rows if "within" in row]
-    print(f"{sum(row['within'] for row in both)} of {len(both)} rows within the bound")
+        predict_again(asked.stored)
+    else:
+        measure_all(asked)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,6 +13,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
 from halfstep.hardware.gpus import known_gpu
 from halfstep.measure.live_bytes import LiveBytes
+from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
 from halfstep.run.memory_fit import (
     fitting,
@@ -24,9 +25,12 @@ from halfstep.run.memory_fit import (
     refuse_nothing_fits,
 )  # fmt: skip
 from halfstep.run.memory_plan import Cell, MemoryPlanner
+from halfstep.run.planned_batch import planned_pieces, predicted_peak, ways_out
 from halfstep.run.planned_step import PlannedStep, planned_step
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.tune.first_batch import first_batch
+from halfstep.tune.memory_levers import by_predicted_peak
+from halfstep.tune.memory_limit import memory_error
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.planner.timeline import eager_timeline
 from halfstep.workloads import load
@@ -83,7 +87,7 @@ def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
         loss, _ = workload.weighed_loss(workload.forward(workload.model.train(), batch), batch)
         loss.backward()
     step = planned_step(config)
-    [trace] = step.traces("fp32", "none", 8, chains=False)
+    [trace] = step.traces("tf32", "none", 8, chains=False)  # strict fp32 has workspaces
     blocks = sum(-value.num_bytes % 512 for value in trace.values)
     for value in trace.values:
         assert value.num_bytes % 512 == 0
@@ -260,3 +264,35 @@ def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="no size of memory"):
         read_size(text)
+
+
+# --- whoever else asks the plan ---
+
+
+def test_auto_batch_cuts_the_batch_by_the_plan(unet: MemoryPlanner) -> None:
+    config = unet.step.config
+    plan = dataclasses.replace(decide("bf16", known_gpu("H200")), mode="eager")
+    needed = unet.predict(cell("bf16")).total
+    assert planned_pieces(config, unet.step.workload, plan, needed) == 1
+    pieces = planned_pieces(config, unet.step.workload, plan, int(0.8 * needed))
+    assert pieces in (2, 4)
+
+
+def test_an_out_of_memory_message_names_what_is_predicted_to_fit(unet: MemoryPlanner) -> None:
+    config = unet.step.config
+    plan = dataclasses.replace(decide("fp32", known_gpu("H200")), mode="eager")
+    limit = int(0.9 * unet.predict(cell("fp32")).total)
+    ways = ways_out(config, plan, unet.step.workload.store, limit)
+    assert len(ways) == 3
+    assert ways[0].startswith("--precision bf16 train.batch_size=")
+    error = memory_error(torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"), planned=ways)
+    assert ways[0] in error.fix
+
+
+def test_low_memory_tries_the_lever_first_that_is_predicted_to_save_most(unet: MemoryPlanner) -> None:
+    small, recompute = [MemorySetting(optimizer_bits=8)], [MemorySetting(recompute="pointwise")]
+    budget = [MemorySetting(activation_budget=0.5)]
+    plan = dataclasses.replace(decide("bf16", known_gpu("H200")), mode="compile")
+    peak = predicted_peak(unet.step.config, unet.step.workload)
+    ordered = by_predicted_peak([budget, small, recompute], lambda setting: peak(plan, setting))
+    assert ordered == [recompute, small, budget]

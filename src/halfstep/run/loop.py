@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -20,6 +21,7 @@ from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.ledger import RunLedger
 from halfstep.run.phased_engine import engine_for
+from halfstep.run.planned_batch import ways_out_of
 from halfstep.run.ranked import seed_of
 from halfstep.run.resume import Changes
 from halfstep.run.sampling import sample
@@ -84,7 +86,10 @@ class Loop:
         self._keep_a_way_back()
         while self.position.epoch < epochs and not self.is_over:
             num_ranks = 1 if self.parts.world is None else self.parts.world.size
-            with explaining_out_of_memory(self.parts.config, lambda: self.engine.pieces, self.parts.device, num_ranks):
+            with explaining_out_of_memory(
+                self.parts.config, lambda: self.engine.pieces, self.parts.device, num_ranks,
+                partial(ways_out_of, self.parts),
+            ):  # fmt: skip
                 self._train_epoch()
                 self._act_on(self.parts.guard.drain())
                 self._end_epoch()

@@ -38,6 +38,8 @@ CUBLAS_BYTES = 33_562_624
 """cuBLAS' workspace on Hopper; the forward and the backward thread have one each."""
 SMALL_CUBLAS_BYTES = 8_519_680
 """The same on other GPUs."""
+COMPILED_BLOCKS = 1.1
+"""What a compiled step that recomputes blocks takes against an eager one (a U-Net's: benchmarks/results/speed.json)."""
 POOL_GAPS = 0.04
 """Of a graph's pool: what lies idle between its blocks, as measured (benchmarks/memory_plan.py)."""
 
@@ -130,6 +132,10 @@ class MemoryPlanner:
                 self._traces[how, recompute, batch_size, False] = chained
             else:
                 return [eager_timeline(trace) if trace.is_chain else compiled_timeline(trace) for trace in chained]
+        if recompute == "blocks":
+            # What a compiled block computes again lies apart from where it is used: nothing is gained by fusing.
+            traces = self._traced(how, recompute, batch_size, chains=False)
+            return [eager_timeline(trace).scaled(COMPILED_BLOCKS) for trace in traces]
         # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
         keeps_cheap = recompute != "pointwise"
         traces = self._traced(how, recompute if keeps_cheap else "none", batch_size, chains=False)

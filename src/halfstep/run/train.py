@@ -51,6 +51,7 @@ from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
 from halfstep.run.place import Place
 from halfstep.run.places import with_absolute_paths, with_data_found
+from halfstep.run.planned_batch import pieces_by_plan, predicted_peak
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
@@ -138,11 +139,15 @@ def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: P
 
 
 def _tried(config: RunConfig, workload: Workload, plan: Plan, place: Place, rehearse: Rehearse) -> Plan:
-    """The plan with what trials find; one process finds the micro-batch that fits while it trains."""
-    own = place.on_trial(config)
-    plan = tuned(own, workload, plan, _say_unless(config.log.quiet), rehearse)
-    tries_batches = config.train.auto_batch and place.world is not None
-    return dataclasses.replace(plan, pieces=fitting_pieces(own, workload, plan, rehearse) if tries_batches else 1)
+    """The plan with what trials find; one process starts with the micro-batch that is predicted to fit, and finds a
+    smaller one while it trains."""
+    own, say = place.on_trial(config), _say_unless(config.log.quiet)
+    plan = tuned(own, workload, plan, say, rehearse, peak=predicted_peak(own, workload))
+    if not config.train.auto_batch:
+        return dataclasses.replace(plan, pieces=1)
+    if place.world is None:
+        return dataclasses.replace(plan, pieces=pieces_by_plan(own, workload, plan, say))
+    return dataclasses.replace(plan, pieces=fitting_pieces(own, workload, plan, rehearse))
 
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) -> Assembly:

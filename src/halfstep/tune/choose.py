@@ -19,7 +19,7 @@ from halfstep.hardware.driver import Driver
 from halfstep.measure.clock import Stopwatch
 from halfstep.precision.fp8_pays import after_whole_steps, without_fp8
 from halfstep.precision.plan import Plan
-from halfstep.tune.memory_levers import levers_of
+from halfstep.tune.memory_levers import by_predicted_peak, levers_of
 from halfstep.tune.memory_low import CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
 from halfstep.tune.mode_cache import CachedMode
 from halfstep.tune.mode_search import FoundMode, ModeSearch
@@ -44,13 +44,22 @@ MEASURED_FOR = (
 """Settings whose change makes what was found before worth nothing."""
 
 Say = Callable[[str], None]
+Peak = Callable[[Plan, MemorySetting], int | None]
+"""Predicted peak bytes of a setting; None where nothing is predicted. Handed in: this room builds no run to trace."""
 
 
 def tuned(
-    config: RunConfig, workload: Workload, plan: Plan, say: Say, rehearse: Rehearse, *, driver: Driver | None = None
+    config: RunConfig,
+    workload: Workload,
+    plan: Plan,
+    say: Say,
+    rehearse: Rehearse,
+    *,
+    driver: Driver | None = None,
+    peak: Peak = lambda plan, setting: None,
 ) -> Plan:
     """The plan with how steps run; `say` gets what was found. Tests put another machine in the driver's place."""
-    tuning = Tuning(config, workload, say, rehearse, driver or Driver())
+    tuning = Tuning(config, workload, say, rehearse, driver or Driver(), peak)
     wish = config.train.tune_kernels
     if wish != "auto":
         plan = dataclasses.replace(plan, tunes_kernels=wish)
@@ -77,6 +86,7 @@ class Tuning:
     say: Say
     rehearse: Rehearse
     driver: Driver
+    peak: Peak
 
     # --- the mode ---
 
@@ -168,8 +178,9 @@ class Tuning:
             return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
 
         levers = levers_of(self.workload.model, self.config.optimizer.name, is_compiled=mode != "eager")
+        positions = by_predicted_peak(levers.positions, lambda setting: self.peak(plan, setting))
         try:
-            choice = choose_memory(measure, levers.positions, notes=levers.notes, may_go_on=may_go_on)
+            choice = choose_memory(measure, positions, notes=levers.notes, may_go_on=may_go_on)
         except CannotRun as error:
             choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
         headline, *lines = choice.lines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,6 +41,16 @@ def levers_of(model: nn.Module, optimizer_name: str, *, is_compiled: bool) -> Le
     else:
         notes.append("activation budget: it needs train.fast=compile or graph")
     return Levers(positions, notes)
+
+
+def by_predicted_peak(
+    levers: Sequence[Sequence[MemorySetting]], peak: Callable[[MemorySetting], int | None]
+) -> list[Sequence[MemorySetting]]:
+    """The lever whose gentlest position saves most comes first: time for trials may run out. Levers of which nothing is
+    predicted keep their place behind the others."""
+    predicted = [peak(lever[0]) for lever in levers]
+    order = sorted(range(len(levers)), key=lambda k: (predicted[k] is None, predicted[k] or 0))
+    return [levers[k] for k in order]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,22 +32,33 @@ def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
 
 @contextmanager
 def explaining_out_of_memory(
-    config: RunConfig, pieces: Callable[[], int], device: torch.device, num_ranks: int = 1
+    config: RunConfig,
+    pieces: Callable[[], int],
+    device: torch.device,
+    num_ranks: int = 1,
+    planned: Callable[[], Iterable[str]] = tuple,
 ) -> Iterator[None]:
-    """Where memory runs out inside, the user reads what to do. Nothing was saved since the last checkpoint."""
+    """Where memory runs out inside, the user reads what to do, first what is `planned` to fit. Nothing was saved since
+    the last checkpoint."""
     try:
         yield
     except OutOfMemory as error:
-        raise memory_error(error, config, pieces(), device, num_ranks) from error
+        error.__traceback__ = None  # its frames hold the activations that did not fit
+        raise memory_error(error, config, pieces(), device, num_ranks, planned()) from error
 
 
 def memory_error(
-    error: OutOfMemory, config: RunConfig, pieces: int, device: torch.device, num_ranks: int = 1
+    error: OutOfMemory,
+    config: RunConfig,
+    pieces: int,
+    device: torch.device,
+    num_ranks: int = 1,
+    planned: Iterable[str] = (),
 ) -> MemoryLimitError:
     """What happened, the memory picture, and the ways out with the exact words to type."""
     size, accumulate = config.train.batch_size, config.train.accumulate * pieces
     smaller = max(size // (2 * pieces), num_ranks)
-    ways: list[str] = []
+    ways = list(planned)
     if size > num_ranks:
         by_itself = "does this by itself" if num_ranks == 1 else "tries before the run what fits in all processes"
         ways.append(

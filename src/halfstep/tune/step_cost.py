@@ -41,13 +41,15 @@ class StepCost:
     sample_bytes: int
     sample_flops: int
     """Forward and backward, nothing recomputed; a multiplication and an addition are two."""
+    usable: float = USABLE_MEMORY
+    """The share of a device's memory that may be taken: less where workspaces are not counted."""
 
     def bytes_at(self, batch_size: int) -> int:
         return self.fixed_bytes + batch_size * self.sample_bytes
 
     def largest_batch(self, memory_bytes: int) -> int:
         """Samples that fit a device; 0 where not even one does."""
-        return max(0, int((memory_bytes * USABLE_MEMORY - self.fixed_bytes) / self.sample_bytes))
+        return max(0, int((memory_bytes * self.usable - self.fixed_bytes) / self.sample_bytes))
 
 
 class NoSamples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,14 @@ class Timeline:
         """Whether both are the same step at two batches."""
         shapes = ([(life.first, life.last, life.kind) for life in t.lives] for t in (self, other))
         return self.num_ops == other.num_ops and next(shapes) == next(shapes)
+
+    def scaled(self, factor: float) -> Timeline:
+        """With working memory and activations so much larger."""
+        lives = (
+            replace(life, num_bytes=int(life.num_bytes * (1 if life.kind == "gradients" else factor)))
+            for life in self.lives
+        )
+        return Timeline(tuple(lives), self.workspaces)
 
     @property
     def gradient_bytes(self) -> int:
