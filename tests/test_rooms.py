@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -48,10 +49,16 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Every absolute import in the file, in-function and TYPE_CHECKING ones included."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -61,6 +68,14 @@ def imports_of(path: Path) -> set[str]:
             names = {alias.name for alias in node.names} - {"__version__"}
             found |= {f"{module}.{name}" for name in names} if module == "halfstep" else {module}
     return found
+
+
+def needed_to_run(tree: ast.Module) -> set[str]:
+    """Modules, and names that may be modules, of all imports but those for types alone."""
+    types = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    left_out = {id(node) for block in types for node in ast.walk(block)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in left_out]
+    return {name for node in nodes for name in (node.module or "", *(f"{node.module}.{a.name}" for a in node.names))}
 
 
 def source_files() -> list[Path]:
@@ -96,6 +111,14 @@ def test_the_table_has_no_cycle() -> None:
         done |= free
 
 
+def test_no_two_files_need_each_other_to_run() -> None:
+    """In-function imports count; those for types alone do not: data may have a method that calls what works on it."""
+    needs = {f"halfstep.{module_name(path)}": needed_to_run(tree_of(path)) for path in source_files()}
+    while free := {name for name, its in needs.items() if not its & (needs.keys() - {name})}:
+        needs = {name: its for name, its in needs.items() if name not in free}
+    assert not needs, f"files that import each other, and who needs them: {sorted(needs)}"
+
+
 def test_torch_free_rooms_do_not_import_torch() -> None:
     wrong = []
     for path in source_files():
@@ -116,7 +139,7 @@ def test_no_code_outside_a_familys_rooms_names_a_family() -> None:
     for path in source_files():
         if module_name(path).split(".")[0] in FAMILY_ROOMS:
             continue
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         ours = (name for name in imports_of(path) if name.startswith("halfstep."))
         imported = {part for name in ours for part in name.split(".")}
         spoken = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}

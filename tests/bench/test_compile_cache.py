@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from warm_processes import process
+
 pytest.importorskip("triton")
 
 
-def test_our_own_kernels_count_as_compiled_code() -> None:
-    alone = Path(__file__).with_name("compile_cache_alone.py")
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(alone)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "6 passed" in done.stdout
+def run_alone(path: str) -> None:
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", path]))
+
+
+def test_our_own_kernels_count_as_compiled_code(tmp_path: Path) -> None:
+    alone, said = Path(__file__).with_name("compile_cache_alone.py"), tmp_path / "said"
+    with process(run_alone, str(alone), output=said) as apart:
+        apart.join(timeout=300)
+        assert apart.exitcode == 0, said.read_text()[-2000:]
+    assert "6 passed" in said.read_text()

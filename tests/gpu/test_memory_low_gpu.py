@@ -17,7 +17,8 @@ from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import UNet
 from halfstep.precision.decide import decide
 from halfstep.step import adamw8bit_triton
-from halfstep.step.adamw8bit import AdamW8bit, Setting, empty_state, update
+from halfstep.step.adamw8bit import AdamW8bit, empty_state, update
+from halfstep.step.adamw8bit_setting import Setting
 from halfstep.tune.memory_levers import levers_of, optimizer_for
 from halfstep.tune.memory_low import NORMAL, TIME_LIMIT, Cost, MemorySetting, choose_memory
 from memory_settings import memory_setting

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.step.adamw8bit import Setting, empty_state, update
+from halfstep.step.adamw8bit import empty_state, update
+from halfstep.step.adamw8bit_setting import Setting
 from tiny_training import assert_same_bits
 
 triton_kernel = pytest.importorskip("halfstep.step.adamw8bit_triton", reason="Triton is not installed: NOT tested")

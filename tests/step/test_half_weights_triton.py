@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.step.adamw8bit import Setting, empty_state, update
+from halfstep.step.adamw8bit import empty_state, update
+from halfstep.step.adamw8bit_setting import Setting
 from halfstep.step.adamw_bf16 import LOW, AdamWBf16
 from halfstep.step.half_weights import joined, key_of, split, stochastic
 from halfstep.step.single_pass import SinglePass

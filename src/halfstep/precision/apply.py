@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,8 +13,11 @@ from halfstep.precision.contexts import AUTOCAST_DTYPES, device_type
 from halfstep.precision.fp8 import InFp8, InTorchaoFp8, torchao_settings
 from halfstep.precision.ladder import Grant
 from halfstep.precision.parts import InFp32, InHalf, swap_class, undo_swaps
-from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, Row
+from halfstep.precision.row import ROOT, WHOLE_MODEL, Row
 from halfstep.precision.rows import rows_of
+
+if TYPE_CHECKING:
+    from halfstep.precision.plan import Plan  # whose methods call this file
 
 STORAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

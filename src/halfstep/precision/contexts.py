@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.backend import Fp32Mode, effective_leaves, fp32_mode
 from halfstep.precision.op_lists import cuda_op_lists
-from halfstep.precision.plan import Plan
 from halfstep.precision.reusable import Reusable
 from halfstep.precision.simulate import simulated_kernels
+
+if TYPE_CHECKING:
+    from halfstep.precision.plan import Plan  # whose methods call this file
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """What autocast is set to; under fp8 everything but the swapped Linear layers runs in bf16."""

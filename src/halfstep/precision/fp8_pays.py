@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,7 +22,10 @@ from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once
 from halfstep.precision.ladder import lacks
 from halfstep.precision.parts import original_class
-from halfstep.precision.plan import Plan, Row
+from halfstep.precision.row import Row
+
+if TYPE_CHECKING:
+    from halfstep.precision.plan import Plan  # which is applied by rows that this file judges
 
 MULTIPLE = 16
 """The fp8 matmul of the matrix units takes rows of 16 bytes only (cuBLASLt, torch._scaled_mm)."""

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from halfstep.errors import PrecisionError, nearest
 from halfstep.precision.fp8_pays import Fp8Layers, edge_layers
 from halfstep.precision.ladder import Grant
-from halfstep.precision.plan import ROOT, Row, RowKind
+from halfstep.precision.row import ROOT, Row, RowKind
 
 UPCAST_BY_AUTOCAST = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.step.adamw8bit_setting import MOMENTS, Setting
 from halfstep.step.adamw_bf16 import LOW, JudgedAdamW
 from halfstep.step.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_table, unsigned_codes, unsigned_table
 from halfstep.step.flat import flat_view, is_dense, shaped_like
@@ -25,19 +26,6 @@ from halfstep.step.half_weights import is_kept_in_half, key_of
 
 MIN_VALUES = 4096
 """The bound of bitsandbytes and torchao."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class Setting(NamedTuple):
-    """What all parameters of a group share in a step; tensors have one value, on the device."""
-
-    lr: Tensor
-    found_inf: Tensor
-    grad_scale: Tensor | None
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
 
 
 class AdamW8bit(JudgedAdamW):

@@ -1,0 +1,31 @@
+"""A row of a Plan: one module. No torch at import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RowKind = Literal["default", "module", "frozen", "island"]
+
+WHOLE_MODEL = "*"
+"""Name of the one row a plan has for all modules when it was made without a model."""
+ROOT = "(root)"
+"""Name of the model itself, where it has weights of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One module: how its weights are stored, what it computes in, and why."""
+
+    module: str
+    storage: str
+    compute: str
+    reason: str
+    kind: RowKind = "default"
+    precision: str = ""
+    """What this part was granted; empty where the plan's own precision holds."""
+
+    @property
+    def is_part(self) -> bool:
+        """Named by a pattern of the request, so treated apart from the rest."""
+        return self.kind in ("module", "frozen")
