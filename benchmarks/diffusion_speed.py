@@ -30,7 +30,8 @@ from torch.nn import functional as F
 
 from halfstep.bench.settings import bench_config
 from halfstep.data.loader import Samples
-from halfstep.models.diffusers_nets import build_net, repeated_blocks, unet_config, vae_config
+from halfstep.models.diffusers_blocks import blocks_of
+from halfstep.models.diffusers_nets import build_net, unet_config, vae_config
 from halfstep.models.posterior import kl_divergence, posterior
 from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
 from halfstep.workloads.diffusion.conditions import Conditions
@@ -178,7 +179,7 @@ def sd_over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload
         metric="mse",
         mode="min",
         fragile=FRAGILE,
-        repeated=repeated_blocks(model),
+        blocks=blocks_of(model),
         store=store,
     )
 

@@ -78,7 +78,10 @@ OWN_RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.ATTENTION, r"^_attention\w*$"),
     (Kind.OPTIMIZER, r"^_(?:update|count|average)$"),
     (Kind.CHAIN, r"^(?:logits|head_\w+|pool\w*)_kernel$|^_(?:partial_sums|finish\w*|normalised|gradient_of_raw)$"),
-    (Kind.CHAIN, r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients)$"),
+    (
+        Kind.CHAIN,
+        r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients|group_\w+)$",
+    ),
 )
 """halfstep's own kernels, in kernels/ and step/; nobody else's name is a whole Python name."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.errors import ConfigError, ModelError
 
@@ -188,16 +188,6 @@ def diffusers_class(name: str) -> Any:
             "diffusers is not installed", why=str(error), fix="pip install 'halfstep[diffusion]'"
         ) from error
     return getattr(diffusers, name)
-
-
-def repeated_blocks(net: Net) -> tuple[type[nn.Module], ...]:
-    """What a U-Net with text has so many of that it is compiled by them; () for smaller networks."""
-    if type(net).__name__ != TEXT_UNET:
-        return ()
-    from diffusers.models.resnet import ResnetBlock2D
-    from diffusers.models.transformers.transformer_2d import Transformer2DModel
-
-    return (ResnetBlock2D, Transformer2DModel)
 
 
 def freeze_(net: Net) -> Net:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, in_fp32
+from halfstep.kernels.group_norm import fits, group_norm_silu
 
 EPSILON = 1e-5
 
@@ -54,7 +55,10 @@ class ConvNormSilu(nn.Module):
         self.norm = nn.GroupNorm(8, outputs)
 
     def forward(self, x: Tensor, scale_shift: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        x = self.norm(self.proj(x))
+        x = self.proj(x)
+        if fits(x, self.norm):
+            return group_norm_silu(self.norm, x, *(part.flatten(1) for part in scale_shift or ()))
+        x = self.norm(x)
         if scale_shift is not None:
             scale, shift = scale_shift
             x = x * (scale + 1) + shift

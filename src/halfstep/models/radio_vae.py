@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from halfstep.kernels.group_norm import fits, group_norm_silu
 from halfstep.models.posterior import drawn, posterior
 from halfstep.models.recompute import Recomputing, block_runner
 
@@ -22,6 +23,10 @@ GROUPS = 32
 def group_norm(channels: int) -> nn.GroupNorm:
     """LDM's 32 groups; as many as fit where channels are few."""
     return nn.GroupNorm(math.gcd(GROUPS, channels), channels, eps=1e-6)
+
+
+def norm_silu(norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    return group_norm_silu(norm, x) if fits(x, norm) else F.silu(norm(x))
 
 
 def conv3(inputs: int, outputs: int) -> nn.Conv2d:
@@ -37,8 +42,8 @@ class ResidualBlock(nn.Module):
         self.nin_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x)))
-        h = self.conv2(self.dropout(F.silu(self.norm2(h))))
+        h = self.conv1(norm_silu(self.norm1, x))
+        h = self.conv2(self.dropout(norm_silu(self.norm2, h)))
         return self.nin_shortcut(x) + h  # type: ignore[no-any-return]
 
 
@@ -126,7 +131,7 @@ class Encoder(Recomputing):
         x, run = self.conv_in(x), block_runner(self.recompute)
         for level in self.down:
             x = run(level, x)
-        return self.conv_out(F.silu(self.norm_out(self.mid(x))))  # type: ignore[no-any-return]
+        return self.conv_out(norm_silu(self.norm_out, self.mid(x)))  # type: ignore[no-any-return]
 
 
 class Decoder(Recomputing):
@@ -147,7 +152,7 @@ class Decoder(Recomputing):
         x, run = self.mid(self.conv_in(z)), block_runner(self.recompute)
         for level in reversed(self.up):
             x = run(level, x)
-        return self.conv_out(F.silu(self.norm_out(x)))  # type: ignore[no-any-return]
+        return self.conv_out(norm_silu(self.norm_out, x))  # type: ignore[no-any-return]
 
 
 class RadioVAE(nn.Module):

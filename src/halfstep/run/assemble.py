@@ -123,7 +123,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         # Timing picks kernels that sum in another order from one start to the next.
         tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
         activation_budget=setting.activation_budget,
-        repeated=workload.repeated,
+        blocks=workload.blocks,
     )
     train_loader, val_loader = _loaders(config, workload, world)
     length = Length(total_steps_of(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))

@@ -90,8 +90,8 @@ def _ledgers_of_one(
     )
     islands = {product.module for product in observer.seen.calls if product.is_island}
     eager = to_ledger(observer, mode=_named("eager", phase))
-    if engine.mode == "eager":
-        return [eager], islands
+    if engine.mode == "eager" or parts.workload.blocks:
+        return [eager], islands  # tracing the whole network would take the minutes that its blocks save
     recorder = GraphRecorder()
     with undone(step), chains(on=False):
         step.compute(loss_alone(recorder.compiled(engine.parts.eager)), prepared)

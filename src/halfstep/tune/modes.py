@@ -17,7 +17,7 @@ from halfstep.disk import cache_directory, variable
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_levers import activation_budget as budget
-from halfstep.tune.repeated import Kinds, by_blocks
+from halfstep.tune.repeated import Blocks, by_blocks
 from halfstep.workloads.workload import Workload
 
 Mode: TypeAlias = Literal["eager", "compile", "graph"]
@@ -72,14 +72,14 @@ def eager_region(workload: Workload, model: nn.Module, *, name: str = "") -> Reg
 
 
 def compiled(
-    eager: Region, *, tunes_kernels: bool = False, activation_budget: float = 1.0, repeated: Kinds = ()
+    eager: Region, *, tunes_kernels: bool = False, activation_budget: float = 1.0, blocks: Blocks | None = None
 ) -> Region:
     """The region as torch.compile makes it, lazily: the compiler is loaded when the first batch comes.
 
     Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
     `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (docs/log.md), minutes more to start
-    with an empty cache. `activation_budget` is the share of activations that backward may keep. Blocks of `repeated`
-    kinds are compiled alone, and what is between them not at all.
+    with an empty cache. `activation_budget` is the share of activations that backward may keep. Where `blocks` are
+    named they run, or are compiled, in their own form (repeated.py).
     """
 
     @functools.cache
@@ -88,7 +88,7 @@ def compiled(
         logging.getLogger("torch._inductor.scheduler").addFilter(_is_no_echo)
         options: dict[str, Any] = {"coordinate_descent_tuning": True} if tunes_kernels else {}
         compiler = functools.partial(torch.compile, dynamic=False, options=options)
-        return by_blocks(eager, repeated, compiler) if repeated else compiler(eager)
+        return by_blocks(eager, blocks, compiler) if blocks else compiler(eager)
 
     def budgeted(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
         with budget(activation_budget):

@@ -1,8 +1,11 @@
-"""Compiling a deep network by its blocks: those of one kind and shape share their code.
+"""Deep networks that are not compiled as a whole: by their blocks, or by kernels of our own where steps are captured.
 
-The compiler takes a minute and more for a U-Net of 860M parameters as a whole, which holds 22 residual blocks of 14
-shapes and 16 transformers of four. Compiled alone, each shape is compiled once; what lies between blocks (a few single
-convolutions, the concatenations) runs eager, and a captured step launches it for nothing.
+The compiler takes minutes for a U-Net of 860M parameters, and keeps none of these networks in channels_last: where a
+convolution halves its channels it gives the layout up for all (8 of 44 ms of a VAE's step were copies). So a workload
+names blocks that its network repeats. In a captured step each runs by the forward that is named beside it, which calls
+kernels of our own; launches cost nothing there. A block without one is compiled alone, once for all of its shape. Steps
+that are compiled and not captured launch one by one: there the region is compiled whole, or, where a block has to be
+compiled in any case, block by block.
 """
 
 from __future__ import annotations
@@ -15,27 +18,42 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.kernels.fast_forms import decided, forced
+
 MOST_SHAPES = 64
 """Of one kind of block; torch gives up at 8."""
 
-Kinds = tuple[type[nn.Module], ...]
+Blocks = Mapping[type[nn.Module], Callable[..., Any] | None]
+"""Kinds of blocks, each with its forward in captured steps; None: compiled."""
 
 
-def by_blocks(region: Callable[..., Any], kinds: Kinds, compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """The region with every block of these kinds compiled (by torch.compile in the form it is given), wherever it
-    calls one."""
+def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """The region in one of these forms; `compiler` is torch.compile as it is to be called."""
+    compiled = functools.cache(compiler)
+    is_whole = all(forward is not None for forward in blocks.values())
 
-    @functools.cache
-    def forwards() -> dict[type[nn.Module], Any]:
+    def run(*arguments: Any) -> Any:
+        is_captured = decided("chain", otherwise=True)
+        if is_whole and not is_captured:
+            return compiled(region)(*arguments)
         # A forward of its own: a kind that inherits it has it from its parent, which may not be asked for.
-        own = [kind for kind in kinds if "forward" in vars(kind)]
-        return {kind: compiler(kind.forward) for kind in own}
-
-    def in_blocks(*arguments: Any) -> Any:
-        with _swapped(forwards()), torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+        own = {kind: given for kind, given in blocks.items() if "forward" in vars(kind)}
+        forwards = {k: given if given and is_captured else compiled(plain(k)) for k, given in own.items()}
+        with _swapped(forwards), forced(is_captured, "group_norm"), most_shapes():
             return region(*arguments)
 
-    return in_blocks
+    return run
+
+
+def plain(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The class's forward itself."""
+    forward: Callable[..., Any] = kind.forward
+    return forward
+
+
+def most_shapes() -> contextlib.AbstractContextManager[None]:
+    found: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=MOST_SHAPES)
+    return found
 
 
 @contextlib.contextmanager

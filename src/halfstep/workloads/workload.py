@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -110,9 +110,9 @@ class Workload:
     report/samples."""
     scores_raw: bool = False
     """Where weights are averaged: whether validation scores them as trained, too, as `raw_NAME`."""
-    repeated: tuple[type[nn.Module], ...] = ()
-    """Kinds of blocks that a deep network has many of: where it is compiled, each of them is compiled alone, once for a
-    shape, and what is between them runs as it is. Empty: forward and loss are compiled as a whole."""
+    blocks: Mapping[type[nn.Module], Callable[..., Any] | None] = field(default_factory=dict)
+    """Kinds of blocks that a deep network repeats, each with its forward in captured steps, which then are compiled in
+    no other part; None: such a block is compiled alone. Empty: forward and loss are compiled as a whole."""
     ema_parts: tuple[str, ...] = ()
     """Names of modules or parameters that are averaged; empty: all."""
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.data.image_folder import check_same_classes
-from halfstep.models.diffusers_nets import config_of, repeated_blocks
+from halfstep.models.diffusers_blocks import blocks_of
+from halfstep.models.diffusers_nets import config_of
 from halfstep.models.noise_schedule import noised, target_of
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
@@ -57,7 +58,7 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         mode="min",
         scoring="mse is over all held-out samples, unweighed; mse/A-B are timesteps A to B. Noise is fixed by sample",
         fragile=FRAGILE,
-        repeated=repeated_blocks(model),
+        blocks=blocks_of(model),
         store=found,
         notes=data.notes,
         val_names=data.val_names,

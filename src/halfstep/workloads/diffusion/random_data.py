@@ -8,7 +8,7 @@ import torch
 
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.models.diffusers_nets import repeated_blocks
+from halfstep.models.diffusers_blocks import blocks_of
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
@@ -48,6 +48,7 @@ def vae_over(config: VaeConfig, store: Store, samples: Samples) -> Workload:
         metrics=ReconstructionMetrics,
         metric="psnr",
         fragile=autoencoder.FRAGILE,
+        blocks=blocks_of(model.vae),
         store=store,
         frozen=losses.frozen(),
     )
@@ -68,7 +69,7 @@ def over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
         metric="mse",
         mode="min",
         fragile=FRAGILE,
-        repeated=repeated_blocks(model),
+        blocks=blocks_of(model),
         store=store,
         frozen=frozen_parts(config, parts, with_vae=True),
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.models.diffusers_blocks import blocks_of
 from halfstep.models.diffusers_nets import (
     VAE,
     Net,
@@ -83,6 +84,7 @@ def build(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Workload
         mode="max",
         scoring="psnr of values cut to -1..1, over all pixels of the held-out set",
         fragile=FRAGILE,
+        blocks=blocks_of(model.vae),
         store={"vae": config_of(model.vae)},
         notes=data.notes,
         val_names=data.val_names,

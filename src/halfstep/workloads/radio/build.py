@@ -230,7 +230,7 @@ def workload_of(
         metric="nmse",
         mode="min",
         fragile=FRAGILE,
-        repeated=REPEATED,
+        blocks={kind: kind.forward for kind in REPEATED},
         scoring=f"of samples (model.sampling_steps={wish.sampling_steps}, or --steps): {SCORING}",
         store=store,
         notes=data.notes,

@@ -21,7 +21,7 @@ from halfstep.islands import in_fp32
 from halfstep.models.patch_gan import PatchGan
 from halfstep.models.posterior import kl_divergence
 from halfstep.models.radio_names import vae_name
-from halfstep.models.radio_vae import RadioVAE
+from halfstep.models.radio_vae import RadioVAE, ResidualBlock
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
@@ -128,6 +128,7 @@ def workload_of(config: RadioVaeConfig, model: Stage1, data: RadioData) -> Workl
         metric="nmse",
         mode="min",
         fragile=FRAGILE,
+        blocks={ResidualBlock: ResidualBlock.forward},
         scoring=f"of reconstructions: {SCORING}",
         store={"sizes": sizes_of(config.model.first_stage), "image_size": config.data.image_size},
         notes=data.notes,

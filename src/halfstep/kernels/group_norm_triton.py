@@ -1,0 +1,212 @@
+"""The Triton kernels of GroupNorm and SiLU on channels_last maps, seen as rows of channels for each image.
+
+x is [images, num_rows, num_channels]. A tile is [ROWS, COLUMNS] of one image. Sums over an image's rows are left in
+parts, one for ROWS rows, and added in a fixed order by a program for each group, so that results repeat to the bit. A
+part holds its own mean and the squares around it: nothing cancels where a map's mean is large.
+
+What normalising a channel comes to is z = A·x + B; `table` [images, 4, num_channels] holds A, B, mean and
+1 / deviation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS, WARPS = 64, 64, 4
+PARTS = 32
+"""Parts that a program of a group adds at once."""
+
+
+@triton.jit
+def _place(num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_channels)[None, :]
+    image = tl.program_id(2).to(tl.int64)
+    return column, inside, (image * num_rows + row)[:, None] * num_channels + column[None, :]
+
+
+@triton.jit
+def _of_channels(table, field, column, num_channels, FIELDS: tl.constexpr):
+    """One field's values of these channels, of this program's image."""
+    base = (tl.program_id(2) * FIELDS + field) * num_channels
+    return tl.load(table + base + column, column < num_channels, 0.0)[None, :]
+
+
+@triton.jit
+def _group_parts(x, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Mean of each channel over these rows, and Σ (x - mean)²."""
+    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
+    value = tl.load(x + at, inside, 0.0).to(tl.float32)
+    count = tl.minimum(ROWS, num_rows - tl.program_id(0) * ROWS).to(tl.float32)
+    mean = tl.sum(value, 0) / count
+    deviation = tl.where(inside, value - mean[None, :], 0.0)
+    part = parts + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * 2 * num_channels + column
+    tl.store(part, mean, column < num_channels)
+    tl.store(part + num_channels, tl.sum(deviation * deviation, 0), column < num_channels)
+
+
+@triton.jit
+def _group_table(
+    parts, weight, bias, scale, shift, table, num_parts, num_rows, num_channels, channels_each, eps,
+    IS_SCALED: tl.constexpr, PART_ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The table of one group of one image, from its parts; z = x̂·w·(1 + scale) + b·(1 + scale) + shift."""
+    image, lane = tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
+    column, is_channel = tl.program_id(0) * channels_each + lane, lane < channels_each
+    base = parts + image * num_parts * 2 * num_channels
+    total = 0.0
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part < num_parts)[:, None] & is_channel[None, :]
+        count = tl.maximum(tl.minimum(PART_ROWS, num_rows - part * PART_ROWS), 0).to(tl.float32)
+        means = tl.load(base + part[:, None] * 2 * num_channels + column[None, :], inside, 0.0)
+        total += tl.sum(tl.sum(means * count[:, None], 1), 0)
+    number = (num_rows * channels_each).to(tl.float32)
+    mean = total / number
+    squares = 0.0
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part < num_parts)[:, None] & is_channel[None, :]
+        count = tl.maximum(tl.minimum(PART_ROWS, num_rows - part * PART_ROWS), 0).to(tl.float32)
+        place = base + part[:, None] * 2 * num_channels + column[None, :]
+        off = tl.where(inside, tl.load(place, inside, 0.0) - mean, 0.0)
+        squares += tl.sum(tl.sum(tl.load(place + num_channels, inside, 0.0) + off * off * count[:, None], 1), 0)
+    inverse = 1.0 / tl.sqrt(squares / number + eps)
+    w = tl.load(weight + column, is_channel, 0.0).to(tl.float32)
+    b = tl.load(bias + column, is_channel, 0.0).to(tl.float32)
+    if IS_SCALED:
+        factor = 1.0 + tl.load(scale + image * num_channels + column, is_channel, 0.0).to(tl.float32)
+        b = b * factor + tl.load(shift + image * num_channels + column, is_channel, 0.0).to(tl.float32)
+        w = w * factor
+    row = table + image * 4 * num_channels + column
+    tl.store(row, inverse * w, is_channel)
+    tl.store(row + num_channels, b - mean * inverse * w, is_channel)
+    tl.store(row + 2 * num_channels, mean + tl.zeros([WIDTH], tl.float32), is_channel)
+    tl.store(row + 3 * num_channels, inverse + tl.zeros([WIDTH], tl.float32), is_channel)
+
+
+@triton.jit
+def _group_silu(x, table, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y = silu(A·x + B)."""
+    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
+    a = _of_channels(table, 0, column, num_channels, 4)
+    b = _of_channels(table, 1, column, num_channels, 4)
+    z = tl.load(x + at, inside, 0.0).to(tl.float32) * a + b
+    tl.store(y + at, (z * tl.sigmoid(z)).to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def _before_silu(x, dy, table, at, inside, column, num_channels):
+    """dz, and x̂."""
+    value = tl.load(x + at, inside, 0.0).to(tl.float32)
+    a = _of_channels(table, 0, column, num_channels, 4)
+    z = value * a + _of_channels(table, 1, column, num_channels, 4)
+    s = tl.sigmoid(z)
+    dz = tl.load(dy + at, inside, 0.0).to(tl.float32) * s * (1.0 + z * (1.0 - s))
+    mean = _of_channels(table, 2, column, num_channels, 4)
+    unit = (value - mean) * _of_channels(table, 3, column, num_channels, 4)
+    return dz, unit, a
+
+
+@triton.jit
+def _group_gradient_parts(x, dy, table, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Σ dz and Σ dz·x̂ of each channel over these rows."""
+    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
+    dz, unit, _ = _before_silu(x, dy, table, at, inside, column, num_channels)
+    dz = tl.where(inside, dz, 0.0)
+    part = parts + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * 2 * num_channels + column
+    tl.store(part, tl.sum(dz, 0), column < num_channels)
+    tl.store(part + num_channels, tl.sum(dz * unit, 0), column < num_channels)
+
+
+@triton.jit
+def _group_gradient_table(
+    parts, table, sums, num_parts, num_rows, num_channels, channels_each, PARTS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """sums [images, 4, num_channels]: Σ dz and Σ dz·x̂ of each channel, and of its group what is taken from dx: the mean
+    of w·dz and of w·dz·x̂, times 1 / deviation."""
+    image, lane = tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
+    column, is_channel = tl.program_id(0) * channels_each + lane, lane < channels_each
+    base = parts + image * num_parts * 2 * num_channels
+    first, second = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        inside = (part < num_parts)[:, None] & is_channel[None, :]
+        place = base + part[:, None] * 2 * num_channels + column[None, :]
+        first += tl.sum(tl.load(place, inside, 0.0), 0)
+        second += tl.sum(tl.load(place + num_channels, inside, 0.0), 0)
+    # A is w / deviation already.
+    a = tl.load(table + image * 4 * num_channels + column, is_channel, 0.0)
+    number = (num_rows * channels_each).to(tl.float32)
+    row, none = sums + image * 4 * num_channels + column, tl.zeros([WIDTH], tl.float32)
+    tl.store(row, first, is_channel)
+    tl.store(row + num_channels, second, is_channel)
+    tl.store(row + 2 * num_channels, tl.sum(a * first, 0) / number + none, is_channel)
+    tl.store(row + 3 * num_channels, tl.sum(a * second, 0) / number + none, is_channel)
+
+
+@triton.jit
+def _group_gradient(x, dy, table, sums, dx, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dx = A·dz less the group's means."""
+    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
+    dz, unit, a = _before_silu(x, dy, table, at, inside, column, num_channels)
+    found = (
+        dz * a - _of_channels(sums, 2, column, num_channels, 4) - unit * _of_channels(sums, 3, column, num_channels, 4)
+    )
+    tl.store(dx + at, found.to(dx.dtype.element_ty), inside)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    images, channels, height, width = x.shape
+    return images, height * width, channels
+
+
+def _grid(x: Tensor) -> tuple[int, int, int]:
+    images, rows, channels = _sizes(x)
+    return triton.cdiv(rows, ROWS), triton.cdiv(channels, COLUMNS), images
+
+
+def normalised_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    y: Tensor,
+    groups: int,
+    eps: float,
+) -> Tensor:
+    """Writes y, and returns the table that its gradient needs."""
+    (images, rows, channels), grid = _sizes(x), _grid(x)
+    parts = torch.empty(images, grid[0], 2, channels, device=x.device, dtype=torch.float32)
+    table = torch.empty(images, 4, channels, device=x.device, dtype=torch.float32)
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
+    _group_parts[grid](x, parts, rows, channels, **tile)
+    each = channels // groups
+    _group_table[(groups, images)](
+        parts, weight, bias, weight if scale is None else scale, bias if shift is None else shift, table,
+        grid[0], rows, channels, each, eps,
+        IS_SCALED=scale is not None, PART_ROWS=ROWS, PARTS=PARTS, WIDTH=triton.next_power_of_2(each), num_warps=WARPS,
+    )  # fmt: skip
+    _group_silu[grid](x, table, y, rows, channels, **tile)
+    return table
+
+
+def gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: int) -> Tensor:
+    """Writes dx, and returns Σ dz and Σ dz·x̂ [images, 2, channels]."""
+    (images, rows, channels), grid = _sizes(x), _grid(x)
+    parts = torch.empty(images, grid[0], 2, channels, device=x.device, dtype=torch.float32)
+    sums = torch.empty(images, 4, channels, device=x.device, dtype=torch.float32)
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
+    _group_gradient_parts[grid](x, dy, table, parts, rows, channels, **tile)
+    each = channels // groups
+    _group_gradient_table[(groups, images)](
+        parts, table, sums, grid[0], rows, channels, each,
+        PARTS=PARTS, WIDTH=triton.next_power_of_2(each), num_warps=WARPS,
+    )  # fmt: skip
+    _group_gradient[grid](x, dy, table, sums, dx, rows, channels, **tile)
+    return sums[:, :2]

@@ -1,0 +1,58 @@
+"""GroupNorm and SiLU by our own kernels against torch's, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.group_norm import fits, group_norm_silu
+
+pytest.importorskip("triton", reason="Triton is not installed: NOT tested")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def made(channels: int, side: int, groups: int, *, scaled: bool) -> tuple[nn.GroupNorm, Tensor, list[Tensor]]:
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(groups, channels).to(DEVICE)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    # A mean far from 0 beside a small deviation: sums of squares would cancel.
+    x = (torch.randn(2, channels, side, side, device=DEVICE) + 30).contiguous(memory_format=torch.channels_last)
+    between = [torch.randn(2, channels, device=DEVICE, requires_grad=True) for _ in range(2 * scaled)]
+    return norm, x.requires_grad_(), between
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize(("channels", "side", "groups"), [(80, 9, 8), (64, 8, 32), (10, 3, 5)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_values_and_all_gradients_are_torchs(channels: int, side: int, groups: int, scaled: bool) -> None:
+    norm, x, between = made(channels, side, groups, scaled=scaled)
+    scale, shift = between or (None, None)
+    # In fp64: torch's own sums cancel in fp32.
+    plain = F.group_norm(x.double(), groups, norm.weight.double(), norm.bias.double(), norm.eps)
+    if scale is not None and shift is not None:
+        plain = plain * (1 + scale[:, :, None, None]) + shift[:, :, None, None]
+    expected, found = F.silu(plain).float(), group_norm_silu(norm, x, scale, shift)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    wanted = [x, norm.weight, norm.bias, *between]
+    ahead = torch.randn_like(expected)
+    for one, other in zip(
+        torch.autograd.grad(found, wanted, ahead), torch.autograd.grad(expected, wanted, ahead), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_it_runs_where_it_is_asked_for_and_the_map_and_its_layer_are_plain() -> None:
+    norm, x, _ = made(8, 4, 4, scaled=False)
+    assert not fits(x, norm)
+    with forced(True, "group_norm"):
+        assert fits(x, norm) or DEVICE == "cuda", "on a GPU under autocast alone"
+        assert not fits(x.contiguous(), norm)
+        assert not fits(x, nn.GroupNorm(4, 8, affine=False).to(DEVICE))
+        norm.register_forward_hook(lambda *_: None)
+        assert not fits(x, norm)
