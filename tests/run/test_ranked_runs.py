@@ -141,6 +141,7 @@ def calls_in(folder: Path) -> dict[str, dict[str, Any]]:
         "asked": new("asked", **{"model.options": {"asked": [1, 2]}}),
         "other configs": new("other configs", **{"optimizer.lr": (1e-3, 1e-2, 1e-3)}),
         "too many": new("too many", **{"train.batch_size": 1}),
+        "comparing": new("comparing", **{"model.options": {"compares": True}}) | {"size": 3},
         "slow": new("slow", **{"model.options": {"slow": 1, "warns": [1, 2]}, "log.quiet": False}),
         "smaller": new("smaller", **{"train.auto_batch": True, "model.options": {"fits": [1, 1]}}),
         "uncompilable": new("uncompilable", **{"train.fast": "compile"}) | {"uncompilable": 1},
@@ -333,6 +334,13 @@ def test_one_process_that_cannot_compile_makes_all_run_eager(folder: Path, ends:
     assert newest(folder / "uncompilable").state["mode"] == "eager"
     assert_near(folder / "uncompilable", alone)
     assert "rank 1: not compiled, running eager" in shown_by_first(folder, "uncompilable")
+
+
+def test_a_loss_that_compares_samples_has_those_of_all_processes(folder: Path, ends: dict[str, Any]) -> None:
+    """Three of them, of which one has no sample of the last batch."""
+    assert ends["comparing"] == [None] * 3
+    out = run(folder / "alone comparing", {**OF_ONE, "model.options": {"compares": True}}, WORKLOAD)
+    assert_near(folder / "comparing", out)
 
 
 def test_the_first_process_shows_who_is_slow_and_what_others_warn_of(folder: Path, ends: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ class Engine:
     def _among_ranks(self, number: int) -> AbstractContextManager[None]:
         """Where a loss may ask for other processes' samples; cut batches are not the same number everywhere."""
         ranks = self.guarded.ranks
-        if ranks is None or not self._sizes or self.pieces > 1:
+        if ranks is None or ranks.size == 1 or not self._sizes or self.pieces > 1:
             return nullcontext()
         world = ranks.world
         rows = [world.rows(self._sizes[number], rank) for rank in range(world.size)]

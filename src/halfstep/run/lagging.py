@@ -9,9 +9,12 @@ from halfstep.measure.clock import Stopwatch
 WORTH_SAYING = 0.1
 """Of the time: below it waits are noise."""
 
+WINDOW_S = 10.0
+"""One slow step says little."""
+
 
 class Lagging:
-    """Who is slowest since it was last asked, by how long each process waited for the others."""
+    """Who is slowest in the last seconds, by how long each process waited for the others."""
 
     def __init__(self) -> None:
         self._clock, self._waits_s = Stopwatch(), list[float]()
@@ -24,8 +27,9 @@ class Lagging:
     def said(self) -> str:
         """`rank 3, others wait 24%`; empty where nobody lags."""
         waits_s, elapsed_s = self._waits_s, self._clock.elapsed_s
-        self._waits_s = []
-        self._clock.restart()
+        if elapsed_s > WINDOW_S:
+            self._waits_s = []
+            self._clock.restart()
         if len(waits_s) < 2 or elapsed_s <= 0:
             return ""
         share = (max(waits_s) - min(waits_s)) / elapsed_s

@@ -119,9 +119,9 @@ class Ranks:
         if self._marks is not None and self._marks[1].query():
             self._waited_s.fill_(self._marks[0].elapsed_time(self._marks[1]) / 1e3)
         self._marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._marks[0].record()
+        self._marks[0].record(torch.cuda.current_stream(self.device))
         yield
-        self._marks[1].record()
+        self._marks[1].record(torch.cuda.current_stream(self.device))
 
     def nothing(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """A loss of 0 whose backward pass reaches every parameter: the other ranks wait for this one's gradients."""
