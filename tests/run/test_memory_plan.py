@@ -23,9 +23,10 @@ from halfstep.run.memory_fit import (
     precisions_of,
     read_size,
     refuse_nothing_fits,
+    usable_bytes,
 )  # fmt: skip
 from halfstep.run.memory_plan import Cell, MemoryPlanner
-from halfstep.run.planned_batch import planned_pieces, predicted_peak, ways_out
+from halfstep.run.planned_batch import planned_largest_batch, planned_pieces, predicted_peak, ways_out
 from halfstep.run.planned_step import PlannedStep, planned_step
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.tune.first_batch import first_batch
@@ -287,6 +288,13 @@ def test_an_out_of_memory_message_names_what_is_predicted_to_fit(unet: MemoryPla
     assert ways[0].startswith("--precision bf16 train.batch_size=")
     error = memory_error(torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"), planned=ways)
     assert ways[0] in error.fix
+
+
+def test_a_comparisons_largest_batch_is_the_plans(unet: MemoryPlanner) -> None:
+    found = planned_largest_batch(unet.step.config, "bf16", "eager", 2 * 10**9)
+    assert found == largest_batch(unet, cell("bf16"), usable_bytes(2 * 10**9))
+    assert found
+    assert found > 4
 
 
 def test_low_memory_tries_the_lever_first_that_is_predicted_to_save_most(unet: MemoryPlanner) -> None:

@@ -26,6 +26,8 @@ class Line:
     seconds_per_epoch: float | None
     samples_per_s: float | None
     memory_bytes: float | None
+    largest_batch: int | None
+    """That is predicted to fit the device; None without a GPU."""
     joules: float | None
     money: float | None
     values: Sequence[float]
@@ -44,6 +46,7 @@ def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str
         "s/epoch": [_number(line.seconds_per_epoch) for line in lines],
         "samples/s": [_number(line.samples_per_s) for line in lines],
         "memory": [_gigabytes(line.memory_bytes) for line in lines],
+        "largest\nbatch": [f"{line.largest_batch:,}" if line.largest_batch else "" for line in lines],
         "J/run": [_number(line.joules) for line in lines],
         "money/run": [_number(line.money) for line in lines],
     }

@@ -13,7 +13,7 @@ from halfstep.measure.memory import format_bytes
 from halfstep.models.recompute import Recompute
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly
-from halfstep.run.memory_fit import USABLE, fitting, largest_batch
+from halfstep.run.memory_fit import USABLE, fitting, largest_batch, usable_bytes
 from halfstep.run.memory_plan import Cell, MemoryPlanner
 from halfstep.run.planned_step import planned_step
 from halfstep.tune.memory_low import MemorySetting
@@ -42,6 +42,17 @@ def planned_bytes(config: RunConfig, store: Store, hardware: Hardware, precision
     )
     a_sample = max(1, (two - one) // size)
     return max(0, one - size * a_sample), a_sample
+
+
+def planned_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_bytes: int) -> int | None:
+    """Samples of a micro-batch that fit a device of this memory; None where the step cannot be traced."""
+    recompute: Recompute = "blocks" if config.train.activation_checkpointing else "none"
+    cell = Cell(precision=precision, mode=mode, setting=MemorySetting(recompute=recompute),
+                batch_size=config.train.batch_size, accumulate=config.train.accumulate)  # fmt: skip
+    try:
+        return largest_batch(MemoryPlanner(planned_step(config)), cell, usable_bytes(memory_bytes))
+    except HalfstepError:
+        return None
 
 
 def planned_pieces(config: RunConfig, workload: Workload, plan: Plan, limit_bytes: int) -> int:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep.errors import counted
+from halfstep.hardware.probe import probe
 from halfstep.report.comparison_view import Line
+from halfstep.run.planned_batch import planned_largest_batch
 from halfstep.use.compare import Comparison, called_wide, differing_keys, seconds_to_quality
-from halfstep.use.compare_run import Outcome
+from halfstep.use.compare_run import Outcome, loaded_for
 from halfstep.use.equivalence import Verdict
 
 
@@ -31,6 +33,7 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
         seconds_per_epoch=_median(alone, "elapsed_s", per="epochs"),
         samples_per_s=_median(alone, "samples_per_s"),
         memory_bytes=_median(alone, "peak_memory_bytes"),
+        largest_batch=_largest_batch(comparison, alone),
         joules=_median(alone, "joules"),
         money=None if price is None or seconds is None else price * seconds / 3600,
         values=[run.value for run in runs],
@@ -41,6 +44,17 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
         not_reached=len(times) - len(reached),
         curves=[[(step, value) for step, _, value in run.curve] for run in runs],
     )
+
+
+def _largest_batch(comparison: Comparison, alone: Sequence[Outcome]) -> int | None:
+    """What the memory plan says fits the GPU that the row ran on."""
+    if not alone or not str(alone[0].summary["device"]).startswith("cuda"):
+        return None
+    request, run = comparison.request, alone[0]
+    row = next(row for row in request.rows if row.name == run.row)
+    config = loaded_for(request.target, request.overrides, row, run.seed).config
+    memory = probe(config.device).memory_total_bytes
+    return planned_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
 
 
 def _word(verdict: Verdict | None, *, is_wide: bool) -> str:
@@ -96,6 +110,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "seconds_per_epoch": line.seconds_per_epoch,
                 "samples_per_s": line.samples_per_s,
                 "memory_bytes": line.memory_bytes,
+                "largest_batch": line.largest_batch,
                 "joules": line.joules,
                 "money": line.money,
                 "seconds_to_same_quality": line.to_quality_s,
