@@ -95,7 +95,7 @@ class Casting(Trace):
         super()._look(func, name, given, before, found)
         if name == "_to_copy" and len(self.operations) > first:
             source, result = given[0], found[0]
-            if any(source.data_ptr() == parameter.data_ptr() for parameter in self.model.parameters()):
+            if any(source.data_ptr() == p.data_ptr() for p in self.model.parameters() if p.ndim > 1):
                 self.of_weights.add(first)
             is_lost = (source != 0) & (result == 0)
             if not result.isfinite().all() or is_lost.sum() > MUCH * (source != 0).sum():

@@ -27,13 +27,11 @@ def pair(tmp_path: Path, settings: dict[str, Any]) -> list[Path]:
 
 
 FAULTS = {
-    "one": {"model.options.poisoned": [2], "train.epochs": 2},
     "in_a_row": {"model.options.poisoned": [2, 3, 5, 6, 7], "train.epochs": 3, "train.accumulate": 2},
     "the_first_and_the_last": {"model.options.poisoned": [0, 4, 5, 11], "train.epochs": 2},
     "until_it_stops": {"model.options.poisoned": [3, 4, 5, 6, 7], "guard.max_consecutive": 3, "train.epochs": 3},
-    "at_checkpoints": {"model.options.poisoned": [1, 4, 5, 8], "train.epochs": 2, "train.checkpoint_every": 2},
-    "with_an_average_and_looks": {"model.options.poisoned": [2, 7], "train.epochs": 2, "ema.enabled": True,
-                                  "train.validate_every_steps": 3},
+    "at_checkpoints_and_looks": {"model.options.poisoned": [1, 4, 5, 8], "train.epochs": 2, "train.checkpoint_every": 2,
+                                 "ema.enabled": True, "train.validate_every_steps": 3},
     "rolled_back": {"model.options.poisoned": [4, 5, 6, 7], "guard.max_consecutive": 2, "guard.on_fault": "rollback",
                     "guard.snapshot_every": 1, "guard.margin": 1, "train.epochs": 3},
 }  # fmt: skip
