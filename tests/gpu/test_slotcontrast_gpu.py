@@ -42,6 +42,7 @@ def test_the_streamed_decoder_is_the_same_compiled() -> None:
 def test_hidden_maps_of_all_frames_never_exist(compiled: bool) -> None:
     """64 frames at MOVi-E's size: three hidden maps of 1.1 GB and an output of 0.9 GB in bf16, were they whole."""
     decoder = SlotDecoder(128, (1024, 1024, 1024), 768, num_positions=576).cuda()
+    decoder.chunk = 16
     slots = torch.randn(64, 15, 128).cuda().requires_grad_()
     target = torch.randn(64, 576, 768).cuda()
     gradients(decoder, slots, target, compiled=compiled)
@@ -71,4 +72,4 @@ def test_fifty_captured_steps_at_movi_es_size_are_free_of_faults(tmp_path: Path,
     allowed = 4 if precision == "fp16" else 0  # the first loss scales may be too large
     assert steps[-1]["skipped"] <= allowed
     assert steps[-1]["loss"] < steps[0]["loss"]
-    assert max(record["memory_bytes"] for record in steps) < 12e9
+    assert max(record["memory_bytes"] for record in steps) < 10e9

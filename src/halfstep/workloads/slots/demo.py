@@ -1,10 +1,9 @@
 """MOVi-like clips as real webdataset shards: textured shapes that move and hide each other on textured ground.
 
-A fixed camera sees one stage: ground and lamps are the same in all clips of a set, objects are each clip's own. An
-object keeps its shape, colour and texture while it moves and turns, but not its brightness: it goes through light and
-shade. So pixels that look alike need not belong together, and a model that has learned the stage can know better. Masks
-hold 0 for the ground and a number for each object, visible pixels only. Training shards have masks too: nothing reads
-them, and whoever looks at the data has them.
+A fixed camera sees one stage: the ground is the same in all clips of a set. A clip's objects have one colour, and a
+shape and a texture each: pixels that look alike need not belong to one object, what moves together does, and a model
+that has learned the ground from other clips knows what is none. Masks hold 0 for the ground and a number for each
+object, visible pixels only. Training shards have masks too: nothing reads them, and whoever looks at the data has them.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ NUM_TRAIN, NUM_VAL, PER_SHARD = 96, 16, 16
 FRAMES, SIDE = 12, 64
 OBJECTS = (3, 5)
 """Fewest and most objects of a clip."""
-SHADE = 0.25
-"""Brightness where no lamp shines."""
+GROUND = 2**31
+"""What the ground's generator is seeded with, beside the set's seed; clips have their numbers."""
 
 
 def write_demo(
@@ -34,13 +33,13 @@ def write_demo(
     frames: int = FRAMES, side: int = SIDE, per_shard: int = PER_SHARD,
 ) -> None:  # fmt: skip
     """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … into `folder`, whole or not at all."""
-    stage = Stage(np.random.default_rng([seed, 0, 0]), side)
+    ground = _texture(np.random.default_rng([seed, GROUND]), side, knots=4, strength=0.25) * 0.8 + 0.1
     with whole_folder(folder) as unfinished:
         first = 0
         for part, count in (("train", num_train), ("validation", num_val)):
             for shard, start in enumerate(range(0, count, per_shard)):
                 samples = range(start, min(start + per_shard, count))
-                clips = [draw_clip(np.random.default_rng([seed, first + k]), frames, stage) for k in samples]
+                clips = [draw_clip(np.random.default_rng([seed, first + k]), frames, ground) for k in samples]
                 write_shard(unfinished / f"demo-{part}-{shard:06d}.tar", clips, first=start)
             first += count
 
@@ -63,43 +62,33 @@ def _add(shard: tarfile.TarFile, name: str, array: Array) -> None:
     shard.addfile(member, content)
 
 
-class Stage:
-    """What all clips of a set share: a ground, and light that falls on ground and objects."""
-
-    def __init__(self, rng: np.random.Generator, side: int) -> None:
-        self.side = side
-        self.ground = _texture(rng, side, knots=4, strength=0.25) * 0.8 + 0.1
-        field = _smooth(rng, side, 5)
-        lit = 1 / (1 + np.exp(-14 * (field - np.median(field))))
-        self.light = (SHADE + (1 - SHADE) * lit)[..., None]
-
-
-def draw_clip(rng: np.random.Generator, frames: int, stage: Stage) -> tuple[Array, Array]:
-    """Frames (T, side, side, 3) and masks (T, side, side), both uint8."""
-    side = stage.side
+def draw_clip(rng: np.random.Generator, frames: int, ground: Array) -> tuple[Array, Array]:
+    """Frames (T, side, side, 3) on a ground (side, side, 3) in 0..1, and masks (T, side, side); both uint8."""
+    side = len(ground)
     grid = (np.mgrid[:side, :side] + 0.5) / side
-    objects = [_Object(rng, side) for _ in range(rng.integers(OBJECTS[0], OBJECTS[1] + 1))]
+    hue = rng.uniform(0, 1, 3)
+    colour = 0.25 + 0.75 * (hue - hue.min()) / np.ptp(hue)
+    objects = [_Object(rng, side, colour) for _ in range(rng.integers(OBJECTS[0], OBJECTS[1] + 1))]
     video = np.empty((frames, side, side, 3))
     masks = np.zeros((frames, side, side), dtype=np.uint8)
     for t in range(frames):
-        video[t] = stage.ground
+        video[t] = ground
         for number, thing in enumerate(objects, start=1):
-            inside, colour = thing.drawn(grid, t / max(frames - 1, 1))
-            video[t][inside], masks[t][inside] = colour[inside], number
-    video = video * stage.light + rng.normal(0, 0.015, video.shape)
+            inside, paint = thing.drawn(grid, t / max(frames - 1, 1))
+            video[t][inside], masks[t][inside] = paint[inside], number
+    video += rng.normal(0, 0.015, video.shape)
     return (video.clip(0, 1) * 255).round().astype(np.uint8), masks
 
 
 class _Object:
-    """A disc, a box or a triangle with a colour and a texture of its own, on its way."""
+    """A disc, a box or a triangle with a texture of its own, on its way."""
 
-    def __init__(self, rng: np.random.Generator, side: int) -> None:
+    def __init__(self, rng: np.random.Generator, side: int, colour: Array) -> None:
         self.kind = rng.integers(3)
         self.size = rng.uniform(0.12, 0.2)
         self.start, self.end = rng.uniform(0.15, 0.85, 2), rng.uniform(0.15, 0.85, 2)
         self.angles = rng.uniform(0, 2 * np.pi) + np.array([0, rng.uniform(-1.5, 1.5)])
-        hue = rng.uniform(0, 1, 3)
-        self.colour = 0.25 + 0.75 * (hue - hue.min()) / np.ptp(hue)
+        self.colour = colour
         self.texture = _texture(rng, side, knots=10, strength=0.5)
 
     def drawn(self, grid: Array, time: float) -> tuple[Array, Array]:
