@@ -16,10 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.callback import on_compile_end, on_compile_start
 
 from halfstep.bench.runner import Problem
@@ -118,7 +120,16 @@ class Turn:
         return measure(probe(device)) if device == "cuda" else probe(device)
 
     def lent_to(self, problem: Problem) -> Problem:
-        return problem if self._lock is None else self._lock.lent_to(problem)
+        """The same problem, whose runner has the device from its model on, but while it compiles."""
+        if self._lock is None:
+            return problem
+        lock, lent = self._lock, self._lock.lent_to(problem)
+
+        def make_model() -> nn.Module:
+            fcntl.flock(lock.file, fcntl.LOCK_EX)
+            return lent.make_model()
+
+        return replace(lent, make_model=make_model)
 
     def begin(self) -> None:
         """Of a loop that is not a runner of halfstep's."""
