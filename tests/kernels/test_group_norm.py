@@ -27,7 +27,7 @@ def made(channels: int, side: int, groups: int, *, scaled: bool) -> tuple[nn.Gro
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize(("channels", "side", "groups"), [(80, 9, 8), (64, 8, 32), (10, 3, 5)])
+@pytest.mark.parametrize(("channels", "side", "groups"), [(80, 9, 8), (64, 8, 32), (6, 1, 6)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_values_and_all_gradients_are_torchs(channels: int, side: int, groups: int, scaled: bool) -> None:
     norm, x, between = made(channels, side, groups, scaled=scaled)

@@ -4,7 +4,7 @@ x is [images, num_rows, num_channels]. A tile is [ROWS, COLUMNS] of one image. S
 parts, one for ROWS rows, and added in a fixed order by a program for each group, so that results repeat to the bit. A
 part holds its own mean and the squares around it: nothing cancels where a map's mean is large.
 
-What normalising a channel comes to is z = A·x + B; `table` [images, 4, num_channels] holds A, B, mean and
+What normalising a channel comes to is z = A·(x - mean) + B; `table` [images, 4, num_channels] holds A, B, mean and
 1 / deviation.
 """
 
@@ -65,7 +65,7 @@ def _group_table(
         count = tl.maximum(tl.minimum(PART_ROWS, num_rows - part * PART_ROWS), 0).to(tl.float32)
         means = tl.load(base + part[:, None] * 2 * num_channels + column[None, :], inside, 0.0)
         total += tl.sum(tl.sum(means * count[:, None], 1), 0)
-    number = (num_rows * channels_each).to(tl.float32)
+    number = tl.cast(num_rows * channels_each, tl.float32)
     mean = total / number
     squares = 0.0
     for start in range(0, num_parts, PARTS):
@@ -84,32 +84,30 @@ def _group_table(
         w = w * factor
     row = table + image * 4 * num_channels + column
     tl.store(row, inverse * w, is_channel)
-    tl.store(row + num_channels, b - mean * inverse * w, is_channel)
+    tl.store(row + num_channels, b, is_channel)
     tl.store(row + 2 * num_channels, mean + tl.zeros([WIDTH], tl.float32), is_channel)
     tl.store(row + 3 * num_channels, inverse + tl.zeros([WIDTH], tl.float32), is_channel)
 
 
 @triton.jit
 def _group_silu(x, table, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y = silu(A·x + B)."""
+    """y = silu(A·(x - mean) + B)."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     a = _of_channels(table, 0, column, num_channels, 4)
     b = _of_channels(table, 1, column, num_channels, 4)
-    z = tl.load(x + at, inside, 0.0).to(tl.float32) * a + b
+    z = (tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels, 4)) * a + b
     tl.store(y + at, (z * tl.sigmoid(z)).to(y.dtype.element_ty), inside)
 
 
 @triton.jit
 def _before_silu(x, dy, table, at, inside, column, num_channels):
     """dz, and x̂."""
-    value = tl.load(x + at, inside, 0.0).to(tl.float32)
+    deviation = tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels, 4)
     a = _of_channels(table, 0, column, num_channels, 4)
-    z = value * a + _of_channels(table, 1, column, num_channels, 4)
+    z = deviation * a + _of_channels(table, 1, column, num_channels, 4)
     s = tl.sigmoid(z)
     dz = tl.load(dy + at, inside, 0.0).to(tl.float32) * s * (1.0 + z * (1.0 - s))
-    mean = _of_channels(table, 2, column, num_channels, 4)
-    unit = (value - mean) * _of_channels(table, 3, column, num_channels, 4)
-    return dz, unit, a
+    return dz, deviation * _of_channels(table, 3, column, num_channels, 4), a
 
 
 @triton.jit
@@ -141,7 +139,7 @@ def _group_gradient_table(
         second += tl.sum(tl.load(place + num_channels, inside, 0.0), 0)
     # A is w / deviation already.
     a = tl.load(table + image * 4 * num_channels + column, is_channel, 0.0)
-    number = (num_rows * channels_each).to(tl.float32)
+    number = tl.cast(num_rows * channels_each, tl.float32)
     row, none = sums + image * 4 * num_channels + column, tl.zeros([WIDTH], tl.float32)
     tl.store(row, first, is_channel)
     tl.store(row + num_channels, second, is_channel)
