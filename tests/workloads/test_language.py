@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,18 @@ def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path:
         workload = built(text, model__weights=str(weights), data__tokenizer="auto")
         assert workload.store["vocab"] == bpe.get_vocab_size()
         assert dict(workload.about)["tokenizer"].startswith("BPE")
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, text: Path) -> None:
+    """They are within the vocabulary: only meta.pkl beside them tells."""
+    for part in ("train", "val"):
+        np.arange(200, dtype=np.uint16).__mod__(3).astype(np.uint16).tofile(tmp_path / f"{part}.bin")
+    meta = {"itos": dict(enumerate("abc")), "stoi": {letter: number for number, letter in enumerate("abc")}}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    run = trained(tmp_path / "run", text, train__max_steps=1, train__epochs=1)
+    with pytest.raises(DataError, match=r"another tokenizer: characters, 3 tokens"):
+        evaluate(run, report=Told(run).report, data=tmp_path)
+    assert built(tmp_path, data__tokenizer="auto").store["vocab"] == 3
 
 
 def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:

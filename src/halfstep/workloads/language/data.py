@@ -88,6 +88,7 @@ def _ids(
     tokenizer = (
         known or _named_tokenizer(config.data.tokenizer, root) or nanogpt_tokenizer(folder) or _of_weights(config)
     )
+    _refuse_ids_of_another(tokenizer, root)
     vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
     train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
     named = f"{tokenizer.name}, {vocab:,} tokens" if tokenizer else f"none: {vocab:,} ids without their text"
@@ -99,6 +100,18 @@ def _ids(
         about=(("token ids", f"{counted(len(files.train) + len(files.val), 'file')}, {_in_words(train, val)}"),
                ("tokenizer", named)),
     )  # fmt: skip
+
+
+def _refuse_ids_of_another(tokenizer: Tokenizer | None, root: Path) -> None:
+    """Ids mean nothing but by their own tokenizer: with another one every score is of other words."""
+    folder = root if root.is_dir() else root.parent
+    beside = _named_tokenizer("auto", root) or nanogpt_tokenizer(folder)
+    if tokenizer is not None and beside is not None and beside.stored() != tokenizer.stored():
+        raise DataError(
+            f"the ids in {folder} are of another tokenizer: {beside.name}, {beside.num_tokens:,} tokens",
+            why=f"a file beside them says so; this model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
+            fix="the text itself, or ids made with the model's tokenizer",
+        )
 
 
 def _named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
