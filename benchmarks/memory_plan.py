@@ -114,6 +114,7 @@ def predicted(row: Row) -> dict[str, Any]:
 def measured(row: Row) -> dict[str, Any]:
     """A few steps of the run's own assembly and engine; what an earlier row left is told."""
     config, device = config_of(row), torch.device("cuda", 0)
+    torch.cuda.init()
     torch._dynamo.reset()
     give_back(device)
     reset_peak(device)

@@ -28,6 +28,7 @@ TRACED = {
     "graph": "our chains of kernels where the model has one, else as compiled; plus the pool's gaps",
 }
 NO_FOLDER = "random"
+TABLE_WIDTH = 125
 MADE_UP = "made-up data of the usual shape; yours with --data-dir DIR"
 
 
@@ -161,6 +162,7 @@ def _print(
     from halfstep.report.memory_view import fit_table, memory_table
 
     console = Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)  # a cell cut off would be a wrong number
     console.print(f"{_title(planner, config, mode)}: predicted peak in GB, by component, and in each mode")
     console.print(memory_table(rows))
     if fits:

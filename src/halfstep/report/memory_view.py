@@ -50,7 +50,7 @@ class FitRow:
 def memory_table(rows: Sequence[MemoryRow]) -> Table:
     """Gigabytes by component; components that no row has are left out."""
     names = [name for name in COLOURS if any(row.components.get(name) for row in rows)]
-    columns = {"precision": [row.precision for row in rows], "memory": [row.level for row in rows]}
+    columns = {"precision": [row.precision for row in rows], "memory": [_short(row.level) for row in rows]}
     columns |= {name.replace(" ", "\n"): [_gb(row.components.get(name, 0)) for row in rows] for name in names}
     columns |= {mode: [_gb(row.totals[mode]) for row in rows] for mode in rows[0].totals}
     return columns_table(columns, left=("precision", "memory"))
@@ -60,13 +60,17 @@ def fit_table(rows: Sequence[FitRow]) -> Table:
     """In order of predicted speed."""
     columns = {
         "precision": [row.precision for row in rows],
-        "memory": [row.level for row in rows],
+        "memory": [_short(row.level) for row in rows],
         "largest\nbatch": [f"{row.largest_batch:,}" for row in rows],
         "batch x\naccumulate": [row.batch for row in rows],
         "GB": [_gb(row.total) for row in rows],
         "predicted\ntime": [row.speed for row in rows],
     }
     return columns_table(columns, left=("precision", "memory"))
+
+
+def _short(level: str) -> str:
+    return level.replace("recompute ", "").replace(" optimizer", "")
 
 
 def _gb(size: int) -> str:

@@ -28,6 +28,8 @@ RECOMPUTE_TIME: dict[Recompute, float] = {"none": 1.0, "pointwise": 1.07, "block
 """Of a step's time: a few passes over memory (measured on a U-Net, benchmarks/results/speed.json), and one more forward
 pass, which is a third of a step's arithmetic."""
 SMALL_OPTIMIZER_TIME = 1.02
+LARGEST_GROWTH = 4
+"""How far a larger batch is proposed: much larger ones need more epochs (McCandlish et al. 2018)."""
 MOST = 1 << 20
 """Samples of a batch that are looked at."""
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -203,8 +205,8 @@ def notes_of(planner: MemoryPlanner, config: RunConfig, fits: Sequence[Fit]) -> 
     train, wanted = config.train, config.train.batch_size * config.train.accumulate
     best = fits[0]
     yield f"batch x accumulation stays at {wanted} samples per step: the learning rate stays {config.optimizer.lr:g}"
-    if best.largest_batch > 2 * train.batch_size:
-        size = best.largest_batch
+    if best.largest_batch >= 2 * train.batch_size:
+        size = min(best.largest_batch, LARGEST_GROWTH * train.batch_size)
         rule = "square root of the batch, for Adam" if config.optimizer.name in ADAM_LIKE else "linear in the batch"
         factor = math.sqrt(size / wanted) if config.optimizer.name in ADAM_LIKE else size / wanted
         yield (
