@@ -8,6 +8,8 @@ where a number of its operations is not finite, or where a tenth of those that a
 weights, and where they and what it is given survive the cast to fp16, of activations and gradients. Else that is
 another's fault, and they are not judged. Modules are those with weight matrices.
 
+Losses are multiplied by a scale, as fp16 trains: without one most gradients would be lost before they reach a module.
+
 Updates that bf16 weights would not feel are held against AdamW's own step on weights that are bf16.
 """
 
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.evidence.attempts import Subject, attempt
+from halfstep.evidence.attempts import LossFn, Subject, attempt
 from halfstep.evidence.dry_run import MUCH, judged, lost_updates
 from halfstep.evidence.ranges import Operation, Trace
 from halfstep.hardware.probe import probe
@@ -38,6 +40,7 @@ FAMILIES = {
     "gpt2": ["model.depth=2", "model.dim=32", "model.heads=2", "model.context=32", "train.batch_size=2"],
 }
 FACTORS = (2.0**20, 2.0**-24, 2.0**17, 2.0**-20, 2.0**14, 2.0**-14)
+SCALE = 2.0**12
 SEEDS = (0, 1, 2)
 """The first is not planted."""
 GOAL = {"recall": 0.9, "precision": 0.8}
@@ -59,6 +62,14 @@ def plant(model: nn.Module, seed: int) -> dict[str, float]:
     return planted
 
 
+def scaled(loss: LossFn) -> LossFn:
+    def times_scale(batch: Any) -> Any:
+        value, *more = loss(batch)
+        return (value * SCALE, *more)
+
+    return times_scale
+
+
 def said(subject: Subject, window: list[dict[str, torch.Tensor]]) -> Verdicts:
     known = layers(subject.model)
     rows = judged(subject, "fp16", [window])
@@ -75,9 +86,10 @@ def shown(subject: Subject, parts: Assembly) -> Verdicts:
             update={"default": "fp32", "modules": {name: "fp16"}, "simulate": True, "strict": False}
         )
         plan = decide(request, probe("cpu"), parts.model, fragile=parts.workload.fragile)
-        alone = attempt(subject, name, plan, traced=Casting).trace
-        assert isinstance(alone, Casting)
-        found |= {(name, kind): bad for kind, bad in _verdicts(name, alone, in_fp32)}
+        alone = attempt(subject, name, plan, traced=Casting)
+        assert isinstance(alone.trace, Casting)
+        assert not alone.error, alone.error
+        found |= {(name, kind): bad for kind, bad in _verdicts(name, alone.trace, in_fp32)}
     return found
 
 
@@ -93,7 +105,7 @@ class Casting(Trace):
     def _look(self, func: Any, name: str, given: list[Tensor], before: Any, found: list[Tensor]) -> None:
         first = len(self.operations)
         super()._look(func, name, given, before, found)
-        if name == "_to_copy" and len(self.operations) > first:
+        if name == "_to_copy" and given and len(self.operations) > first:
             source, result = given[0], found[0]
             if any(source.data_ptr() == p.data_ptr() for p in self.model.parameters() if p.ndim > 1):
                 self.of_weights.add(first)
@@ -182,7 +194,9 @@ def of_family(workload: str) -> list[dict[str, object]]:
             planted = plant(parts.model, seed)
             (window,) = windows_of(parts, 1)
             subject = subject_of(engine, window)  # type: ignore[arg-type]
+            subject.loss = scaled(subject.loss)
             counts = {"fp16": compared(said(subject, window), shown(subject, parts))}
+            counts["fp16"]["not_judged"] = 3 * len(layers(parts.model)) - counts["fp16"].total()
             counts["bf16-true updates"] = compared(*updates(parts, copy.copy(window)))
         for target, found in counts.items():
             rows.append({"workload": workload, "seed": seed, "planted": len(planted), "target": target, **found})
@@ -198,8 +212,8 @@ def main() -> None:
     rows = [row for name in arguments.only.split(",") for row in of_family(name)]
     totals = {}
     for target in ("fp16", "bf16-true updates"):
-        counts = Counter({key: sum(int(r[key]) for r in rows if r["target"] == target)  # type: ignore[call-overload]
-                          for key in ("right", "missed", "false", "good")})  # fmt: skip
+        counts = Counter({key: sum(int(r.get(key, 0)) for r in rows if r["target"] == target)  # type: ignore[call-overload]
+                          for key in ("right", "missed", "false", "good", "not_judged")})  # fmt: skip
         totals[target] = {**counts, **rates(counts)}
         print(target, totals[target])
     store("dry_run_recall", {"goal": GOAL, "totals": totals, "rows": rows}, torch.device("cpu"), arguments.out)
