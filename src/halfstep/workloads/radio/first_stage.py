@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,13 +104,14 @@ def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: flo
 
 @torch.no_grad()
 def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
-    """1 / standard deviation of the latents of some training maps, in float64."""
+    """1 / standard deviation of the latents that are drawn for some training maps, in float64."""
     device = next(vae.parameters()).device
-    means = []
+    means, variances = [], []
     for index in range(0, len(maps), max(1, len(maps) // count)):
         gain = maps.sample(index, key=(0, 0, index))["gain"].to(device)
-        mean, _ = vae.encode(signed(unit_gain(gain, threshold))[None])
+        mean, log_variance = vae.encode(signed(unit_gain(gain, threshold))[None])
         means.append(mean.double().flatten())
+        variances.append(log_variance.double().exp().flatten())
     spread = float(torch.cat(means).std())
     if not spread > 0 or spread == float("inf"):
         raise ModelError(
@@ -117,4 +119,5 @@ def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: flo
             why="one value everywhere holds no map, and scaling it to 1 divides by 0",
             fix="train stage 1 longer, or with a smaller model.kl_weight; model.scale_factor=0.3 sets the scale",
         )
-    return 1 / spread
+    # Of an autoencoder that has hardly trained the draws vary, and not the means.
+    return 1 / math.sqrt(spread**2 + float(torch.cat(variances).mean()))
