@@ -37,23 +37,26 @@ def observed(run: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("fast", ["graph", "compile", "off"])
-@pytest.mark.parametrize("workload", SMALL)
+# Compilation takes most of the time: each family captured, one of them in the other modes as well.
+@pytest.mark.parametrize(
+    ("workload", "fast"),
+    [("unet", "graph"), ("resnet18", "graph"), ("gpt2", "graph"), ("unet", "compile"), ("gpt2", "off")],
+)
 def test_a_run_with_a_ledger_ends_with_the_same_weights_and_has_seen_every_mode(
     workload: str, fast: str, tmp_path: Path
 ) -> None:
     seen = trained(workload, tmp_path / "seen", train__fast=fast, log__ledger=True)
     plain = trained(workload, tmp_path / "plain", train__fast=fast)
     assert_same_bits(dict(newest(seen).model), dict(newest(plain).model))
-    modes = {one["mode"] for one in observed(seen)["observed"]}
-    assert modes == MODES[fast]
+    ledgers = {one["mode"]: one for one in observed(seen)["observed"]}
+    assert set(ledgers) == MODES[fast]
+    if fast == "graph":
+        assert_mapped(observed(seen), ledgers["captured"]["unmapped_share"])
 
 
-@pytest.mark.parametrize("workload", SMALL)
-def test_nearly_all_time_of_a_captured_step_is_mapped_to_modules(workload: str, tmp_path: Path) -> None:
-    run = trained(workload, tmp_path / "run", train__fast="graph", log__ledger=True)
-    (captured,) = (one for one in observed(run)["observed"] if one["mode"] == "captured")
-    assert captured["unmapped_share"] <= 0.05
-    rows = [row for row in observed(run)["rows"] if row["mode"] == "captured"]
-    assert sum(row["time_share"] for row in rows) == pytest.approx(1 - captured["unmapped_share"], abs=1e-6)
+def assert_mapped(document: dict[str, Any], unmapped: float) -> None:
+    """Nearly all time of the captured step belongs to modules, or to the step's own work."""
+    assert unmapped <= 0.05
+    rows = [row for row in document["rows"] if row["mode"] == "captured"]
+    assert sum(row["time_share"] for row in rows) == pytest.approx(1 - unmapped, abs=1e-6)
     assert "bf16" in {row["forward"] for row in rows}
