@@ -95,3 +95,12 @@ def test_mistakes_in_a_memory_plan_are_clear_errors(
         main(["plan", "unet", *SMALL, *words])
     assert stopped.value.code == 2 or stopped.value.code == 1
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager")
+    for columns, has_components in (("80", False), ("140", True)):
+        monkeypatch.setenv("COLUMNS", columns)
+        said = printed(*words)
+        assert "…" not in said
+        assert ("activations" in said) == has_components

@@ -47,7 +47,7 @@ class Asked:
 
 def show(asked: Asked) -> None:
     """Print the plan, or write it as JSON; draw it where a picture is asked for."""
-    from halfstep.report.memory_view import draw_memory
+    from halfstep.report.memory_view import draw_memory, told_once
     from halfstep.report.picture_file import refuse_unknown_format
     from halfstep.run.memory_fit import fitting, notes_of, precisions_of, refuse_nothing_fits, usable_bytes
     from halfstep.run.memory_plan import MemoryPlanner
@@ -68,7 +68,7 @@ def show(asked: Asked) -> None:
     notes = [MADE_UP] if is_made_up else []
     notes += list(notes_of(planner, config, fits)) if fits else []
     if asked.picture:
-        draw_memory(_title(planner, config, mode), rows, asked.picture, limit_bytes=memory)
+        draw_memory(_title(planner, config, mode), told_once(rows), asked.picture, limit_bytes=memory)
     if asked.as_json:
         typer.echo(json.dumps(_as_json(planner, config, mode, rows, fits, memory, notes), indent=2))
         return
@@ -159,12 +159,15 @@ def _print(
 ) -> None:  # fmt: skip
     from rich.console import Console
 
-    from halfstep.report.memory_view import fit_table, memory_table
+    from halfstep.report.memory_view import fit_table, memory_table, told_once
 
     console = Console(soft_wrap=True, highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)  # a cell cut off would be a wrong number
-    console.print(f"{_title(planner, config, mode)}: predicted peak in GB, by component, and in each mode")
-    console.print(memory_table(rows))
+    is_wide = console.width >= TABLE_WIDTH
+    parts = f"by component in {mode} mode, and " if is_wide else ""
+    console.print(f"{_title(planner, config, mode)}: predicted peak in GB, {parts}in each mode")
+    console.print(memory_table(told_once(rows), with_components=is_wide))
+    if not is_wide:
+        console.print(f"components: a terminal of {TABLE_WIDTH} columns, --json or --picture FILE", style="dim")
     if fits:
         console.print(f"\nfits {where}, in order of predicted speed")
         console.print(fit_table(_fit_rows(fits)))

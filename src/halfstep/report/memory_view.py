@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -47,13 +47,24 @@ class FitRow:
     words: str
 
 
-def memory_table(rows: Sequence[MemoryRow]) -> Table:
-    """Gigabytes by component; components that no row has are left out."""
-    names = [name for name in COLOURS if any(row.components.get(name) for row in rows)]
+def memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> Table:
+    """Gigabytes in each mode; by component where there is room, without those that no row has."""
+    names = [name for name in COLOURS if with_components and any(row.components.get(name) for row in rows)]
     columns = {"precision": [row.precision for row in rows], "memory": [_short(row.level) for row in rows]}
     columns |= {name.replace(" ", "\n"): [_gb(row.components.get(name, 0)) for row in rows] for name in names}
     columns |= {mode: [_gb(row.totals[mode]) for row in rows] for mode in rows[0].totals}
     return columns_table(columns, left=("precision", "memory"))
+
+
+def told_once(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
+    """Rows with the same numbers as one: precisions are named together, and a level that saves nothing is left out."""
+    found: dict[tuple[object, ...], MemoryRow] = {}
+    for row in rows:
+        key = (tuple(row.components.items()), tuple(row.totals.items()))
+        same = found.setdefault(key, row)
+        if same.level == row.level and row.precision not in same.precision.split(", "):
+            found[key] = replace(same, precision=f"{same.precision}, {row.precision}")
+    return list(found.values())
 
 
 def fit_table(rows: Sequence[FitRow]) -> Table:

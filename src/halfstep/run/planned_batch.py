@@ -22,6 +22,8 @@ from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Workload
 
 WAYS_OUT = 3
+BY_BATCH = ("activations", "workspaces", "inputs", "graph pool")
+"""Components that grow with the batch; of workspaces not all do, so that a larger batch is rather overrated."""
 
 
 def free_for_run(device: torch.device) -> int:
@@ -35,13 +37,11 @@ def planned_bytes(config: RunConfig, store: Store, hardware: Hardware, precision
     planner = MemoryPlanner(planned_step(config, store), hardware)
     recompute: Recompute = "blocks" if config.train.activation_checkpointing else "none"
     mode: Mode = "compile" if config.train.fast in ("compile", "graph") else "eager"
-    setting, size = MemorySetting(recompute=recompute), max(config.train.batch_size, 2)
-    one, two = (
-        planner.predict(Cell(precision=precision, mode=mode, setting=setting, batch_size=batch)).total
-        for batch in (size, 2 * size)
-    )
-    a_sample = max(1, (two - one) // size)
-    return max(0, one - size * a_sample), a_sample
+    size = max(config.train.batch_size, 2)
+    cell = Cell(precision=precision, mode=mode, setting=MemorySetting(recompute=recompute), batch_size=size)
+    found = planner.predict(cell)
+    by_batch = sum(found.components[name] for name in BY_BATCH)
+    return found.total - by_batch, max(1, by_batch // size)
 
 
 def planned_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_bytes: int) -> int | None:

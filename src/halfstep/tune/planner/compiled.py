@@ -77,7 +77,9 @@ class _Cut:
 
     def _is_cheap(self, number: int) -> bool:
         node = self.nodes[number]
-        if node.maker is None or _is_apart(node.maker.name) or self.trace.values[number].is_written_twice:
+        # A ReLU in place is none to the compiler: it may compute its result again.
+        is_taken_for_kept = self.trace.values[number].is_written_twice and self.keeps_cheap
+        if node.maker is None or _is_apart(node.maker.name) or is_taken_for_kept:
             return False
         if node.maker.name in NORMS and number != node.maker.makes[0]:
             return False
