@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ def main() -> None:
         print(name, json.dumps(found))
     mean = statistics.mean(found["fg_ari"] for found in rows["trained"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sys.argv = [
+        "DATA_DIR" if word == str(arguments.data) else word for word in sys.argv
+    ]  # what is stored names no path
     results = {"fg_ari": mean, "rows": rows, "settings": [word for word in words if not word.startswith("data.dir")]}
     store(f"dic_hela_{arguments.workload}", results, device, arguments.out)
 

@@ -185,7 +185,7 @@ class SlotContrastConfig(RunConfig):
         "train.clip_norm": 1.0,
         "train.batch_size": 8,
         "train.max_steps": 1500,
-        "train.validate_every_steps": 500,
+        "train.validate_every_steps": 250,
     }
 
     data: SlotVideoConfig = SlotVideoConfig()
