@@ -122,4 +122,6 @@ def assert_close(left: Path, right: Path, *, apart: float = 1e-4) -> None:
     """Compiled code sums in another order: a few steps apart by no more than fp32's rounding, a thousandfold."""
     other = weights(right)
     for name, value in weights(left).items():
-        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=apart)
+        torch.testing.assert_close(
+            value, other[name], rtol=1e-3, atol=apart, msg=lambda text, name=name: f"{name}: {text}"
+        )

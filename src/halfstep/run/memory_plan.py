@@ -41,7 +41,7 @@ SMALL_CUBLAS_BYTES = 8_519_680
 COMPILED_BLOCKS = 1.1
 """What a compiled step that recomputes blocks takes against an eager one (a U-Net's: benchmarks/results/speed.json)."""
 POOL_GAPS = 0.04
-"""Of a graph's pool: what lies idle between its blocks, as measured (benchmarks/memory_plan.py)."""
+"""Of a graph's pool: what lies idle between its blocks. A guess; rows of benchmarks/memory_plan.py agree with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ class MemoryPlanner:
             if not any(trace.is_chain for trace in chained):
                 self._traces[how, recompute, batch_size, False] = chained
             else:
-                return [eager_timeline(trace) if trace.is_chain else compiled_timeline(trace) for trace in chained]
+                return [_as_compiled(trace) for trace in chained]
         if recompute == "blocks":
             # What a compiled block computes again lies apart from where it is used: nothing is gained by fusing.
             traces = self._traced(how, recompute, batch_size, chains=False)
@@ -139,7 +139,7 @@ class MemoryPlanner:
         # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
         keeps_cheap = recompute != "pointwise"
         traces = self._traced(how, recompute if keeps_cheap else "none", batch_size, chains=False)
-        return [compiled_timeline(trace, keeps_cheap=keeps_cheap) for trace in traces]
+        return [_as_compiled(trace, keeps_cheap=keeps_cheap) for trace in traces]
 
     def _traced(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[Trace]:
         key = (precision, recompute, batch_size, chains)
@@ -167,6 +167,11 @@ class MemoryPlanner:
         capability = self.hardware.capability if self.hardware is not None else (9, 0)
         each = CUBLAS_BYTES if capability is not None and capability >= (9, 0) else SMALL_CUBLAS_BYTES
         return 2 * each * multiplies
+
+
+def _as_compiled(trace: Trace, *, keeps_cheap: bool = True) -> Timeline:
+    leaves_it = trace.is_chain or not trace.compiles
+    return eager_timeline(trace) if leaves_it else compiled_timeline(trace, keeps_cheap=keeps_cheap)
 
 
 def _family(precision: str) -> str:

@@ -72,6 +72,7 @@ class _Turn:
     trained: tuple[str, ...]
     parts: tuple[str, ...]
     groups: tuple[Any, ...]
+    compiles: bool = True
 
 
 class PlannedStep:
@@ -97,7 +98,7 @@ class PlannedStep:
             for turn in self._turns():
                 kernels.clear()
                 found.append(self._traced(turn, plan, batch))
-                found[-1].is_chain = chains and bool(kernels)
+                found[-1].is_chain, found[-1].compiles = chains and bool(kernels), turn.compiles
             return found
 
     def fixed(self, precision: str, setting: MemorySetting) -> Fixed:
@@ -167,7 +168,7 @@ class PlannedStep:
         for phase in workload.phases:
             own, forward = phase_config(self.config, phase), phase.forward or workload.forward
             trained = tuple(name for name in names if trains(phase, name))
-            yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups)
+            yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
 
     def _traced(self, turn: _Turn, plan: Plan, batch: Batch) -> Trace:
         model = self.workload.model.train()

@@ -55,6 +55,8 @@ class Trace:
     ops: list[Op] = field(default_factory=list)
     is_chain: bool = False
     """Whether the model ran as a chain of our own kernels, which the compiler leaves as they are."""
+    compiles: bool = True
+    """False for a phase that runs eagerly in every mode."""
 
 
 class Recorder(TorchDispatchMode):
