@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import copy
 import statistics
 from collections.abc import Callable
@@ -62,7 +63,9 @@ def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Ten
 
 def measured(setting: MemorySetting, *, width: int, depth: int, batch: int, side: int) -> Cost:
     torch.compiler.reset()
+    gc.collect()
     torch.cuda.empty_cache()
+    of_others = torch.cuda.memory_allocated()  # what tests before this one left in the process
     model = unet(width, depth)
     optimizer = optimizer_for(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
     step = a_step(model, optimizer, *images(batch, side))
@@ -71,7 +74,7 @@ def measured(setting: MemorySetting, *, width: int, depth: int, batch: int, side
             step()
         torch.cuda.reset_peak_memory_stats()
         step()
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - of_others
         return Cost(statistics.median(milliseconds(step) for _ in range(5)), peak)
 
 
