@@ -184,10 +184,11 @@ def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
     tuned_for: list[int] = []
     real = train_module.tuned
 
-    def remembered(config: Any, workload: Any, plan: Any, say: Any, rehearse: Any) -> Any:
+    def remembered(config: Any, *others: Any, **more: Any) -> Any:
+        plan = others[1]
         assert plan.mode == ""
         tuned_for.append(config.train.batch_size)
-        return real(config, workload, plan, say, rehearse)
+        return real(config, *others, **more)
 
     monkeypatch.setattr(train_module, "tuned", remembered)
     resume(folder, "train.epochs=2")
@@ -199,7 +200,9 @@ def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
 def test_leaving_memory_low_leaves_its_small_moments_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = {"activation_budget": 1.0, "recompute": "none", "optimizer_bits": 8}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "tuned", lambda config, workload, plan, say, rehearse: replace(plan, memory=small))
+        patch.setattr(
+            train_module, "tuned", lambda config, workload, plan, *others, **more: replace(plan, memory=small)
+        )
         folder = one_epoch(tmp_path, **{"train.memory": "low"})
     resume(folder, "train.memory=normal", "train.epochs=2", "log.quiet=false", allow_changes=True)
     assert "the optimizer starts over" in capsys.readouterr().out

@@ -202,7 +202,7 @@ def test_a_signal_before_training_begins_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException], during: str
 ) -> None:
     before = signal.getsignal(number)
-    monkeypatch.setattr(training, during, lambda *arguments: signal.raise_signal(number))
+    monkeypatch.setattr(training, during, lambda *arguments, **more: signal.raise_signal(number))
     with pytest.raises(error) as ended:
         run(tmp_path / "run", {})
     assert getattr(ended.value, "exit_code", 130) == 128 + number
@@ -213,7 +213,7 @@ def test_a_signal_before_training_begins_leaves_nothing_behind(
 def test_a_scheduler_that_ends_the_trials_of_a_demo_gets_its_folder_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measuring(*arguments: object) -> None:
+    def measuring(*arguments: object, **more: object) -> None:
         assert any((tmp_path / "demo" / "data").rglob("*.png"))
         signal.raise_signal(signal.SIGTERM)
 

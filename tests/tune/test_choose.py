@@ -148,7 +148,7 @@ def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> Non
 
 
 def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> None:
-    config, workload, plan = made(demo, train__memory="low")
+    config, workload, plan = made(demo, train__memory="low", train__epochs=100_000)  # time enough for every trial
     said: list[str] = []
     chosen = tuned(config, workload, plan, said.append, rehearsal)
     assert any(line.startswith("memory low:") for line in said)

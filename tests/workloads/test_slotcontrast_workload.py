@@ -55,10 +55,10 @@ def trained(out: Path, data: Path, **more: Any) -> Path:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_loss_falls_in_simulated_formats(tmp_path: Path, clips: Path, precision: str) -> None:
-    asked = {"precision.default": precision, "precision.simulate": True, "train.max_steps": 20, "train.report_every": 1}
+    asked = {"precision.default": precision, "precision.simulate": True, "train.max_steps": 40, "train.report_every": 1}
     run = train(settings(clips, asked), out=tmp_path / "run")
     losses = [row["loss"] for row in read(run / "metrics.jsonl") if "grad_norm" in row]
-    assert losses[-1] < 0.8 * losses[0]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 
 def test_resume_is_exact(tmp_path: Path, clips: Path) -> None:

@@ -1,10 +1,10 @@
 """Deep networks that are not compiled as a whole: by their blocks, or by kernels of our own where steps are captured.
 
 The compiler takes minutes for a U-Net of 860M parameters, and leaves channels_last on the way (8 of 44 ms of a VAE's
-compiled step were layout copies; why is not known). So a workload names blocks that its network repeats. In a captured step each runs by the forward that is named beside it, which calls
-kernels of our own; launches cost nothing there. A block without one is compiled alone, once for all of its shape. Steps
-that are compiled and not captured launch one by one: there the region is compiled whole, or, where a block has to be
-compiled in any case, block by block.
+compiled step were layout copies; why is not known). So a workload names blocks that its network repeats. In a captured
+step each runs by the forward that is named beside it, which calls kernels of our own; launches cost nothing there. A
+block without one is compiled alone, once for all of its shape. Steps that are compiled and not captured launch one by
+one: there the region is compiled whole, or, where a block has to be compiled in any case, block by block.
 """
 
 from __future__ import annotations
