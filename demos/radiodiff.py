@@ -1,4 +1,4 @@
-"""RadioDiff's demo: both stages on a generated RadioMapSeer. Under four minutes on two cores.
+"""RadioDiff's demo: both stages on a generated RadioMapSeer. About six minutes on two cores.
 
     python demos/radiodiff.py [--out DIR]
 
