@@ -80,7 +80,7 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tm
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--memory", "--fit", "24 parsecs"), "no size of memory"),
+        (("--memory", "--fit", "24 parsecs"), "24 parsecs"),
         (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
         (("--memory", "--mode", "slow"), "--mode takes no 'slow'"),
         (("--memory", "--precision", "fp32", "--mode", "eager", "--fit", "1MB"), "nothing fits 1 MB"),

@@ -72,7 +72,7 @@ def read_size(text: str) -> int:
         size = 0
     if size <= 0:
         raise ConfigError(
-            f"--fit {text!r} is no size of memory", fix="a number and its unit: --fit 24GB, or --fit 40GiB"
+            f"--fit {text!r} is not a size of memory", fix="a number and its unit: --fit 24GB, or --fit 40GiB"
         )
     return size
 
@@ -194,7 +194,7 @@ def refuse_nothing_fits(planner: MemoryPlanner, config: RunConfig, limit_bytes: 
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     raise MemoryLimitError(
         f"nothing fits {where}: one sample of {config.workload} needs {format_bytes(least.total)}, and "
-        f"{format_bytes(limit_bytes)} can be used",
+        f"{format_bytes(limit_bytes)} of it can be used beside CUDA and the allocator's gaps",
         why=f"the least is {least.cell.precision}, {least.cell.setting}: {parts}",
         fix="a smaller model, smaller samples, or a GPU with more memory (halfstep detect --gpu list)",
     )
