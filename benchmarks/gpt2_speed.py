@@ -2,7 +2,8 @@
 
     python benchmarks/gpt2_speed.py [--only gpt2,gpt2_xl] [--rows plain,halfstep] [--seconds 900] [--out DIR]
 
-Every row is a process of its own: what one compiled or reserved must not help or hurt the next. AdamW, clipping to 1,
+Every row is a process of its own: what one compiled or reserved must not help or hurt the next; with `--at-once` rows
+compile side by side and are timed one after the other (row_turns.py). AdamW, clipping to 1,
 ids copied to the device within the step; rows differ in nothing else but what their names say:
 
     plain        Hugging Face's GPT2LMHeadModel (transformers), autocast, AdamW as it comes
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +31,8 @@ from torch.nn import functional as F
 from halfstep.bench.settings import bench_config
 from halfstep.models.gpt2 import GPT2S, gpt2
 from recording import store, time_steps
-from step_rows import halfstep_row, row_in_a_process
+from row_turns import Turn
+from step_rows import first_steps, halfstep_row, rows
 
 WARM_UP, STEPS, WINDOWS = 12, 15, 3
 CONTEXT = 1024
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ALL))
     parser.add_argument("--precisions", default="", help="of those a case has; all unless given")
     parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
+    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
     parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--row", nargs=3, metavar=("CASE", "ROW", "PRECISION"), help=argparse.SUPPRESS)
@@ -102,29 +104,23 @@ def main() -> None:
 
 
 def all_rows(arguments: argparse.Namespace) -> None:
-    began, found = time.monotonic(), dict[str, Any]()
+    found = dict[str, Any]()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, row, precision in asked_for(arguments):
-        if arguments.seconds and time.monotonic() - began > arguments.seconds:
-            print(f"out of time: {name} {row} {precision} was not run")
-            continue
-        result = in_a_process(name, row, precision, small=arguments.small)
-        found.setdefault(name, {"title": CASES[name].title, "rows": []})["rows"].append(result)
-        print(name, json.dumps(result), flush=True)
+    jobs = [["--row", *asked, *(["--small"] if arguments.small else [])] for asked in asked_for(arguments)]
+    for words, result in rows(__file__, jobs, at_once=arguments.at_once, seconds=arguments.seconds):
+        _, name, row, precision, *_ = words
+        line = {"row": row, "precision": precision, **result}
+        found.setdefault(name, {"title": CASES[name].title, "rows": []})["rows"].append(line)
+        print(name, json.dumps(line), flush=True)
         store("gpt2_speed", {"cases": found}, device, arguments.out)
 
 
 def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    rows, precisions = arguments.rows.split(","), arguments.precisions.split(",") if arguments.precisions else None
+    wanted, precisions = arguments.rows.split(","), arguments.precisions.split(",") if arguments.precisions else None
     for name in arguments.only.split(","):
         for precision, possible in CASES[name].precisions.items():
             if precisions is None or precision in precisions:
-                yield from ((name, row, precision) for row in possible if row in rows)
-
-
-def in_a_process(name: str, row: str, precision: str, *, small: bool) -> dict[str, Any]:
-    found = row_in_a_process(__file__, ["--row", name, row, precision, *(["--small"] if small else [])])
-    return {"row": row, "precision": precision, **found}
+                yield from ((name, row, precision) for row in possible if row in wanted)
 
 
 # --- halfstep ---
@@ -140,6 +136,8 @@ def by_halfstep(case: Case, row: str, precision: str, small: bool) -> dict[str, 
 
 def by_torch(case: Case, row: str, precision: str, small: bool) -> dict[str, Any]:
     torch.manual_seed(0)
+    turn = Turn()
+    turn.begin()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
     model, loss_of, context = made(case, row, small)
@@ -165,9 +163,11 @@ def by_torch(case: Case, row: str, precision: str, small: bool) -> dict[str, Any
         scaler.update()
         last = loss.detach()
 
-    times = time_steps(step, warmup=2 if small else WARM_UP, steps=2 if small else STEPS, windows=WINDOWS)
+    start_s = first_steps(step, 2 if small else WARM_UP)
+    turn()
+    times = time_steps(step, warmup=2, steps=2 if small else STEPS, windows=WINDOWS)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "loss": float(last)}
+    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
 
 
 def made(case: Case, row: str, small: bool) -> tuple[Any, Callable[[Any, Tensor], Tensor], int]:
