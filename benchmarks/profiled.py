@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from halfstep.bench.explain_kernels import kind_of_kernel
 from halfstep.bench.explain_trace import NOT_WORK, wake_profiler
-from halfstep.bench.runner import AfterStep, Runner
+from halfstep.bench.problem import AfterStep, Runner
 
 STEPS, TOP = 3, 40
 

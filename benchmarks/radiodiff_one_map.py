@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from halfstep.data.files import natural_key
-from halfstep.data.radio_split import public_split
+from halfstep.data.radio_maps import public_split
 from halfstep.errors import TrainingStopped
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train

@@ -26,7 +26,7 @@ from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import gradient_sums, normalisation
 from halfstep.kernels.row_convolution import convolved_rows, row_gradient, works_on
 from halfstep.kernels.side_stream import SideStream
-from halfstep.measure.energy import EnergyMeter
+from halfstep.measure.nvml import EnergyMeter
 from halfstep.models.unet import UNet
 from recording import store
 

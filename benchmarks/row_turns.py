@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch._dynamo.callback import on_compile_end, on_compile_start
 
-from halfstep.bench.runner import Problem
-from halfstep.bench.step_timer import wait_for
+from halfstep.bench.measure_row import wait_for
+from halfstep.bench.problem import Problem
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe

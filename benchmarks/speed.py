@@ -30,8 +30,8 @@ import torch
 from rich.console import Console
 
 from halfstep.bench.bench import bench, concluded
-from halfstep.bench.floor import step_flops
 from halfstep.bench.peers import require_peers
+from halfstep.bench.problem import step_flops
 from halfstep.bench.record import circumstances, results
 from halfstep.bench.row import Row
 from halfstep.bench.settings import FAST
@@ -39,7 +39,7 @@ from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
-from halfstep.report.bench_table import show_bench
+from halfstep.report.bench_view import show_bench
 from recording import RESULTS, command, store
 from speed_cases import CASES, PEERS, Case, config_of, problem_of, request_of, row_requests
 from speed_goals import show_goals

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from halfstep.bench.bench import Request
+from halfstep.bench.measure_row import Schedule
 from halfstep.bench.peers import peer_name, variants_of
-from halfstep.bench.problem import problem_for
-from halfstep.bench.runner import Problem
+from halfstep.bench.problem import Problem, problem_for
 from halfstep.bench.settings import bench_config
-from halfstep.bench.step_timer import Schedule
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 

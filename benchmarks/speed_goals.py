@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from halfstep.report.bench_table import digits
+from halfstep.report.bench_view import digits
 from halfstep.report.tables import columns_table
 from readme_tables import fastest
 from speed_cases import CASES, Goal

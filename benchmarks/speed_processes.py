@@ -21,8 +21,8 @@ import torch
 
 from halfstep.bench.bench import Request, runners
 from halfstep.bench.measure_row import first_step
+from halfstep.bench.problem import Runner
 from halfstep.bench.row import Row
-from halfstep.bench.runner import Runner
 from halfstep.errors import HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.tune.modes import keep_compiled_code

@@ -27,11 +27,10 @@ from torch._dynamo.callback import on_compile_end, on_compile_start
 from torch._inductor import config as inductor_config
 
 from halfstep.bench.bench import Request, measured, runners
-from halfstep.bench.measure_row import not_measured
+from halfstep.bench.measure_row import Pause, Schedule, not_measured, wait_for
+from halfstep.bench.problem import Problem
 from halfstep.bench.row import Row
-from halfstep.bench.runner import Problem
 from halfstep.bench.settings import Mode
-from halfstep.bench.step_timer import Pause, Schedule, wait_for
 from halfstep.hardware.facts import Hardware
 from speed_cases import Case, problem_of, row_requests
 from speed_processes import Facts, own_decisions

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from halfstep.bench.bench import Request, concluded, measured, runners
-from halfstep.bench.floor import step_flops
-from halfstep.bench.problem import problem_for
+from halfstep.bench.measure_row import Schedule
+from halfstep.bench.problem import problem_for, step_flops
 from halfstep.bench.row import Row
-from halfstep.bench.step_timer import Schedule
 from halfstep.config.schema import RunConfig
 from profiled import Profiled
 from recording import finish_device_work

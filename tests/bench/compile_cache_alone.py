@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.bench.apart import apart
-from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
-from halfstep.bench.step_timer import Schedule, StepTimer
+from halfstep.bench.apart import CacheWatch, apart, empty_cache, forget_in_memory
+from halfstep.bench.measure_row import Schedule, StepTimer
 
 pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
@@ -69,7 +68,7 @@ def test_a_start_is_not_called_cold_for_a_kernel_that_the_first_step_does_not_ne
 def test_whoever_listened_to_triton_before_still_hears(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    from halfstep.bench import compile_cache
+    from halfstep.bench import apart as compile_cache
 
     heard: list[bool] = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told["cache_hit"]))

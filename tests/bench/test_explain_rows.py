@@ -13,17 +13,14 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.bench.explain import Explanation
-from halfstep.bench.explain_data import on_own_data
-from halfstep.bench.explain_rows import NotExplained, explain_rows, facts_of, refuse_unexplainable
+from halfstep.bench.explain_rows import NotExplained, explain_rows, facts_of, on_own_data, refuse_unexplainable
 from halfstep.bench.explain_trace import SETTLING_STEPS, WARM_UP_STEPS
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import peers
-from halfstep.bench.problem import problem_for
+from halfstep.bench.problem import AfterStep, Problem, problem_for
 from halfstep.bench.row import Row
-from halfstep.bench.runner import AfterStep, Problem
 from halfstep.bench.settings import bench_config
-from halfstep.data.loader import Samples
-from halfstep.data.read_ahead import BATCHES_A_THREAD
+from halfstep.data.loader import BATCHES_A_THREAD, Samples
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.probe import probe

@@ -17,7 +17,7 @@ from halfstep.bench.explain import Explanation, KindTime, explain
 from halfstep.bench.explain_facts import StepFacts
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import WARM_UP_STEPS
-from halfstep.bench.runner import AfterStep
+from halfstep.bench.problem import AfterStep
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.report.explain_view import draw_explanations, explain_view
 from halfstep.report.picture_file import INK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.bench.feed import Feed
+from halfstep.bench.ours import Feed
 from halfstep.data.loader import Loader
 
 CPU = torch.device("cpu")

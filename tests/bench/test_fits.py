@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.bench.fits import refuse_too_large
+from halfstep.bench.problem import refuse_too_large
 from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError

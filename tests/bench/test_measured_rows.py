@@ -15,15 +15,13 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from halfstep.bench.apart import CacheWatch, empty_cache, forget_in_memory
 from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings, runners
-from halfstep.bench.compile_cache import CacheWatch, empty_cache, forget_in_memory
-from halfstep.bench.measure_row import measured_row, why_not
+from halfstep.bench.measure_row import Schedule, measured_row, why_not
 from halfstep.bench.ours import Ours
-from halfstep.bench.problem import problem_for
+from halfstep.bench.problem import AfterStep, Problem, problem_for
 from halfstep.bench.row import Row
-from halfstep.bench.runner import AfterStep, Problem
 from halfstep.bench.settings import bench_config
-from halfstep.bench.step_timer import Schedule
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Measurement
 from halfstep.hardware.probe import probe

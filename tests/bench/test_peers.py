@@ -20,10 +20,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.peer_isolation import isolated
-from halfstep.bench.peer_setup import PeerSetup
+from halfstep.bench.peer_setup import PeerSetup, isolated
 from halfstep.bench.peers import PEERS, PeerMissing, peers
-from halfstep.bench.runner import Batch, Problem, Runner
+from halfstep.bench.problem import Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, forced, wanted
 from halfstep.precision.backend import effective_leaves, read_flags

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.bench.floor import step_flops
-from halfstep.bench.problem import RandomSamples, problem_for, random_workload
-from halfstep.bench.runner import Problem
+from halfstep.bench.problem import Problem, RandomSamples, problem_for, random_workload, step_flops
 from halfstep.bench.settings import bench_config
 from halfstep.errors import ConfigError
 from halfstep.tune.first_batch import first_batch

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from halfstep.bench.step_timer import NUM_WINDOWS, Schedule, StepTimer, schedule_for
+from halfstep.bench.measure_row import NUM_WINDOWS, Schedule, StepTimer, schedule_for
 from halfstep.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.bench.baseline import compare, earlier_rows
-from halfstep.bench.record import command_line, save
+from halfstep.bench.record import command_line, read, save
 from halfstep.bench.row import Row
-from halfstep.bench.stored import read
 from halfstep.errors import CheckpointError, HalfstepError
 
 MEASURED = Row(

@@ -279,7 +279,7 @@ def test_a_baseline_without_any_of_the_rows_is_refused_before_anything_is_measur
 ) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     assert exit_code(*FP32, "--save", str(before)) == 0
-    monkeypatch.setattr("halfstep.cli.bench_measure.bench", None)  # whoever calls it fails otherwise than asked for
+    monkeypatch.setattr("halfstep.cli.bench_rows.bench", None)  # whoever calls it fails otherwise than asked for
     words = (*TINY, "--precisions", "fp32,tf32", "--modes", "auto", "--device", "cpu", "--baseline", str(before))
     assert exit_code(*words, "--save", str(after)) == 2
     assert "the baseline has none of these rows: halfstep auto fp32\n" in capsys.readouterr().err
@@ -288,7 +288,7 @@ def test_a_baseline_without_any_of_the_rows_is_refused_before_anything_is_measur
 
 def test_a_bench_is_saved_whatever_becomes_of_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "bench.json"
-    monkeypatch.setattr("halfstep.report.bench_table.show_bench", None)
+    monkeypatch.setattr("halfstep.report.bench_view.show_bench", None)
     with pytest.raises(TypeError):
         main(["bench", *FP32, "--save", str(saved)])
     assert json.loads(saved.read_text())["rows"]
@@ -316,7 +316,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
 ) -> None:
     for module in (name, "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("halfstep.cli.bench_measure.bench", None)  # whoever calls it fails otherwise than asked for
+    monkeypatch.setattr("halfstep.cli.bench_rows.bench", None)  # whoever calls it fails otherwise than asked for
     assert exit_code(*FP32, "--against", f"plain,{name}") == 2
     assert f"pip install {name}" in capsys.readouterr().err
 

@@ -52,7 +52,7 @@ def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
 def test_an_explanation_is_shown_whatever_becomes_of_saving_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfstep.cli.bench_explain.save_record", None)
+    monkeypatch.setattr("halfstep.cli.bench_rows.save_record", None)
     with pytest.raises(TypeError):
         main([*EXPLAIN, "--precisions", "fp32", "--save", str(tmp_path / "kinds.json")])
     assert "halfstep eager fp32" in capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_what_cannot_be_explained_at_all_is_refused_before_anything_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("halfstep.cli.bench_explain.measured_once", measured)
+    monkeypatch.setattr("halfstep.cli.bench_rows.measured_once", measured)
     with pytest.raises(SystemExit) as ended:
         main([*TINY, "--device", "cpu", "--precisions", "fp32", "--explain", *wrong])
     assert ended.value.code == 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.data.idx import idx_folder, read_idx
+from halfstep.data.binary_sets import idx_folder, read_idx
 from halfstep.errors import DataError
 from halfstep.workloads import from_dict
 from halfstep.workloads.classification.data import ImageData, open_image_data

@@ -11,7 +11,7 @@ import torch
 
 from data import data_sets
 from data.picture_folders import write_classes, write_split
-from halfstep.data.cifar import CLASSES, ROW_BYTES, cifar_folder, read_cifar
+from halfstep.data.binary_sets import CLASSES, ROW_BYTES, cifar_folder, read_cifar
 from halfstep.data.image_folder import FolderLayout, check_same_classes, find_images
 from halfstep.errors import DataError
 

@@ -10,8 +10,16 @@ import pytest
 from PIL import Image
 
 from halfstep.data.files import BadFiles
-from halfstep.data.radio_maps import RadioMaps, RadioTree, checked, read_antenna, read_gray
-from halfstep.data.radio_split import public_split, shuffled_maps, trained_elsewhere
+from halfstep.data.radio_maps import (
+    RadioMaps,
+    RadioTree,
+    checked,
+    public_split,
+    read_antenna,
+    read_gray,
+    shuffled_maps,
+    trained_elsewhere,
+)
 from halfstep.errors import DataError
 from halfstep.workloads.radio.demo import write_demo
 

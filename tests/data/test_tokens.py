@@ -13,9 +13,8 @@ from halfstep.data.files import BadFiles
 from halfstep.data.loader import Loader
 from halfstep.data.text_files import TextFiles, find_texts
 from halfstep.data.token_cache import default_cache, open_or_tokenise
-from halfstep.data.token_files import find_token_files, nanogpt_tokenizer, open_ids, open_tokens
 from halfstep.data.tokenizers import Bytes, Characters
-from halfstep.data.tokens import Tokens, TokenSamples
+from halfstep.data.tokens import Tokens, TokenSamples, find_token_files, nanogpt_tokenizer, open_ids, open_tokens
 from halfstep.errors import DataError
 from whole_runs import small_disk
 

@@ -12,8 +12,7 @@ from video_sets import clip, frame_folder, shards, steve_folder
 
 from halfstep.data.clips import ClipForm, ClipSamples, crop_box, long_enough
 from halfstep.data.files import BadFiles
-from halfstep.data.video_files import DECODERS, read_frames, video_facts
-from halfstep.data.video_layouts import find_videos
+from halfstep.data.video_layouts import DECODERS, find_videos, read_frames, video_facts
 from halfstep.errors import DataError
 
 ERROR = BadFiles("error")

@@ -9,17 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from halfstep.bench.apart import _our_kernels, clock_limits, shared_with
 from halfstep.bench.bench import LOSS_BOUND, Request, bench
-from halfstep.bench.compile_cache import _our_kernels
-from halfstep.bench.conditions import clock_limits, shared_with
-from halfstep.bench.floor import step_flops
-from halfstep.bench.measure_row import measured_row
+from halfstep.bench.measure_row import Schedule, StepTimer, measured_row
 from halfstep.bench.ours import Ours
-from halfstep.bench.problem import problem_for
+from halfstep.bench.problem import Problem, problem_for, step_flops
 from halfstep.bench.row import Row
-from halfstep.bench.runner import Problem
 from halfstep.bench.settings import bench_config
-from halfstep.bench.step_timer import Schedule, StepTimer
 from halfstep.hardware.probe import probe
 
 pytestmark = pytest.mark.gpu

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from halfstep.bench.explain import Explanation, explain
-from halfstep.bench.explain_data import on_own_data
 from halfstep.bench.explain_facts import StepFacts
 from halfstep.bench.explain_kernels import Kind
-from halfstep.bench.explain_rows import explain_rows
+from halfstep.bench.explain_rows import explain_rows, on_own_data
 from halfstep.bench.ours import Ours
-from halfstep.bench.problem import problem_for
-from halfstep.bench.runner import AfterStep
+from halfstep.bench.problem import AfterStep, problem_for
 from halfstep.bench.settings import bench_config
 from halfstep.data.loader import Samples
 from halfstep.hardware.probe import probe

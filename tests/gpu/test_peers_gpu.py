@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.bench.peers import peers
-from halfstep.bench.runner import Batch, Problem
+from halfstep.bench.problem import Batch, Problem
 from halfstep.models.unet import UNet
 from halfstep.precision.backend import effective_leaves
 from halfstep.tune.fresh_thread import in_fresh_thread

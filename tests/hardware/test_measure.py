@@ -8,15 +8,14 @@ import pytest
 import torch
 from fake_driver import H100, T4, TINY, XEON, FakeDriver
 
-from halfstep.bench.floor import floor_s
+from halfstep.bench.problem import floor_s
 from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
 from halfstep.hardware.describe import format_columns, rate
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import known_gpu
-from halfstep.hardware.kernels import Convolution, Matmul, fp32_computes_in
-from halfstep.hardware.measure import measure
+from halfstep.hardware.measure import Convolution, Matmul, fp32_computes_in, measure
 from halfstep.hardware.probe import probe
 
 

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from halfstep.report.bench_picture import draw_bench
-from halfstep.report.bench_table import counted, digits, show_bench, start
+from halfstep.report.bench_view import counted, digits, draw_bench, show_bench, start
 
 NOTHING: dict[str, Any] = {
     "reason": "",
@@ -173,7 +172,7 @@ def test_the_picture_is_drawn_with_a_bar_a_row(tmp_path: Path) -> None:
 
 def test_memory_has_a_panel_only_where_it_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr("halfstep.report.bench_picture.save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr("halfstep.report.bench_view.save_figure", lambda figure, path: figures.append(figure))
     uncounted = [measured("eager", "fp32", 246.6, peak_bytes=None)]
     for rows in (RECORD["rows"][:1], uncounted):
         draw_bench({**RECORD, "memory": "not counted on a CPU", "rows": rows}, tmp_path / "bench.png")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.cli.gpus import devices_of, start_on, without_gpus
+from halfstep.cli.run_place import devices_of, start_on, without_gpus
 from halfstep.errors import ConfigError
 from halfstep.run.world import first_host, launch_of
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from halfstep.data.cifar import ROW_BYTES
+from halfstep.data.binary_sets import ROW_BYTES
 from halfstep.data.folder_samples import EvaluationFiles
 from halfstep.data.loader import Loader
 from halfstep.data.stored_images import EvaluationImages, TrainingImages

@@ -1,16 +1,113 @@
-"""Rows that do not disturb each other: memory, compiled code and the process's switches are as before each one."""
+"""Rows that do not disturb each other: memory, compiled code and the process's switches are as before each one.
+
+Whether a start found its kernels in the compilers' caches, and caches that are empty on purpose.
+
+Two compilers are looked at: torch's, and Triton where our own kernels go to it directly. The kernels that torch's
+compiler writes go to Triton as well; they are counted with the graph they belong to.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 
-from halfstep.bench.compile_cache import forget_our_kernels
+from halfstep.errors import counted
+from halfstep.hardware.driver import Driver
+from halfstep.kernels.fast_forms import has_triton
 from halfstep.measure.memory import give_back
+from halfstep.measure.monitor import limits_in
+from halfstep.measure.nvml import ask_nvml
 from halfstep.precision.backend import read_flags, write_flags
 from halfstep.tune.compiler_threads import forget_compiled
+
+Found = Literal["", "cold", "warm"]
+"""Empty: nothing was compiled."""
+
+OURS = "halfstep."
+_our_kernels: Counter[str] = Counter()
+"""Found by Triton on disk (`hit`), and compiled (`miss`), in this process."""
+
+
+class CacheWatch:
+    """What the compilers found since the watch was made."""
+
+    def __init__(self) -> None:
+        _count_our_kernels()
+        self._before = _counts()
+
+    def found(self) -> Found:
+        hits, misses = (now - before for now, before in zip(_counts(), self._before, strict=True))
+        return "cold" if misses else "warm" if hits else ""
+
+
+def _counts() -> tuple[int, int]:
+    """Those found in the caches on disk, and those compiled because they were not, or because they cannot be kept."""
+    from torch._dynamo.utils import counters
+
+    inductor = counters["inductor"]
+    compiled = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
+    return inductor["fxgraph_cache_hit"] + _our_kernels["hit"], compiled + _our_kernels["miss"]
+
+
+@functools.cache
+def _count_our_kernels() -> None:
+    """From now on, whoever else listens to Triton."""
+    if not has_triton():
+        return
+    from triton import knobs
+
+    others = knobs.compilation.listener
+
+    def count(**told: Any) -> None:
+        kernel = getattr(told["src"], "fn", None)
+        if (getattr(kernel, "module", None) or "").startswith(OURS):
+            _our_kernels["hit" if told["cache_hit"] else "miss"] += 1
+        if others is not None:
+            others(**told)
+
+    knobs.compilation.listener = count
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Compilers start with nothing on disk; what they compile inside is found by later starts inside."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():  # Triton's folder too
+        forget_our_kernels()
+        yield
+
+
+def forget_in_memory() -> None:
+    """As after a restart of the process: only what is on disk is found again."""
+    from torch._inductor.utils import clear_caches
+
+    from halfstep.tune.compiler_threads import forget_compiled
+
+    forget_compiled()
+    clear_caches()
+    forget_our_kernels()
+
+
+def forget_our_kernels() -> None:
+    """Those of Triton that this process has loaded: the next call looks for them on disk."""
+    if "triton" not in sys.modules:
+        return
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # Triton 3.9 takes them off the device
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith(OURS)]
+    for kernel in (value for module in ours for value in vars(module).values() if isinstance(value, JITFunction)):
+        kernel.device_caches.clear()
 
 
 @contextmanager
@@ -34,3 +131,21 @@ def clean(device: torch.device) -> None:
     forget_compiled()
     forget_our_kernels()
     give_back(device)
+
+
+def clock_limits(device: torch.device) -> tuple[str, ...]:
+    """What holds the GPU's clocks down at this moment; empty where nothing does, or nobody can tell."""
+
+    # The older of its two names: drivers before 535 know no other.
+    bits = ask_nvml(device, lambda nvml, handle: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) or 0
+    return limits_in(bits)
+
+
+def shared_with(device: torch.device, driver: Driver | None = None) -> str:
+    """Why others may disturb the measurement, in words; empty where nobody does."""
+    driver = driver or Driver()
+    if device.type == "cpu":
+        load, cores = driver.load(), os.cpu_count() or 1
+        return f"the CPU has other work: load {load:.1f} on {counted(cores, 'core')}" if load > cores else ""
+    others = driver.used_by_others(str(device))
+    return f"the GPU is in use by others ({others}): times will be too long" if others else ""

@@ -17,9 +17,9 @@ from typing import Any
 
 from halfstep.bench.bench import drift
 from halfstep.bench.ours import Ours
+from halfstep.bench.problem import Runner
+from halfstep.bench.record import Stored, StoredProblem, read
 from halfstep.bench.row import Row
-from halfstep.bench.runner import Runner
-from halfstep.bench.stored import Stored, StoredProblem, read
 from halfstep.errors import ConfigError
 from halfstep.measure.memory import format_bytes
 

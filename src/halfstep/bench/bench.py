@@ -7,15 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from halfstep.bench.conditions import shared_with
-from halfstep.bench.floor import floor_s
-from halfstep.bench.measure_row import measured_row, not_measured, why_not
+from halfstep.bench.apart import shared_with
+from halfstep.bench.measure_row import Pause, Schedule, measured_row, not_measured, why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import peer_name, peers
+from halfstep.bench.problem import Problem, Runner, floor_s
 from halfstep.bench.row import Row
-from halfstep.bench.runner import Problem, Runner
 from halfstep.bench.settings import Mode
-from halfstep.bench.step_timer import Pause, Schedule
 from halfstep.errors import HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks

@@ -8,7 +8,7 @@ from typing import Any
 from halfstep.bench.explain_facts import Breakdown, KernelTime, StepFacts, breakdown
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import FeedOf, timed_steps, trace
-from halfstep.bench.runner import Runner
+from halfstep.bench.problem import Runner
 
 TOP_KERNELS = 10
 WORTH_SAYING = 0.01

@@ -15,8 +15,8 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from halfstep.bench.feed import Feed
-from halfstep.bench.runner import Runner
+from halfstep.bench.ours import Feed
+from halfstep.bench.problem import Runner
 from halfstep.errors import ConfigError, HardwareError, counted
 from halfstep.measure.clock import Stopwatch
 

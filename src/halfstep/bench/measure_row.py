@@ -2,6 +2,11 @@
 
 It trains in a thread of its own, backward included: torch keeps cuDNN's algorithms for each thread, and in the thread
 of an earlier row it would train with what that one had found (see `fresh_thread`).
+
+The clock a runner calls after each step: warm-up, then windows, timed on the device without waiting for it.
+
+On CUDA a window lies between two events on the stream, so host and device run on as they do in training. The host
+waits three times only: after the first step, after the warm-up, and at the end.
 """
 
 from __future__ import annotations
@@ -9,18 +14,172 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from halfstep.bench.apart import apart, clean
-from halfstep.bench.compile_cache import CacheWatch, Found, empty_cache, forget_in_memory
+from halfstep.bench.apart import CacheWatch, Found, apart, clean, clock_limits, empty_cache, forget_in_memory
+from halfstep.bench.problem import Problem, Runner
 from halfstep.bench.row import Row
-from halfstep.bench.runner import Problem, Runner
-from halfstep.bench.step_timer import Pause, Schedule, StepTimer, wait_for
-from halfstep.errors import HalfstepError, MemoryLimitError
-from halfstep.measure.memory import format_bytes
+from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError
+from halfstep.measure.memory import format_bytes, peak_memory_bytes, reset_peak
+from halfstep.measure.nvml import EnergyMeter
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.memory_limit import first_line
+
+NUM_WINDOWS = 5
+MIN_STEPS = 10
+"""Two a window; less than that is one step's luck."""
+
+PAUSE_AFTER = 3
+"""Steps, by which everything is compiled; a pause is long over when the warm-up ends."""
+
+Pause = Callable[[], None]
+Mark = float | torch.cuda.Event
+"""A moment: on CUDA of the device, elsewhere of the host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How many steps are made, and which of them count."""
+
+    warm_up: int
+    """Compilation, cuDNN's choices, capture, rising clocks."""
+    ramp: int
+    """After the wait that ends the warm-up: until the host is ahead of the device again."""
+    window: int
+    """Steps of one window."""
+
+    @property
+    def steps(self) -> int:
+        return self.warm_up + self.ramp + self.window * NUM_WINDOWS
+
+
+def schedule_for(timed_steps: int, device: torch.device) -> Schedule:
+    """`timed_steps` in equal windows; a remainder that fills none is left out."""
+    if timed_steps < MIN_STEPS:
+        raise ConfigError(
+            f"--steps {timed_steps} is too few to time",
+            why=f"{NUM_WINDOWS} windows are compared to tell how much the time varies",
+            fix=f"--steps {MIN_STEPS} or more",
+        )
+    if device.type == "cuda":
+        return Schedule(warm_up=10, ramp=2, window=timed_steps // NUM_WINDOWS)
+    return Schedule(warm_up=2, ramp=0, window=timed_steps // NUM_WINDOWS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """What the clock found."""
+
+    start_s: float
+    """From nothing to the end of the first step."""
+    cache: Found
+    """What the compilers found until then: a capture, steps later, has kernels of its own."""
+    window_s: tuple[float, ...]
+    """Seconds a step, of each window."""
+    peak_bytes: int | None
+    """While it trains, a graph's own memory included; None on a CPU."""
+    start_peak_bytes: int | None
+    """Up to the end of the warm-up, when kernels are chosen and graphs captured."""
+    reserved_bytes: int | None
+    """The most that torch held while it trains, its caches included; None on a CPU."""
+    joules_a_step: float | None
+    clock_limits: tuple[str, ...]
+    """What held the device's clocks down."""
+
+
+class StepTimer:
+    """Called after each step; `found()` once all of them are made."""
+
+    def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
+        """`pause` is called once, early in the warm-up: what is timed may wait there for its turn."""
+        self.schedule, self.device, self.pause = schedule, device, pause
+        self._compilers = CacheWatch()
+        self.began = time.perf_counter()
+        self.count = 0
+        self.start_s = 0.0
+        self.cache: Found = ""
+        self.start_peak_bytes: int | None = None
+        self.marks: list[Mark] = []
+        self._energy: EnergyMeter | None = None
+        self._timings: Timings | None = None
+        reset_peak(device)
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == 1:
+            wait_for(self.device)
+            self.start_s = time.perf_counter() - self.began
+            self.cache = self._compilers.found()
+        if self.count == PAUSE_AFTER and self.pause is not None:
+            self.pause()
+        if self.count == self.schedule.warm_up:
+            self._end_warm_up()
+        timed = self.count - self.schedule.warm_up - self.schedule.ramp
+        if timed >= 0 and timed % self.schedule.window == 0:
+            self.marks.append(self._mark())
+        if self.count == self.schedule.steps:
+            self._end()
+
+    def found(self) -> Timings:
+        assert self._timings is not None, f"the runner made {self.count} of {self.schedule.steps} steps"
+        return self._timings
+
+    def _end_warm_up(self) -> None:
+        wait_for(self.device)
+        self.start_peak_bytes = self._peak_bytes()
+        reset_peak(self.device)
+        self._energy = EnergyMeter(self.device)
+
+    def _mark(self) -> Mark:
+        if self.device.type != "cuda":
+            wait_for(self.device)
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _peak_bytes(self) -> int | None:
+        # A process keeps what earlier rows imported and freed: on a CPU each row would look larger than the one before.
+        return None if self.device.type == "cpu" else peak_memory_bytes(self.device)
+
+    def _end(self) -> None:
+        """Inside the last call: a graph's memory is gone once its owner is."""
+        limits = clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
+        wait_for(self.device)
+        joules = self._energy.joules() if self._energy is not None else None
+        window_s = [_between(a, b) / self.schedule.window for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        self._timings = Timings(
+            start_s=self.start_s,
+            cache=self.cache,
+            window_s=tuple(window_s),
+            peak_bytes=self._peak_bytes(),
+            start_peak_bytes=self.start_peak_bytes,
+            reserved_bytes=torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None,
+            joules_a_step=joules / (self.schedule.steps - self.schedule.warm_up) if joules is not None else None,
+            clock_limits=limits,
+        )
+
+
+def _between(start: Mark, end: Mark) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything handed to the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "xpu":
+        torch.xpu.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
 
 NOTHING_COMPILED = "it compiles nothing, so its start is the same with an empty cache: no cold start"
 START_MATTERS = 1.05

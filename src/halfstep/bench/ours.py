@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import count
 
+import torch
 from torch import nn
 
-from halfstep.bench.feed import Feed
-from halfstep.bench.problem import random_workload
-from halfstep.bench.runner import AfterStep, Batch, Problem
+from halfstep.bench.problem import AfterStep, Batch, Problem, random_workload
 from halfstep.bench.settings import Mode, in_precision, run_by
+from halfstep.data.loader import BATCHES_A_THREAD, Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, TrainingStopped
 from halfstep.hardware.facts import Hardware
@@ -27,6 +28,47 @@ from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.workloads.workload import Workload
+
+
+class Feed:
+    """So many whole batches on the device, epoch after epoch; an epoch's odd last one runs otherwise: left out."""
+
+    def __init__(self, loader: Loader, batch_size: int, steps: int, device: torch.device) -> None:
+        self._loader, self._batch_size, self._steps = loader, batch_size, steps
+        self._num_useless = 0
+        self._prefetched = prefetch(self._batches(), device)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._prefetched
+
+    @property
+    def waited_s(self) -> float:
+        """Host time blocked in fetching so far."""
+        return self._prefetched.waited_s
+
+    def use_up(self) -> None:
+        """Before the next batch, throw away what was read ahead while steps were slow: a long run lives on no stock.
+
+        Batches the prefetcher has on the device already are still to come.
+        """
+        self._num_useless = BATCHES_A_THREAD * max(1, self._loader.num_workers)
+
+    def _batches(self) -> Iterator[Batch]:
+        try:
+            whole = self._whole_batches()
+            for _ in range(self._steps):
+                for _ in range(self._num_useless):
+                    next(whole)
+                self._num_useless = 0
+                yield next(whole)
+        finally:
+            self._loader.close()
+
+    def _whole_batches(self) -> Iterator[Batch]:
+        for epoch in count():
+            for batch in self._loader.epoch(epoch):
+                if len(batch["index"]) == self._batch_size:
+                    yield batch
 
 
 class Ours:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.peer_isolation import float32_as_asked
-from halfstep.bench.peer_setup import LossOf, PeerMissing, PeerSetup
-from halfstep.bench.runner import AfterStep
+from halfstep.bench.peer_setup import LossOf, PeerMissing, PeerSetup, float32_as_asked
+from halfstep.bench.problem import AfterStep
 
 MIXED_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 

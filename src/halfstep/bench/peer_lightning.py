@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep.bench.peer_setup import PeerMissing, PeerSetup
-from halfstep.bench.runner import AfterStep, Batch
+from halfstep.bench.problem import AfterStep, Batch
 
 PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 IMPORT_NAMES = ("lightning.pytorch", "pytorch_lightning")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep.bench.peer_setup import LossOf, PeerSetup
-from halfstep.bench.runner import AfterStep
+from halfstep.bench.problem import AfterStep
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

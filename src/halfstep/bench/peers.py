@@ -13,11 +13,10 @@ from typing import get_args
 import torch
 
 from halfstep.bench.peer_accelerate import import_accelerate, train_accelerate
-from halfstep.bench.peer_isolation import float32_as_asked, isolated, quiet
 from halfstep.bench.peer_lightning import import_lightning, train_lightning
 from halfstep.bench.peer_plain import train_plain
-from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant
-from halfstep.bench.runner import AfterStep, Problem, Runner
+from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant, float32_as_asked, isolated, quiet
+from halfstep.bench.problem import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, counted, nearest
 from halfstep.tune.compiler_threads import place_for_graphs
 

@@ -1,22 +1,82 @@
-"""A workload on random data: its real model, loss and preparation, and no folder of data."""
+"""A workload on random data: its real model, loss and preparation, and no folder of data.
+
+What is timed: the same problem, run by halfstep in one of its modes or by a peer as its users would.
+
+A peer such as Lightning owns its loop, so a runner is not asked for one step at a time: it trains, and says after
+each step that it was made. The time between two such moments is the time of a step.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from halfstep.bench.runner import Batch, Problem
 from halfstep.config.schema import RunConfig
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, MemoryLimitError
+from halfstep.hardware.facts import Hardware
+from halfstep.measure.memory import format_bytes
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
 from halfstep.step.values import set_to_
+from halfstep.tune.step_cost import step_cost
 from halfstep.workloads import KINDS
-from halfstep.workloads.kind import Kind
+from halfstep.workloads.kind import Kind, Unit
 from halfstep.workloads.workload import Workload
+
+Batch = dict[str, Tensor]
+AfterStep = Callable[[], None]
+"""Called by a runner once each optimizer step was handed to the device; must not be waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One model, one batch shape, one loss: equal for everybody who is timed."""
+
+    config: RunConfig
+    make_model: Callable[[], nn.Module]
+    """The same seeded weights each time, on the host, in fp32 and contiguous layout."""
+    host_batch: Batch
+    """What a loader delivers: samples in (pinned) host memory; copied to the device in every step."""
+    prepare: Callable[[Batch], Batch]
+    """On the device: to what the model sees, without augmentation."""
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """Forward and loss of a prepared batch; islands inside."""
+    device: torch.device
+    lr: float
+    weight_decay: float
+    clip_norm: float
+    samples: int
+    """In one step."""
+    num_phases: int = 1
+    """Optimizer steps of an iteration; a peer's loop makes one."""
+    unit: Unit = Unit()
+    """What throughput counts."""
+    holds_tensors: bool = False
+    """Whether the loss reads more than model and batch (frozen parts, scheduled values), which lies on the device."""
+    own_data: Workload | None = None
+    """The user's own, to be read as in a run; None where one random batch comes over and over."""
+
+
+class Runner(Protocol):
+    """Somebody who can train a problem."""
+
+    name: str
+    """`halfstep`, `lightning`, `accelerate`, `plain`."""
+    variant: str
+    """halfstep: `eager`, `compile`, `graph`; a peer: `documented`, `tuned` or `graphs`."""
+    precision: str
+    """The canonical word: fp32, tf32, bf16, fp16, fp8."""
+
+    def train(self, steps: int, after_step: AfterStep) -> float:
+        """Make so many steps from the seeded start, calling `after_step` after each; the last loss."""
+        ...
+
 
 NUM_BATCHES = 10_000
 """Length of the pretended data set, that of ImageNet in batches of 128: `auto` weighs its trials against the run."""
@@ -92,3 +152,47 @@ def _preparation(kind: Kind, workload: Workload, device: torch.device) -> Callab
         prepare: Callable[[Batch], Batch] = kind.part("peer_prepare")(device)
         return prepare
     return lambda batch: workload.prepared(batch, key=(), training=True)
+
+
+MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
+"""A precision's format in the measurements, where it has another name."""
+
+
+def step_flops(problem: Problem) -> int:
+    """Matmuls, convolutions and attention of forward and backward, counted on tensors without content where nothing but
+    the model computes; 0 for a workload of several phases, whose arithmetic is not that of its validation loss."""
+    if problem.num_phases > 1:
+        return 0
+    place = problem.device if problem.holds_tensors else torch.device("meta")
+    received = {name: tensor.to(problem.device) for name, tensor in problem.host_batch.items()}
+    prepared = {name: tensor.to(place) for name, tensor in problem.prepare(received).items()}
+    model = problem.make_model().to(place).train()
+    with FlopCounterMode(display=False) as counter:
+        problem.loss(model, prepared).backward()
+    return int(counter.get_total_flops())
+
+
+def floor_s(flops: int, hardware: Hardware, precision: str) -> float | None:
+    """The shortest step this arithmetic allows; None where the format's rate was not measured at full size."""
+    measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
+    return flops / (measured.tflops * 1e12) if flops and measured and not measured.small else None
+
+
+def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], free_bytes: int) -> None:
+    """Raise MemoryLimitError where the most demanding row would need more memory than is free."""
+    precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
+    store = kind_with_random_data(config).part("random_store")(config)
+    cost, batch_size = step_cost(config, store, precision), config.train.batch_size
+    # What is compiled or recomputed may keep fewer activations than are counted.
+    keeps_activations = "eager" in modes and config.train.memory != "low"
+    needed = cost.bytes_at(batch_size if keeps_activations else 0)
+    if needed <= free_bytes:
+        return
+    fits = (free_bytes - cost.fixed_bytes) // cost.sample_bytes
+    raise MemoryLimitError(
+        f"{config.workload} at batch {batch_size} needs {format_bytes(needed)} or more, and {format_bytes(free_bytes)} "
+        "of this machine's memory are free",
+        why=f"{format_bytes(cost.fixed_bytes)} for {cost.num_parameters:,} parameters, gradients and optimizer, "
+        f"{format_bytes(cost.sample_bytes)} per sample; the system would end the bench without a word",
+        fix=f"{f'--batch-size {fits} or less' if fits > 0 else 'a smaller model'}, or --device cuda where there is one",
+    )

@@ -95,8 +95,8 @@ def command(
 
 def run_explain(asked: Asked, files: Files, *, as_json: bool) -> None:
     """Take the rows apart."""
-    from halfstep.bench.explain_data import stated_folder
-    from halfstep.cli.bench_explain import explain_request, show_explanations
+    from halfstep.bench.explain_rows import stated_folder
+    from halfstep.cli.bench_rows import explain_request, show_explanations
 
     hardware, problem, request = prepared(asked)
     folder = stated_folder(asked.words[0], asked.words[1:], asked.flags)
@@ -106,8 +106,8 @@ def run_explain(asked: Asked, files: Files, *, as_json: bool) -> None:
 
 def run_bench(asked: Asked, files: Files, *, as_json: bool) -> None:
     """Time the rows."""
-    from halfstep.bench.explain_data import stated_folder
-    from halfstep.cli.bench_measure import measured
+    from halfstep.bench.explain_rows import stated_folder
+    from halfstep.cli.bench_rows import measured
 
     hardware, problem, request = prepared(asked)
     if folder := stated_folder(asked.words[0], asked.words[1:], asked.flags):
@@ -128,7 +128,7 @@ def deliver(found: dict[str, Any], files: Files, *, as_json: bool) -> None:
     finally:
         show(found, as_json=as_json)
     if files.picture:
-        from halfstep.report.bench_picture import draw_bench
+        from halfstep.report.bench_view import draw_bench
 
         draw_bench(found, files.picture)
     if found["stopped"]:
@@ -147,7 +147,7 @@ def show(found: dict[str, Any], *, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from halfstep.report.bench_table import show_bench
+    from halfstep.report.bench_view import show_bench
 
     console = Console()
     # A file or a pipe has no width; rich would squeeze the table into 80 columns.

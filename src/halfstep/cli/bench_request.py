@@ -15,7 +15,7 @@ from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
 if TYPE_CHECKING:
     from halfstep.bench.bench import Request
-    from halfstep.bench.runner import Problem
+    from halfstep.bench.problem import Problem
     from halfstep.bench.settings import StatedRow
     from halfstep.hardware.facts import Hardware
 
@@ -97,7 +97,7 @@ def refuse_mistakes(asked: Asked, files: Files) -> None:
 
         refuse_unknown_format(files.picture)
     if files.baseline:
-        from halfstep.bench.stored import read
+        from halfstep.bench.record import read
 
         read(files.baseline)
 
@@ -160,11 +160,10 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     import torch
 
     from halfstep.bench.bench import Request
-    from halfstep.bench.fits import refuse_too_large
+    from halfstep.bench.measure_row import schedule_for
     from halfstep.bench.peers import require_peers
-    from halfstep.bench.problem import problem_for
+    from halfstep.bench.problem import problem_for, refuse_too_large
     from halfstep.bench.settings import bench_config, default_modes, default_precisions
-    from halfstep.bench.step_timer import schedule_for
     from halfstep.hardware.probe import probe
 
     require_peers(against)

@@ -39,7 +39,7 @@ def command(
     flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
     rows = dry_run(words[0], target, num_batches=batches, flags=flags, overrides=words[1:])
     if picture is not None:
-        from halfstep.report.heat_map import draw_heat_map
+        from halfstep.report.range_pictures import draw_heat_map
 
         draw_heat_map([(row.module, row.kind, _badness(row)) for row in rows], f"dry run: {target}", picture)
     if as_json:

@@ -123,8 +123,7 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
     import time
 
     from halfstep.data.image_folder import find_images
-    from halfstep.data.pack_folder import open_or_pack, pack
-    from halfstep.data.pack_progress import PackingBar
+    from halfstep.data.pack_folder import PackingBar, open_or_pack, pack
 
     found = find_images(folder, layout)
     start = time.perf_counter()

@@ -29,7 +29,7 @@ def command(
     from rich.text import Text
 
     from halfstep.report.evaluation_view import result_console
-    from halfstep.report.ranges_picture import draw_ranges
+    from halfstep.report.range_pictures import draw_ranges
     from halfstep.run.capsules import replay_run
 
     found = replay_run(capsule, device=device)

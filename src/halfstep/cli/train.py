@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.gpus import start_on
-from halfstep.cli.run_place import new_folder, resumed_folder, stopped_after
+from halfstep.cli.run_place import new_folder, resumed_folder, start_on, stopped_after
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,15 +20,25 @@ from pydantic import ValidationError
 from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS, precision_name
 from halfstep.config.foreign import translated
 from halfstep.config.interpolate import Interpolation, references
-from halfstep.config.keys import canonical, field_at, fields_of, is_empty
-from halfstep.config.layers import file_statements, flag_statements, layer_statements, override_statements
+from halfstep.config.keys import as_config_error, canonical, field_at, fields_of, is_empty
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
-from halfstep.config.problems import as_config_error
 from halfstep.config.scalars import typed_by_field
 from halfstep.config.schema import RunConfig
-from halfstep.config.statements import DEFAULT, LAYERS, OPEN_SECTIONS, Origin, Override, Statement, open_section_of
+from halfstep.config.section import num_cores
+from halfstep.config.statements import (
+    DEFAULT,
+    LAYERS,
+    OPEN_SECTIONS,
+    Origin,
+    Override,
+    Statement,
+    file_statements,
+    flag_statements,
+    layer_statements,
+    open_section_of,
+    override_statements,
+)
 from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
-from halfstep.config.workers import num_cores
 from halfstep.config.workloads import Schemas, is_import_path, schema_for
 from halfstep.config.yaml_source import Document, read_yaml
 from halfstep.errors import ConfigError, counted, nearest

@@ -10,10 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, JsonValue, field_validator
 
 from halfstep.config.aliases import precision_name
-from halfstep.config.safety import EmaConfig, GuardConfig, ScalerConfig
-from halfstep.config.section import PositiveCount, Section
-from halfstep.config.training import OptimizerConfig, ScheduleConfig, TrainConfig
-from halfstep.config.workers import Workers
+from halfstep.config.section import PositiveCount, Section, Workers
+from halfstep.config.training import EmaConfig, GuardConfig, OptimizerConfig, ScalerConfig, ScheduleConfig, TrainConfig
 from halfstep.errors import ConfigError
 
 __all__ = [

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.pixels import gray, sent
 from halfstep.data.seeds import Drawn
-from halfstep.data.trivial_augment import trivially_augmented
+from halfstep.data.trivial_augment import gray, sent, trivially_augmented
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's channels in 0..1; official weights expect them."""

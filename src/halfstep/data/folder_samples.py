@@ -21,8 +21,8 @@ from halfstep.data.classification_augment import PIXELS_A_READING
 from halfstep.data.crops import Array, CropRange, centre_boxes, random_boxes
 from halfstep.data.decode import Picture, open_picture
 from halfstep.data.image_folder import Listing
+from halfstep.data.loader import shared_bytes
 from halfstep.data.stored_images import first_of
-from halfstep.data.worker_batches import shared_bytes
 
 REDUCING_GAP = 2.0
 """Pillow shrinks by whole factors first while this many times the wanted pixels are left; its documented safe value."""

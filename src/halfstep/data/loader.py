@@ -3,29 +3,92 @@
 A sample is a pure function of (seed, epoch, index), so to resume in the middle of an epoch is to start at a later
 batch. Torch's DataLoader moves the work into processes; errors come back as values, because torch would wrap them in
 a traceback of the worker.
+
+Batches that a worker process makes as a whole, straight into memory that it shares with the main process.
+
+Sample by sample, every image would be copied once more into its batch, and what is computed for all of them at once
+at nearly no cost would be computed for each.
+
+Batches from memory, made ahead by threads.
+
+A data set whose batch is one gather from an array needs no worker processes: the gather runs without the
+interpreter's lock, and its result need not be sent from process to process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
-from halfstep.data.read_ahead import WholeBatches, pinned, read_ahead
 from halfstep.data.seeds import generator_for
-from halfstep.data.worker_batches import WorkerBatches
 from halfstep.errors import DataError, HalfstepError, counted
+
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+BATCHES_A_THREAD = 2
+
+
+@runtime_checkable
+class WholeBatches(Protocol):
+    """A data set that makes many samples at once, each the same as `sample` makes it alone."""
+
+    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]: ...
+
+
+def read_ahead(make: Callable[[Key], Made], keys: Iterable[Key], *, num_threads: int) -> Iterator[Made]:
+    """`make` of every key, in order, a few of them ahead of their use."""
+    waiting = iter(keys)
+    with ThreadPoolExecutor(num_threads) as threads:
+        begun: deque[Future[Made]] = deque()
+        try:
+            for key in waiting:
+                begun.append(threads.submit(make, key))
+                if len(begun) > BATCHES_A_THREAD * num_threads:
+                    yield begun.popleft().result()
+            while begun:
+                yield begun.popleft().result()
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def pinned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In pinned memory where CUDA is in use, so that the copy to the device need not do it; as it is elsewhere."""
+    if not torch.cuda.is_initialized():
+        return batch
+    return {name: tensor.pin_memory() for name, tensor in batch.items()}
+
+
+@runtime_checkable
+class WorkerBatches(Protocol):
+    """A data set that makes many samples at once in a worker, each the same as `sample` makes it alone."""
+
+    def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]: ...
+
+
+def shared_bytes(*shape: int) -> Tensor:
+    """Zero bytes; in a worker in shared memory, where the loader would have to copy others."""
+    if get_worker_info() is None:
+        return torch.zeros(shape, dtype=torch.uint8)
+    # What torch's own collate does in a worker. New shared memory is zero, and costs only where it is written.
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
+
 
 Batch: TypeAlias = dict[str, Tensor]
 

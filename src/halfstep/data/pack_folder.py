@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 from PIL import Image
+from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from halfstep.data.crops import Array
 from halfstep.data.decode import open_picture
@@ -24,9 +27,42 @@ from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish
 from halfstep.disk import free_bytes
 from halfstep.errors import DataError, counted
 
+
+class PackingBar:
+    """Told how many images of how many are done; the first word of it draws the bar."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._task: TaskID | None = None
+
+    @property
+    def was_shown(self) -> bool:
+        """Whether anything was packed."""
+        return self._task is not None
+
+    def __enter__(self) -> PackingBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.was_shown:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._task is None:
+            self._bar.start()
+            self._bar.console.print(
+                f"packing {counted(total, 'image')} into {self._path}", soft_wrap=True, markup=False
+            )
+            self._task = self._bar.add_task("packing", total=total)
+        self._bar.update(self._task, completed=done)
+
+
 DEFAULT_SIZE = 256
 """Pixels a side: the 256 to which ImageNet's evaluation resizes, of which training at 224 needs most."""
-Progress = Callable[[int, int], None]
+Told = Callable[[int, int], None]
 """Told how many images of how many are done."""
 
 
@@ -52,7 +88,7 @@ def packed_sizes(root: Path) -> list[int]:
     return sorted(int(part) for part in parts if part.isdecimal())
 
 
-def open_or_pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Progress | None = None) -> Pack:
+def open_or_pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Told | None = None) -> Pack:
     """The cache of a folder: the one at `path` where it is whole and fits the folder, else a new one."""
     if path.is_file():
         try:
@@ -62,7 +98,7 @@ def open_or_pack(folder: ImageFolder, path: Path, settings: PackSettings, *, pro
     return pack(folder, path, settings, progress=progress)
 
 
-def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Progress | None = None) -> Pack:
+def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Told | None = None) -> Pack:
     """Decode the whole folder into a cache file at `path`, replacing what is there."""
     paths, labels = folder.train.paths + folder.val.paths, folder.train.labels + folder.val.labels
     check_room(path, len(paths), settings)

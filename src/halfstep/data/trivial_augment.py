@@ -15,8 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.pixels import gray, sent
 from halfstep.data.seeds import Drawn
+
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
+
+
+def gray(image: Tensor) -> Tensor:
+    """Luma (N, 1, H, W)."""
+    red, green, blue = image.unbind(dim=1)
+    return (red * LUMA[0] + green * LUMA[1] + blue * LUMA[2]).unsqueeze(1)
+
+
+def sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """A small CPU tensor on the device, without waiting for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
 
 STRENGTHS = 31
 STREAM = 0x7461

@@ -10,7 +10,7 @@ from typing import Protocol, TextIO, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.config.layers import file_statements
+from halfstep.config.statements import file_statements
 from halfstep.config.yaml_source import read_yaml
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, nearest
 

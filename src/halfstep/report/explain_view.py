@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from halfstep.report.bench_table import problem_title
+from halfstep.report.bench_view import problem_title
 from halfstep.report.picture_file import INK, new_figure, save_figure
 from halfstep.report.tables import columns_table, pairs_table
 

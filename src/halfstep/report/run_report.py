@@ -12,17 +12,48 @@ import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.report.metrics_file import MetricsFile, last_step
 from halfstep.report.progress import Bar, LineBar, alive
-from halfstep.report.tracking import Tracker
+
+NOT_CURVES = {"step", "epoch"}
+
+
+class Tracker:
+    """Writes scalars into a folder that `tensorboard --logdir` reads."""
+
+    def __init__(self, folder: Path, *, after_step: int | None = None) -> None:
+        """`after_step`: the last step that a resumed run has on record; TensorBoard then hides all that came later."""
+        writer_class = _summary_writer()
+        self._writer = writer_class(str(folder), purge_step=None if after_step is None else after_step + 1)
+
+    def add(self, record: Mapping[str, object]) -> None:
+        for name, value in record.items():
+            if name not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool):
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise HalfstepError(
+            "--tensorboard asked for, but tensorboard cannot be imported",
+            why=f"it is an optional extra of halfstep ({error})",
+            fix="pip install 'halfstep[track]'",
+        ) from error
+    return SummaryWriter
+
 
 Level = Literal["info", "warning", "error"]
 STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold red"}

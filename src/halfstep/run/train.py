@@ -24,9 +24,9 @@ from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
-from halfstep.measure.energy import EnergyMeter
 from halfstep.measure.memory import reset_peak
 from halfstep.measure.monitor import monitored
+from halfstep.measure.nvml import EnergyMeter
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.report.config_view import config_as_json

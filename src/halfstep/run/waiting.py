@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep.config.schema import RunConfig
-from halfstep.config.workers import num_cores as num_cores
+from halfstep.config.section import num_cores as num_cores
 from halfstep.config.workloads import is_import_path
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.cifar import cifar_folder, read_cifar
+from halfstep.data.binary_sets import cifar_folder, idx_folder, idx_titles, read_cifar, read_idx
 from halfstep.data.crops import CropRange
 from halfstep.data.files import BadFiles, some_of
 from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
-from halfstep.data.idx import idx_folder, idx_titles, read_idx
-from halfstep.data.image_check import check_images
-from halfstep.data.image_folder import FolderLayout, ImageFolder, find_images
+from halfstep.data.image_folder import FolderLayout, ImageFolder, check_images, find_images
 from halfstep.data.loader import Samples
-from halfstep.data.pack_folder import PackSettings, default_pack_path, open_or_pack
-from halfstep.data.pack_progress import PackingBar
+from halfstep.data.pack_folder import PackingBar, PackSettings, default_pack_path, open_or_pack
 from halfstep.data.stored_images import EvaluationImages, StoredImages, TrainingImages
 from halfstep.errors import DataError
 from halfstep.workloads.classification.config import ImageDataConfig

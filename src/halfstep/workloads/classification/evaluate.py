@@ -9,9 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.report.confusion import draw_confusion
+from halfstep.report.class_pictures import ShownMistake, draw_confusion, draw_mistakes
 from halfstep.report.evaluation_view import Cell
-from halfstep.report.mistakes import ShownMistake, draw_mistakes
 from halfstep.workloads.classification.per_image import ClassificationDetails, Mistake
 from halfstep.workloads.other_data import classes_folder
 from halfstep.workloads.using import Look

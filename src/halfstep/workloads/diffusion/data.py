@@ -11,8 +11,7 @@ from torch import Tensor
 from halfstep.data import noise
 from halfstep.data.files import BadFiles
 from halfstep.data.folder_samples import EvaluationFiles
-from halfstep.data.image_check import check_images
-from halfstep.data.image_folder import FolderLayout, Listing
+from halfstep.data.image_folder import FolderLayout, Listing, check_images
 from halfstep.data.loader import Samples
 from halfstep.data.picture_folder import CaptionedFolder, find_captioned, find_classes, find_pictures
 from halfstep.errors import DataError

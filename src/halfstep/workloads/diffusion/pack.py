@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfstep.data.pack_progress import PackingBar
+from halfstep.data.pack_folder import PackingBar
 from halfstep.errors import ConfigError, counted
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import open_pictures

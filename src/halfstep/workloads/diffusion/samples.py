@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.data.latent_cache import CachedLatents, checksum_of, told_of_resume
 from halfstep.data.loader import Samples
-from halfstep.data.pack_progress import PackingBar
+from halfstep.data.pack_folder import PackingBar
 from halfstep.errors import ModelError
 from halfstep.workloads.diffusion.conditions import Conditions, TextConditions
 from halfstep.workloads.diffusion.config import DiffusionConfig

@@ -10,7 +10,6 @@ from typing import Any
 from halfstep.data.files import BadFiles
 from halfstep.data.text_files import TextFiles, find_texts, read_text
 from halfstep.data.token_cache import default_cache, open_or_tokenise, tokenised
-from halfstep.data.token_files import TokenFiles, find_token_files, nanogpt_tokenizer, open_tokens
 from halfstep.data.tokenizers import (
     TIKTOKEN,
     Bytes,
@@ -21,7 +20,7 @@ from halfstep.data.tokenizers import (
     tokenizer_at,
     tokenizer_from,
 )
-from halfstep.data.tokens import Tokens
+from halfstep.data.tokens import TokenFiles, Tokens, find_token_files, nanogpt_tokenizer, open_tokens
 from halfstep.errors import DataError, counted
 from halfstep.workloads.language.config import LanguageConfig
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.files import BadFiles, some_of
-from halfstep.data.radio_maps import RadioMaps, RadioTree, checked
-from halfstep.data.radio_split import Role, Split, public_split, trained_elsewhere
+from halfstep.data.radio_maps import RadioMaps, RadioTree, Role, Split, checked, public_split, trained_elsewhere
 from halfstep.errors import DataError, counted
 from halfstep.workloads.radio.config import RadioDataConfig
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from halfstep.data.files import BadFiles
-from halfstep.data.radio_maps import RadioMaps
-from halfstep.data.radio_split import Role
+from halfstep.data.radio_maps import RadioMaps, Role
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
 from halfstep.models.radio_unet import RadioUNet

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.latent_cache import LatentCache, checksum_of, opened_or_written, told_of_resume
-from halfstep.data.pack_progress import PackingBar
+from halfstep.data.pack_folder import PackingBar
 from halfstep.data.packed import fingerprint_of
 from halfstep.data.radio_maps import RadioMaps
 from halfstep.errors import ConfigError, counted

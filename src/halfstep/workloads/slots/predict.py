@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from halfstep.data.clips import crop_box
 from halfstep.data.files import PICTURES, BadFiles, load_array
 from halfstep.data.images import read_image
-from halfstep.data.video_files import VIDEO_ENDINGS, read_frames, video_facts
+from halfstep.data.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
 from halfstep.data.videos import Array, ShardVideos
 from halfstep.errors import CheckpointError, DataError, counted
 from halfstep.report.prediction_view import Answer, Failure
