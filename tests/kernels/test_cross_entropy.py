@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from halfstep.kernels.cross_entropy import linear_cross_entropy, logits_to_gradients_, rows_of_a_chunk
 from halfstep.precision.simulate import simulated_kernels
+from halfstep.measure.live_bytes import LiveBytes
 
 CLASSES, PADDED, ROWS, DIM = 37, 64, 50, 16
 
@@ -105,6 +106,17 @@ def test_logits_are_never_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         linear_cross_entropy(rows, weight, targets, num_classes=CLASSES, dtype=torch.float32, chunk_rows=8)
     assert sorted(kept) == sorted([rows.numel(), weight.numel()])
+
+
+def test_one_chunk_of_logits_is_alive_at_a_time() -> None:
+    rows, weight, targets = torch.randn(64, 4), torch.randn(512, 4), torch.zeros(64, dtype=torch.int64)
+    peaks = []
+    for num_rows in (16, 64):
+        with LiveBytes() as live, torch.no_grad():
+            of_chunks = {"num_classes": 512, "dtype": torch.float32, "chunk_rows": 16}
+            linear_cross_entropy(rows[:num_rows], weight, targets[:num_rows], **of_chunks)  # type: ignore[arg-type]
+        peaks.append(live.peak)
+    assert peaks[1] - peaks[0] < 16 * 512 * 4 / 2
 
 
 def test_a_row_that_does_not_count_may_be_infinite() -> None:

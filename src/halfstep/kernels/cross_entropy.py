@@ -66,6 +66,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_logits = logits
                 torch.mm(d_logits, half_weight, out=d_rows[start : start + chunk_rows])
                 _add_product_(d_weight, d_logits.t(), chunk)
+                del d_logits
+            del logits  # else two chunks of them are alive while the next is made
         if d_rows is not None and d_weight is not None:
             ctx.save_for_backward(d_rows, d_weight)
         ctx.dtypes = rows.dtype, weight.dtype

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 
+import torch
+from torch import Tensor
+
 from halfstep.tune.planner.compiled import _Cut, compiled_timeline
 from halfstep.tune.planner.timeline import eager_timeline
-from halfstep.tune.planner.trace import Op, Trace, Value
+from halfstep.tune.planner.trace import Op, Recorder, Trace, Value
 
 KILO = 1000
 
@@ -73,3 +76,29 @@ def test_values_between_two_operations_that_fuse_take_no_memory() -> None:
     forward = [("mm", [0], 512), ("exp", [1], 512 * 100), ("mul", [2], 512 * 100), ("sum", [3], 512)]
     trace = trace_of(forward, [4])
     assert compiled_timeline(trace).peak().total() < 512 * 10 < eager_timeline(trace).peak().total()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def left_alone(x: Tensor) -> Tensor:
+    wide = x.repeat(1, 9).exp()
+    return wide.sum()
+
+
+def test_a_function_that_is_not_compiled_takes_its_eager_memory_forward_and_backward() -> None:
+    x, weight = torch.randn(64, 8), torch.randn(8, 8, requires_grad=True)
+    with Recorder([x, weight], [weight]) as recorder:
+        hidden = (x @ weight).tanh()
+        loss = left_alone(hidden)
+        recorder.in_backward = True
+        loss.backward()
+    trace = recorder.settle([weight.grad] if weight.grad is not None else [])
+    names = {True: set(), False: set()}  # type: dict[bool, set[str]]
+    for op in trace.ops:
+        names[op.as_written].add(op.name)
+    assert {"repeat", "exp", "sum", "expand"} <= names[True]
+    assert {"mm", "tanh", "tanh_backward"} <= names[False]
+    wide_bytes, given_bytes = 64 * 72 * 4, 64 * 8 * 4
+    lives = compiled_timeline(trace).lives
+    last_forward = next(n for n, op in enumerate(trace.ops) if op.in_backward) - 1
+    assert sum(life.num_bytes == wide_bytes and life.last > last_forward for life in lives) >= 1
+    assert any(life.num_bytes == given_bytes and life.last >= last_forward for life in lives)

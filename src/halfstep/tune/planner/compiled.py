@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from halfstep.tune.planner.timeline import Life, Timeline
@@ -70,6 +70,7 @@ class _Cut:
                     readers.append(number)
         self.turn = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
         self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.turn]
+        self.left_at = _ends_as_written(trace)
         self.is_again = {n: self._is_cheap(n) for n in self.forward}
         self._keep_what_is_used_far_apart()
 
@@ -79,7 +80,7 @@ class _Cut:
         node = self.nodes[number]
         # A ReLU in place is none to the compiler: it may compute its result again.
         is_taken_for_kept = self.trace.values[number].is_written_twice and self.keeps_cheap
-        if node.maker is None or _is_apart(node.maker.name) or is_taken_for_kept:
+        if node.maker is None or _is_apart(node.maker) or is_taken_for_kept:
             return False
         if node.maker.name in NORMS and number != node.maker.makes[0]:
             return False
@@ -87,7 +88,7 @@ class _Cut:
         return not is_sum and not (self.keeps_cheap and self._is_stored_in_backward(number))
 
     def _is_stored_in_backward(self, number: int) -> bool:
-        return any(_is_apart(self.trace.ops[reader].name) for reader in self.nodes[number].backward_readers)
+        return any(_is_apart(self.trace.ops[reader]) for reader in self.nodes[number].backward_readers)
 
     def _read_bytes(self, op: Op) -> int:
         return sum(self.nodes[read].num_bytes for read in op.reads)
@@ -101,7 +102,7 @@ class _Cut:
                 continue
             first = self._first_apart(readers)
             for reader in readers:
-                if reader > first and not _is_apart(self.trace.ops[reader].name):
+                if reader > first and not _is_apart(self.trace.ops[reader]):
                     for made in self.trace.ops[reader].makes:
                         self.is_again[made] = False
 
@@ -112,7 +113,7 @@ class _Cut:
         while queue:
             number = heapq.heappop(queue)
             op = self.trace.ops[number]
-            if _is_apart(op.name):
+            if _is_apart(op):
                 return number
             for made in op.makes:
                 for reader in self.nodes[made].forward_readers:
@@ -155,31 +156,41 @@ class _Cut:
     # --- lives ---
 
     def timeline(self) -> Timeline:
-        kept, last_op = self.kept(), len(self.trace.ops) - 1
+        kept = self.kept()
         last_use = self._last_uses_in_backward(kept)
-        lives = []
-        for number, node in enumerate(self.nodes):
-            value = self.trace.values[number]
-            if node.is_fixed or not node.num_bytes:
-                continue
-            size = self._stored_bytes(number)
-            outlives = value.ended_at < 0
-            if number in kept:
-                end = last_op if outlives else max(last_use.get(number, self.turn), node.made_by)
-                lives.append(Life(size, node.made_by, end, value.owner or "activations"))
-                continue
-            is_backward = node.made_by >= self.turn
-            if outlives or value.owner == "gradients":
-                lives.append(Life(size, node.made_by, last_op, value.owner or "workspaces"))
-                continue
-            for readers in (node.forward_readers, node.backward_readers):
-                if not readers or not self._is_stored(
-                    number, readers, is_again=readers is node.backward_readers and not is_backward
-                ):
-                    continue
-                begin = node.made_by if readers is node.forward_readers or is_backward else min(readers)
-                lives.append(Life(size, begin, max(readers), value.owner or "workspaces"))
+        lives = [
+            life
+            for number, node in enumerate(self.nodes)
+            if not node.is_fixed and node.num_bytes
+            for life in self._lives_of(number, node, kept, last_use)
+        ]
         return Timeline(tuple(lives), tuple(op.workspace_bytes for op in self.trace.ops))
+
+    def _lives_of(self, number: int, node: _Node, kept: set[int], last_use: Mapping[int, int]) -> Iterator[Life]:
+        value, size = self.trace.values[number], self._stored_bytes(number)
+        last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.turn
+        ended_at = last_op if value.ended_at < 0 else value.ended_at
+        if node.maker is not None and node.maker.as_written:
+            spans = [(node.made_by, max(ended_at, node.made_by))]
+        elif number in kept:
+            read_last = max(last_use.get(number, self.turn), node.made_by)
+            spans = [(node.made_by, last_op if value.ended_at < 0 else read_last)]
+        elif value.ended_at < 0 or value.owner == "gradients":
+            spans = [(node.made_by, last_op)]
+        else:
+            spans = []
+            if self._is_stored(number, node.forward_readers, is_again=False):
+                spans.append((node.made_by, self._end_of(node.forward_readers)))
+            if self._is_stored(number, node.backward_readers, is_again=not is_backward):
+                begin = node.made_by if is_backward else min(node.backward_readers)
+                spans.append((begin, self._end_of(node.backward_readers)))
+        for begin, end in spans:
+            is_activation = begin < self.turn <= end
+            yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
+
+    def _end_of(self, readers: list[int]) -> int:
+        """The last that reads; what a function that runs as it is written was given is held until it returns."""
+        return max(self.left_at.get(reader, reader) for reader in readers)
 
     def _stored_bytes(self, number: int) -> int:
         node = self.nodes[number]
@@ -188,8 +199,10 @@ class _Cut:
 
     def _is_stored(self, number: int, readers: list[int], *, is_again: bool) -> bool:
         maker = self.nodes[number].maker
-        made_apart = maker is not None and not is_again and (_is_apart(maker.name) or maker.name in SUMS)
-        return made_apart or any(_is_apart(self.trace.ops[reader].name) for reader in readers)
+        if not readers:
+            return False
+        made_apart = maker is not None and not is_again and (_is_apart(maker) or maker.name in SUMS)
+        return made_apart or any(_is_apart(self.trace.ops[reader]) for reader in readers)
 
     def _last_uses_in_backward(self, kept: set[int]) -> dict[int, int]:
         """With those of what is computed again from a value."""
@@ -208,9 +221,18 @@ def _node(trace: Trace, number: int) -> _Node:
     return _Node(value.num_bytes, value.made_by, maker, [], [], is_fixed=value.made_by < 0)
 
 
-def _is_apart(name: str) -> bool:
+def _ends_as_written(trace: Trace) -> dict[int, int]:
+    """For each operation outside of compiled code the last of those that follow it directly."""
+    ends: dict[int, int] = {}
+    for number in range(len(trace.ops) - 1, -1, -1):
+        if trace.ops[number].as_written:
+            ends[number] = ends.get(number + 1, number)
+    return ends
+
+
+def _is_apart(op: Op) -> bool:
     """Whether an operation is a kernel of its own, which reads and writes memory."""
-    return name in PRODUCTS or name in APART or "attention" in name
+    return op.as_written or op.name in PRODUCTS or op.name in APART or "attention" in op.name
 
 
 class _Flow:

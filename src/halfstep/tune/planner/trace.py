@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C import _current_autograd_node
+from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +25,8 @@ BLOCK_BYTES = 512
 HALF = (torch.bfloat16, torch.float16)
 STRICT_COPIES = 3.2
 """A U-Net's step in strict fp32 took 42.2 GB on an H200, and 12.4 in TF32 (benchmarks/results/unet_eager.json)."""
+DISABLED = torch.compiler.disable(lambda: None).__code__
+"""The code of every function that `torch.compiler.disable` wraps: all of them are one closure."""
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
@@ -47,6 +53,8 @@ class Op:
     is_view: bool
     in_backward: bool
     workspace_bytes: int = 0
+    as_written: bool = False
+    """Whether it lies behind `torch.compiler.disable`, so that compiled steps run it eagerly too."""
 
 
 @dataclass(slots=True)
@@ -69,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.trace, self.in_backward = Trace(), False
         self._numbers: dict[int, int] = {}
         self._weights: set[int] = set()
+        self._as_written: set[int] = set()
         self._held = [tensor.untyped_storage() for tensor in known]
         for storage in self._held:
             self._note(storage, made_by=-1)
@@ -93,7 +102,8 @@ class Recorder(TorchDispatchMode):
         if not makes:
             return made
         workspace = _workspace_bytes(name, args, made, is_strict=self.is_strict)
-        self.trace.ops.append(Op(name, reads, new, is_view, self.in_backward, workspace))
+        as_written = self._is_as_written()
+        self.trace.ops.append(Op(name, reads, new, is_view, self.in_backward, workspace, as_written))
         return made
 
     def settle(self, gradients: Iterable[Tensor]) -> Trace:
@@ -102,6 +112,16 @@ class Recorder(TorchDispatchMode):
             if (number := self._number(gradient)) is not None:
                 self.trace.values[number].owner = "gradients"
         return self.trace
+
+    def _is_as_written(self) -> bool:
+        """What a function is to compute eagerly stands on the stack below it; its gradients come from nodes that were
+        numbered meanwhile."""
+        if _inside_disabled():
+            if not self.in_backward:
+                self._as_written.add(_get_sequence_nr() - 1)
+            return True
+        node = _current_autograd_node() if self.in_backward else None
+        return node is not None and node._sequence_nr() in self._as_written
 
     def _number(self, tensor: Tensor) -> int | None:
         return self._numbers.get(tensor.untyped_storage()._cdata)
@@ -123,6 +143,20 @@ class Recorder(TorchDispatchMode):
     def _name_half_copies(self, name: str, reads: tuple[int, ...], new: tuple[int, ...], made: Any) -> None:
         if name == "_to_copy" and len(new) == 1 and made.dtype in HALF and self._weights.issuperset(reads):
             self.trace.values[new[0]].owner = "half copies"
+
+
+def _inside_disabled() -> bool:
+    """Whether a function that the compiler was told to leave alone is running; torch's own are not meant, nor what
+    hears of every operation."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is DISABLED:
+            wrapped = frame.f_locals["fn"]
+            is_of_torch = str(getattr(wrapped, "__module__", "")).startswith("torch.")
+            if not is_of_torch and getattr(wrapped, "__name__", "") != "__torch_dispatch__":
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _workspace_bytes(name: str, args: Any, made: Any, *, is_strict: bool) -> int:
