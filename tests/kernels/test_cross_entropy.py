@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.kernels.cross_entropy import linear_cross_entropy, logits_to_gradients_, rows_of_a_chunk
-from halfstep.precision.simulate import simulated_kernels
 from halfstep.measure.live_bytes import LiveBytes
+from halfstep.precision.simulate import simulated_kernels
 
 CLASSES, PADDED, ROWS, DIM = 37, 64, 50, 16
 

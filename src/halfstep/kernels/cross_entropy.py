@@ -63,10 +63,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = chunk @ half_weight.t()
             total += _kernel(logits)(logits, wanted, num_classes, wants_gradients)
             if d_rows is not None and d_weight is not None:
-                d_logits = logits
-                torch.mm(d_logits, half_weight, out=d_rows[start : start + chunk_rows])
-                _add_product_(d_weight, d_logits.t(), chunk)
-                del d_logits
+                # By now logits are their own gradient.
+                torch.mm(logits, half_weight, out=d_rows[start : start + chunk_rows])
+                _add_product_(d_weight, logits.t(), chunk)
             del logits  # else two chunks of them are alive while the next is made
         if d_rows is not None and d_weight is not None:
             ctx.save_for_backward(d_rows, d_weight)

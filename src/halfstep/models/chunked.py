@@ -17,8 +17,20 @@ Turn = TypeVar("Turn", bound=Callable[..., Any])
 
 def turn_of(function: Turn, *, is_compiled: bool) -> Turn:
     """One turn of a loop, to be called without gradients and with chunks of few shapes."""
-    turn: Turn = _compiled(function) if is_compiled else function
+    turn: Turn = (_compiled if is_compiled else _plain)(function)
     return turn
+
+
+def _plain(function: Any) -> Any:
+    """The function itself, in a frame by which the memory plan knows what a compiled step compiles."""
+
+    def run_turn(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    return run_turn
+
+
+TURN = _plain(None).__code__
 
 
 @functools.cache

@@ -17,6 +17,8 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from halfstep.models.chunked import TURN
+
 Owner = Literal["", "half copies", "gradients"]
 """What a piece of memory is known to be; activations and working memory are told apart by their lives."""
 
@@ -146,10 +148,10 @@ class Recorder(TorchDispatchMode):
 
 
 def _inside_disabled() -> bool:
-    """Whether a function that the compiler was told to leave alone is running; torch's own are not meant, nor what
-    hears of every operation."""
+    """Whether a function that the compiler was told to leave alone is running, and none that it compiles within it.
+    Torch's own are not meant, nor what hears of every operation."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code is not TURN:
         if frame.f_code is DISABLED:
             wrapped = frame.f_locals["fn"]
             is_of_torch = str(getattr(wrapped, "__module__", "")).startswith("torch.")
