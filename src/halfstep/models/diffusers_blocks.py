@@ -20,7 +20,7 @@ def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
     own: Any = ResnetBlock2D.forward
 
     def forward(block: Any, input_tensor: Tensor, temb: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
-        if rest or more or not is_plain(block, input_tensor):
+        if rest or more or not is_plain(block, input_tensor, temb):
             found: Tensor = own(block, input_tensor, temb, *rest, **more)
             return found
         return residual(block, input_tensor, temb)
@@ -29,10 +29,12 @@ def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
     return {ResnetBlock2D: forward} | ({Transformer2DModel: None} if is_told else {})
 
 
-def is_plain(block: Any, x: Tensor) -> bool:
+def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
     """Whether it is the block that all published networks have, and its maps are ours to normalise."""
     resizes = block.upsample is not None or block.downsample is not None
-    knows = block.time_embedding_norm in ("default", "scale_shift") and isinstance(block.nonlinearity, nn.SiLU)
+    # The blocks of a VAE's decoder name another ("group"), and are told no time.
+    told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
+    knows = told and isinstance(block.nonlinearity, nn.SiLU)
     return knows and not resizes and fits(x, block.norm1) and type(block.norm2) is nn.GroupNorm
 
 
