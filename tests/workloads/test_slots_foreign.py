@@ -138,6 +138,7 @@ def test_a_key_nobody_knows_is_named(written: Path) -> None:
         ("name: SlotAttention", "name: Other", "model.grouper.name is Other"),
         ("frozen: true", "frozen: false", "backbone.frozen is False"),
         ("name: exp_decay_with_warmup", "name: zigzag", "lr_scheduler.name is zigzag"),
+        ("ari: {name: VideoARI,", "psnr: 3\n  ari: {name: VideoARI,", "val_metrics.psnr is not a mapping"),
         ("'a ** 2', 2", "'a ** 2', 3", "n_patches is 9"),
         ("'a ** 2', 2", "'a / b', 2, 0", "cannot be computed"),
         ("'a ** 2', 2", "'__import__(1)', 2", "is not arithmetic"),
@@ -152,6 +153,17 @@ def test_what_cannot_be_honoured_is_an_error(written: Path, old: str, new: str, 
     written.write_text(THEIRS.replace(old, new))
     with pytest.raises(ConfigError, match=said):
         load(str(written))
+
+
+def test_a_run_that_ends_within_its_warmup_needs_no_decay(written: Path) -> None:
+    """As upstream, where a few steps of a long run's file are tried."""
+    config = config_of(load(str(written), overrides=["trainer.max_steps=6"]))
+    assert (config.train.max_steps, config.schedule.warmup_steps) == (6, 100)
+    with pytest.raises(ConfigError, match="150 decay_steps end within 200 warmup_steps"):
+        load(
+            str(written),
+            overrides=["optimizer.lr_scheduler.warmup_steps=200", "optimizer.lr_scheduler.decay_steps=150"],
+        )
 
 
 def test_references_that_multiply_end(written: Path) -> None:

@@ -51,13 +51,6 @@ def integers(
     return _rows((_words(key, num, shape, device, stream) * high) >> 32, num, shape)
 
 
-def gumbel(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str = "gumbel") -> Tensor:
-    """Standard Gumbel numbers (num, *shape), all finite: between -2.8 and 16.6."""
-    # 23 bits and a half: neither 0 nor, rounded, 1.
-    inside = ((_words(key, num, shape, device, stream) >> 9).float() + 0.5).mul_(2**-23)
-    return _rows(inside.log_().neg_().log_().neg_(), num, shape)
-
-
 def _words(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str) -> Tensor:
     """32 random bits each, (num, blocks, 4): as many blocks as hold a row of this shape."""
     root, place = (key.root, key.place) if isinstance(key, Key) else (key, 0)

@@ -1,7 +1,7 @@
 """SlotContrast's config files in our settings.
 
 A key is read, or named as not used with the reason; one that would train another model than ours is an error. What is
-read comes from `Reader`, which notes every key it was asked for.
+read comes from a `Reader`, which notes every key it was asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from halfstep.config.foreign import Foreign
 from halfstep.errors import ConfigError
 from halfstep.workloads.slots.config import DINO_PATCH
+from halfstep.workloads.slots.foreign_reader import Reader
 from halfstep.workloads.slots.foreign_words import VAE_LOSS, WORDS_LOSS, has_words, word_loss, words_of
 
 MODULES = {"initializer", "encoder", "processor", "decoder"}
@@ -23,32 +24,28 @@ CROPS = {
     "short_side_resize_central": "central",
     "short_side_resize_random": "random",
 }
-SCORED = {"VideoARI": "overlap", "ImageARI": "overlap", "VideoIoU": "overlap", "ImageIoU": "overlap"}
+SCORED = ("VideoARI", "ImageARI", "VideoIoU", "ImageIoU")
 """Metrics that every run has; IoU with the matching that makes it mBO."""
+PROCESSES = "the command says how many processes train: --gpus N, or torchrun"
 UNUSED = {
-    "experiment_group": "a run's folder is named by --out",
-    "experiment_name": "a run's folder is named by --out",
-    "trainer.max_epochs": "steps count, upstream as here",
-    "trainer.check_val_every_n_epoch": "steps count, upstream as here",
-    "trainer.strategy": "one process trains",
-    "trainer.find_unused_parameters": "one process trains",
-    "trainer.num_nodes": "one process trains",
-    "train_metrics": "metrics are computed in validation",
-    "dataset.num_val_workers": "the same workers read both parts (data.num_workers)",
-    "dataset.samples_per_epoch": "an epoch is every video once",
-    "dataset.test_shards": "halfstep evaluate --data DIR evaluates others",
-    "dataset.test_size": "halfstep evaluate --data DIR evaluates others",
-    "dataset.test_pipeline": "halfstep evaluate --data DIR evaluates others",
-    "dataset.cache_train": "shards are read by offset, without a cache",
-    "dataset.cache_val": "shards are read by offset, without a cache",
-    "dataset.cache_dir": "shards are read by offset, without a cache",
-    "dataset.train_pipeline.video_size": "lengths are read from the files",
-    "dataset.val_pipeline.video_size": "lengths are read from the files",
-    "dataset.train_pipeline.shuffle_size": "the whole set is shuffled",
-    "dataset.val_pipeline.shuffle_size": "validation is not shuffled",
-    "dataset.train_pipeline.transforms.num_classes": "labels are read from the masks",
-    "dataset.val_pipeline.transforms.num_classes": "labels are read from the masks",
-    "model.masks_to_visualize": "the decoder's masks are drawn",
+    key: why
+    for why, keys in {
+        "a run's folder is named by --out": "experiment_group experiment_name",
+        "steps count, upstream as here": "trainer.max_epochs trainer.check_val_every_n_epoch",
+        PROCESSES: "trainer.strategy trainer.find_unused_parameters trainer.num_nodes",
+        "metrics are computed in validation": "train_metrics",
+        "the same workers read both parts (data.num_workers)": "dataset.num_val_workers",
+        "an epoch is every video once": "dataset.samples_per_epoch",
+        "halfstep evaluate --data DIR evaluates others": "dataset.test_shards dataset.test_size dataset.test_pipeline",
+        "shards are read by offset, without a cache": "dataset.cache_train dataset.cache_val dataset.cache_dir",
+        "lengths are read from the files": "dataset.train_pipeline.video_size dataset.val_pipeline.video_size",
+        "the whole set is shuffled": "dataset.train_pipeline.shuffle_size",
+        "validation is not shuffled": "dataset.val_pipeline.shuffle_size",
+        "labels are read from the masks": "dataset.train_pipeline.transforms.num_classes "
+        "dataset.val_pipeline.transforms.num_classes",
+        "the decoder's masks are drawn": "model.masks_to_visualize",
+    }.items()
+    for key in keys.split()
 }
 
 
@@ -60,40 +57,6 @@ def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
     if "dataset" not in document or "optimizer" not in document:
         return None
     return translated(document)
-
-
-class Reader:
-    """A document and the keys that were read from it."""
-
-    def __init__(self, document: Mapping[str, Any]) -> None:
-        self.document = document
-        self.used: set[str] = {"globals"}
-        self.unused: dict[str, str] = {}
-
-    def __call__(self, path: str, default: Any = None) -> Any:
-        """The value of a key, noted as used where it is there."""
-        found: Any = self.document
-        for part in path.split("."):
-            if not isinstance(found, Mapping) or part not in found:
-                return default
-            found = found[part]
-        self.used.add(path)
-        return default if found is None else found
-
-    def section(self, path: str) -> Mapping[str, Any]:
-        """A mapping, empty where there is none; its keys are not noted."""
-        found: Any = self.document
-        for part in path.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found if isinstance(found, Mapping) else {}
-
-    def must_be(self, path: str, *allowed: Any, why: str) -> None:
-        """A key that is not there says nothing."""
-        value = self(path)
-        if value is not None and value not in allowed:
-            raise ConfigError(
-                f"{path} is {value}", why=why, fix=f"halfstep's slotcontrast has {' or '.join(map(str, allowed))} there"
-            )
 
 
 def translated(document: Mapping[str, Any]) -> Foreign:
@@ -112,21 +75,20 @@ def _said(values: Mapping[str, Any]) -> dict[str, Any]:
 def _run(read: Reader) -> dict[str, Any]:
     devices = read("trainer.devices", 1)
     if devices not in (1, "1", "auto", [0], -1):
-        read.unused["trainer.devices"] = f"one GPU trains, not {devices}; the batch is that of one GPU"
+        read.unused["trainer.devices"] = f"{PROCESSES}; the batch is that of one GPU"
     accelerator = str(read("trainer.accelerator", "auto"))
     interval = read("trainer.val_check_interval", 5000)
     if not isinstance(interval, int):
         raise ConfigError(f"trainer.val_check_interval is {interval}", why="a share of an epoch", fix="write steps")
+    clip_type = read("trainer.gradient_clip_algorithm")
     return {
         "train.seed": read("seed"),
         "train.checkpoint_every": read("checkpoint_every_n_steps", 1000),
-        "train.max_steps": read("trainer.max_steps", 100_000),
+        "train.max_steps": _max_steps(read),
         "train.validate_every_steps": interval,
         "train.report_every": read("trainer.log_every_n_steps", 100),
         "train.clip_norm": read("trainer.gradient_clip_val", 0),
-        "train.clip_type": {"norm": "l2", None: None}.get(
-            read("trainer.gradient_clip_algorithm"), read("trainer.gradient_clip_algorithm")
-        ),
+        "train.clip_type": "l2" if clip_type == "norm" else clip_type,
         "train.accumulate": read("trainer.accumulate_grad_batches"),
         "train.deterministic": read("trainer.deterministic"),
         "precision": read("trainer.precision"),
@@ -134,13 +96,17 @@ def _run(read: Reader) -> dict[str, Any]:
     }
 
 
+def _max_steps(read: Reader) -> Any:
+    return read("trainer.max_steps", 100_000)
+
+
 # --- optimizer ---
 
 
 def _optimizer(read: Reader) -> dict[str, Any]:
-    groups = read("optimizer.param_groups", [])
-    schedule = _schedule(read.section("optimizer.lr_scheduler"), "optimizer.lr_scheduler")
-    read("optimizer.lr_scheduler")
+    steps, at = _max_steps(read), "optimizer.lr_scheduler"
+    schedule = _schedule(read(at, {}), at, steps)
+    groups = [_group(group, place, steps) for place, group in enumerate(read("optimizer.param_groups", []))]
     return {
         "optimizer.name": str(read("optimizer.name", "adam")).lower(),
         "optimizer.lr": read("optimizer.lr"),
@@ -148,38 +114,37 @@ def _optimizer(read: Reader) -> dict[str, Any]:
         "optimizer.betas": read("optimizer.betas"),
         "optimizer.eps": read("optimizer.eps"),
         **{f"schedule.{key}": value for key, value in schedule.items()},
-        "optimizer.groups": [_group(group, place) for place, group in enumerate(groups)] or None,
+        "optimizer.groups": groups or None,
     }
 
 
-def _schedule(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any]:
     """Upstream's schedules: decay counts from the end of the warmup, which is 1000 steps unless said."""
     known = {"name", "warmup_steps", "decay_steps", "decay_rate"}
-    if strange := sorted(set(given) - known):
-        raise ConfigError(f"{where} holds {', '.join(strange)}", fix=f"its keys are {', '.join(sorted(known))}")
+    if not isinstance(given, Mapping) or (strange := sorted(set(given) - known)):
+        held = ", ".join(strange) if isinstance(given, Mapping) else repr(given)
+        raise ConfigError(f"{where} holds {held}", fix=f"its keys are {', '.join(sorted(known))}")
     name = given.get("name", "constant")
     warmup, decay = int(given.get("warmup_steps", 1000)), int(given.get("decay_steps", 100_000))
+    shapes = {"linear_warmup": "constant", "exp_decay_with_warmup": "exponential", "cosine_decay_with_warmup": "cosine"}
     if name == "constant":
         return {"name": "constant", "warmup_steps": 0}
-    if name == "linear_warmup":
-        return {"name": "constant", "warmup_steps": warmup}
+    if name not in shapes:
+        raise ConfigError(f"{where}.name is {name}", fix=f"constant, {', '.join(shapes)}")
+    shape = {"name": shapes[name], "warmup_steps": warmup}
+    if name == "linear_warmup" or (isinstance(max_steps, int) and 0 < max_steps <= warmup):
+        return shape  # a run that ends within its warmup never decays
     if decay <= warmup:
         raise ConfigError(f"{where}: {decay} decay_steps end within {warmup} warmup_steps", fix="more decay_steps")
-    if name == "exp_decay_with_warmup":
-        rate = float(given.get("decay_rate", 0.5))
-        if not 0 < rate < 1:
-            raise ConfigError(f"{where}.decay_rate is {rate:g}", fix="a share between 0 and 1")
-        half_life = round((decay - warmup) * math.log(0.5) / math.log(rate))
-        return {"name": "exponential", "warmup_steps": warmup, "half_life_steps": max(1, half_life)}
     if name == "cosine_decay_with_warmup":
-        return {"name": "cosine", "warmup_steps": warmup}
-    raise ConfigError(
-        f"{where}.name is {name}",
-        fix="constant, linear_warmup, exp_decay_with_warmup or cosine_decay_with_warmup",
-    )
+        return shape
+    rate = float(given.get("decay_rate", 0.5))
+    if not 0 < rate < 1:
+        raise ConfigError(f"{where}.decay_rate is {rate:g}", fix="a share between 0 and 1")
+    return shape | {"half_life_steps": max(1, round((decay - warmup) * math.log(0.5) / math.log(rate)))}
 
 
-def _group(given: Any, place: int) -> dict[str, Any]:
+def _group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
     where = f"optimizer.param_groups[{place}]"
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} is {given!r}", fix="a mapping with modules and lr")
@@ -197,7 +162,7 @@ def _group(given: Any, place: int) -> dict[str, Any]:
             "modules": modules,
             "lr": given.get("lr"),
             "weight_decay": given.get("weight_decay"),
-            "schedule": _schedule(scheduled, f"{where}.lr_scheduler") if isinstance(scheduled, Mapping) else None,
+            "schedule": scheduled and _schedule(scheduled, f"{where}.lr_scheduler", max_steps),
         }
     )
 
@@ -224,10 +189,9 @@ def _model(read: Reader) -> dict[str, Any]:
 
 def _switched_off(read: Reader) -> dict[str, Any]:
     """The fork's other half, where the file does not use it."""
-    for key in ("dvae", "steve_decoder", "gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps"):
+    temperatures = ("gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps")
+    for key in ("dvae", "steve_decoder", *temperatures, "decoder.steve", "decoder.vocab_size"):
         read.unused[f"model.{key}"] = "model.use_dvae is off"
-    for key in ("steve", "vocab_size"):
-        read.unused[f"model.decoder.{key}"] = "model.use_dvae is off"
     return {}
 
 
@@ -241,12 +205,11 @@ def _backbone(read: Reader) -> dict[str, Any]:
     for key, value in (("name", "networks.two_layer_mlp"), ("layer_norm", True)):
         read.must_be(f"{at}.output_transform.{key}", value, why="features pass a LayerNorm and two layers")
     dim, hidden = read(f"{at}.output_transform.inp_dim"), read(f"{at}.output_transform.hidden_dim")
-    read(f"{at}.output_transform.outp_dim")
+    read.note(at, "output_transform.outp_dim")
     if dim and hidden not in (None, 2 * dim):
         raise ConfigError(f"{at}.output_transform.hidden_dim is {hidden}", fix=f"twice the features: {2 * dim}")
     kwargs = read.section(f"{at}.backbone.model_kwargs")
-    for key in ("dynamic_img_size", "embed_dim", "depth", "num_heads"):
-        read(f"{at}.backbone.model_kwargs.{key}")
+    read.note(f"{at}.backbone.model_kwargs", "dynamic_img_size", "embed_dim", "depth", "num_heads")
     weights = read(f"{at}.backbone.checkpoint_path")
     is_random = not read(f"{at}.backbone.pretrained", False) and weights is None
     return {
@@ -288,8 +251,7 @@ def _slots(read: Reader) -> dict[str, Any]:
     predictor = read.section("model.predictor")
     if predictor:
         read.must_be("model.predictor.name", "networks.TransformerEncoder", why="slots are predicted by a transformer")
-    read("model.predictor.dim")
-    read("model.initializer.dim")
+    read.note("model", "predictor.dim", "initializer.dim")
     return {
         "model.initial_slots": initial[name],
         "model.slots": read("model.initializer.n_slots"),
@@ -307,8 +269,7 @@ def _decoder(read: Reader) -> dict[str, Any]:
     read.must_be("model.decoder.activation", "relu", why="its layers have ReLU between them")
     if read("model.decoder.eval_output_size") is not None:
         raise ConfigError("model.decoder.eval_output_size is not offered", fix="leave it out")
-    for key in ("inp_dim", "outp_dim"):
-        read(f"model.decoder.{key}")
+    read.note("model.decoder", "inp_dim", "outp_dim")
     patches, side = read("model.decoder.n_patches"), read("dataset.train_pipeline.transforms.input_size")
     if patches and isinstance(side, int) and patches != (side // DINO_PATCH) ** 2:
         raise ConfigError(
@@ -320,27 +281,25 @@ def _decoder(read: Reader) -> dict[str, Any]:
 
 def _losses(read: Reader) -> dict[str, Any]:
     """By class, weighed by the weights of the same keys; upstream drops a loss of weight 0."""
-    losses, weights = read.section("model.losses"), read.section("model.loss_weights")
+    losses, weights = read.parts("model.losses"), read.section("model.loss_weights")
     values: dict[str, Any] = {"model.feature_weight": 0.0 if losses else 1.0, "model.contrast_weight": 0.0}
     if has_words(read):
         values |= {"model.dvae_weight": 0.0, "model.words_weight": 0.0}
     for key, given in losses.items():
         weight, kind = weights.get(key, 1.0), given.get("name")
-        read(f"model.loss_weights.{key}")
         if kind == "MSELoss":
             values["model.feature_weight"] = weight
-            read(f"model.losses.{key}")
         elif kind == "Slot_Slot_Contrastive_Loss":
             values["model.contrast_weight"] = weight
             values["model.temperature"] = given.get("temperature", 0.1)
             values["model.contrast_batch"] = given.get("batch_contrast", True)
-            read(f"model.losses.{key}")
         elif kind in (VAE_LOSS, WORDS_LOSS) and has_words(read):
             values |= word_loss(given, weight, f"model.losses.{key}")
-            read(f"model.losses.{key}")
         else:
             read.unused[f"model.losses.{key}"] = f"{kind} needs the discrete VAE, which is off"
             read.unused[f"model.loss_weights.{key}"] = "its loss is not used"
+            continue
+        read.note("model", f"losses.{key}", f"loss_weights.{key}")
     for key in set(weights) - set(losses):
         read.unused[f"model.loss_weights.{key}"] = "there is no such loss"
     return values
@@ -356,14 +315,12 @@ def _data(read: Reader) -> dict[str, Any]:
     if size and val_size not in (None, size):
         raise ConfigError(f"{val}.transforms.input_size is {val_size}, training's {size}", fix="the same size for both")
     for pipeline in (train, val):
-        for key in ("keys", "transforms.name", "transforms.type"):
-            read(f"{pipeline}.{key}")
+        read.note(pipeline, "keys", "transforms.name", "transforms.type", "transforms.crop_type")
         if read(f"{pipeline}.duplicate") is not None:
             raise ConfigError(f"{pipeline}.duplicate is not offered", fix="leave it out")
     crop = read(f"{train}.transforms.crop_type")
     if crop not in CROPS:
         raise ConfigError(f"{train}.transforms.crop_type is {crop}", fix=f"one of {', '.join(filter(None, CROPS))}")
-    read(f"{val}.transforms.crop_type")
     read.must_be(f"{train}.use_chunks", True, why="training cuts chunks from videos")
     chunk = read(f"{train}.chunk_size", 6)
     uses_chunks = read(f"{val}.use_chunks", True)
@@ -392,7 +349,7 @@ def _shards(given: Any) -> Any:
 def _metrics(read: Reader) -> dict[str, Any]:
     """All four are always computed; what they differ in is the background."""
     ignores: set[bool] = set()
-    for key, given in read.section("val_metrics").items():
+    for key, given in read.parts("val_metrics").items():
         kind, at = given.get("name"), f"val_metrics.{key}"
         if kind not in SCORED or given.get("matching", "overlap") != "overlap":
             read.unused[at] = f"{kind} with this matching is not offered: FG-ARI, ARI and mBO are always computed"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from halfstep.errors import ConfigError
+from halfstep.workloads.slots.foreign_reader import Reader
 
 VAE_LOSS, WORDS_LOSS = "DVAEReconstructionLoss", "STEVECrossEntropyLoss"
 SIZES = {
@@ -22,14 +23,7 @@ SIZES = {
 """Our settings by their keys below `model`."""
 
 
-class Reads(Protocol):
-    """Reads a key and notes that it was."""
-
-    def __call__(self, path: str, default: Any = None) -> Any: ...
-    def must_be(self, path: str, *allowed: Any, why: str) -> None: ...
-
-
-def has_words(read: Reads) -> bool:
+def has_words(read: Reader) -> bool:
     """Whether the file switches the VAE on."""
     is_on, predicts = bool(read("model.use_dvae", False)), bool(read("model.use_steve_decoder", False))
     if predicts and not is_on:
@@ -41,7 +35,7 @@ def has_words(read: Reads) -> bool:
     return is_on
 
 
-def words_of(read: Reads) -> dict[str, Any]:
+def words_of(read: Reader) -> dict[str, Any]:
     """Sizes and temperatures; losses come with the others (`word_loss`)."""
     vocabulary, side = read("model.dvae.vocab_size"), read("dataset.train_pipeline.transforms.input_size")
     read.must_be("model.dvae.img_channels", 3, why="frames have three colours")
