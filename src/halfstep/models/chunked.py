@@ -24,8 +24,8 @@ def turn_of(function: Turn, *, is_compiled: bool) -> Turn:
 def _plain(function: Any) -> Any:
     """The function itself, in a frame by which the memory plan knows what a compiled step compiles."""
 
-    def run_turn(*inputs: Any) -> Any:
-        return function(*inputs)
+    def run_turn(*inputs: Any, **options: Any) -> Any:
+        return function(*inputs, **options)
 
     return run_turn
 
