@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from capture import captured
 from halfstep.kernels import chain, normalise_triton
+from halfstep.kernels.chain import SideStream
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import gradient_sums, normalisation
 from halfstep.kernels.row_convolution import convolved_rows, row_gradient, works_on
-from halfstep.kernels.side_stream import SideStream
 from halfstep.measure.nvml import EnergyMeter
 from halfstep.models.unet import UNet
 from recording import store

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.models.recompute import set_recompute
-from halfstep.tune.memory_levers import activation_budget
-from halfstep.tune.memory_low import MemorySetting
+from halfstep.tune.memory_low import MemorySetting, activation_budget
 
 
 @contextmanager

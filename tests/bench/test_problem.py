@@ -8,8 +8,8 @@ import torch
 from halfstep.bench.problem import Problem, RandomSamples, problem_for, random_workload, step_flops
 from halfstep.bench.settings import bench_config
 from halfstep.errors import ConfigError
-from halfstep.tune.first_batch import first_batch
 from halfstep.tune.step_cost import step_cost
+from halfstep.tune.trials import first_batch
 
 CPU = torch.device("cpu")
 SMALL = {"unet": ("data.image_size=32",), "resnet18": ("data.image_size=32",), "vit_s_16": ("data.image_size=48",)}

@@ -18,7 +18,7 @@ from halfstep.evidence.graphs import names_in
 from halfstep.evidence.ledger import Ledger, LedgerRow
 from halfstep.evidence.owners import owners_of_nodes
 from halfstep.evidence.trace import Kernel, replays_of, sequence_of
-from halfstep.kernels.weights import cast_together
+from halfstep.kernels.chain import cast_together
 from tiny_training import plan
 
 NO_CODE = CompiledCode([], [])

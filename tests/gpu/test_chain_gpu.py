@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
-from halfstep.kernels.chain import NormReluConv
-from halfstep.kernels.side_stream import SideStream
+from halfstep.kernels.chain import NormReluConv, SideStream
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,8 @@ from halfstep.run.assemble import assemble
 from halfstep.run.engine import Engine
 from halfstep.run.rehearse import rehearsal
 from halfstep.step.randomness import algorithms
-from halfstep.tune.cudnn_trials import cudnn_trials
 from halfstep.tune.fresh_thread import in_fresh_thread
-from halfstep.tune.modes import UNCAPTURED
+from halfstep.tune.modes import UNCAPTURED, cudnn_trials
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.measure.memory import give_back, peak_memory_bytes
-from halfstep.step.graph import GraphedStep
-from halfstep.step.graph_memory import SAID, SETTING, growing_segments
+from halfstep.step.graph import SAID, SETTING, GraphedStep, growing_segments
 from halfstep.step.step import Step
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.modes import UNCAPTURED

@@ -19,9 +19,8 @@ from halfstep.models.unet import UNet
 from halfstep.precision.decide import decide
 from halfstep.step import adamw8bit_triton
 from halfstep.step.adamw8bit import AdamW8bit, empty_state, update
-from halfstep.step.adamw8bit_setting import Setting
-from halfstep.tune.memory_levers import levers_of, optimizer_for
-from halfstep.tune.memory_low import NORMAL, TIME_LIMIT, Cost, MemorySetting, choose_memory
+from halfstep.step.adamw_bf16 import Setting
+from halfstep.tune.memory_low import NORMAL, TIME_LIMIT, Cost, MemorySetting, choose_memory, levers_of, optimizer_for
 from memory_settings import memory_setting
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits

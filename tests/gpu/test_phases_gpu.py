@@ -16,7 +16,7 @@ from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.phased_engine import PhasedEngine
 from halfstep.run.train import train
-from halfstep.step.phase_facts import PhasedReading
+from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import algorithms
 from halfstep.tune.modes import UNCAPTURED

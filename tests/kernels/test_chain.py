@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from halfstep.kernels.chain import (
     NormReluConv,
+    SideStream,
     convolution_gradients,
 )
 from halfstep.kernels.fast_forms import chain_fits, forced, has_room_for_tiles
-from halfstep.kernels.side_stream import SideStream
 
 CONVOLUTIONS = [(1, 1, 0), (3, 1, 1), (3, 2, 1), (1, 2, 0), (3, 1, 0)]
 """Kernel, stride, padding."""

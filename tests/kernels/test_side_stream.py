@@ -6,8 +6,7 @@ import weakref
 
 import torch
 
-from halfstep.kernels.chain import convolution_gradients
-from halfstep.kernels.side_stream import SideStream
+from halfstep.kernels.chain import SideStream, convolution_gradients
 
 
 def test_what_the_second_stream_reads_is_kept_until_the_block_ends_and_no_longer() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from halfstep.kernels.weights import cast_together
+from halfstep.kernels.chain import cast_together
 
 
 def test_weights_are_cast_as_one_by_one_and_so_are_their_gradients() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from halfstep.measure.monitor import MOST_SHARE, Monitor, monitored
 from halfstep.report.top_view import GPU
-from halfstep.run.busy import Times, busy_line
+from halfstep.run.pace import Waiting, busy_line
 
 
 class NvmlError(Exception):
@@ -107,19 +107,19 @@ def test_a_folder_that_is_gone_ends_the_monitor_and_not_the_run(tmp_path: Path) 
 
 
 WAITS = {
-    "waited for data": Times(elapsed_s=100, trained_s=90, waited_s=50),
-    "validation": Times(elapsed_s=100, trained_s=40, waited_s=5),
-    "the host": Times(elapsed_s=100, trained_s=95, waited_s=2),
+    "waited for data": Waiting(trained_s=90, waited_s=50),
+    "validation": Waiting(trained_s=40, waited_s=5),
+    "the host": Waiting(trained_s=95, waited_s=2),
 }
 
 
 @pytest.mark.parametrize("reason", WAITS)
 def test_a_gpu_that_rests_is_said_with_what_it_waited_for(reason: str) -> None:
-    line = busy_line(45, WAITS[reason])
+    line = busy_line(45, WAITS[reason], 100)
     assert line.startswith("45% busy, under 80%")
     assert reason in line
 
 
 def test_a_busy_gpu_needs_no_reason_and_a_short_run_none_either() -> None:
-    assert busy_line(93.4, WAITS["the host"]) == "93% busy"
-    assert "not measurable" in busy_line(20, Times(elapsed_s=4, trained_s=4, waited_s=0))
+    assert busy_line(93.4, WAITS["the host"], 100) == "93% busy"
+    assert "not measurable" in busy_line(20, Waiting(trained_s=4), 4)

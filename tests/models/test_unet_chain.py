@@ -14,8 +14,8 @@ from halfstep.kernels import chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import normalised
 from halfstep.measure.live_bytes import LiveBytes
+from halfstep.models import unet as unet_chain
 from halfstep.models import unet as unet_module
-from halfstep.models import unet_chain
 from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.unet import DoubleConv, UNet

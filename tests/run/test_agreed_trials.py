@@ -13,19 +13,18 @@ import tiny_workload
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.run.agreed_trials import Trials
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.phased_engine import engine_for
+from halfstep.run.place import Trials
 from halfstep.run.ranked import notes_on
 from halfstep.run.rehearse import rehearsal
 from halfstep.run.world import Launch, joined
 from halfstep.step.world import World
-from halfstep.tune.first_batch import first_batch
 from halfstep.tune.memory_low import CannotRun
 from halfstep.tune.mode_search import ModeSearch
 from halfstep.tune.trial_time import TrialTime
-from halfstep.tune.trials import Rehearse, cost_in
+from halfstep.tune.trials import Rehearse, cost_in, first_batch
 from halfstep.workloads import load
 from ranks_together import together
 from whole_runs import TINY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.run.lagging import Lagging
+from halfstep.run.pace import Lagging
 
 
 @pytest.mark.parametrize(("waits_s", "said"), [((9.0, 0.0, 8.0), "rank 1, others wait"), ((0.0, 0.0), ""), ((), "")])

@@ -29,11 +29,10 @@ from halfstep.run.memory_plan import Cell, MemoryPlanner
 from halfstep.run.planned_batch import planned_largest_batch, planned_pieces, predicted_peak, ways_out
 from halfstep.run.planned_step import PlannedStep, planned_step
 from halfstep.step.adamw8bit import AdamW8bit
-from halfstep.tune.first_batch import first_batch
-from halfstep.tune.memory_levers import by_predicted_peak
 from halfstep.tune.memory_limit import memory_error
-from halfstep.tune.memory_low import NORMAL, MemorySetting
+from halfstep.tune.memory_low import NORMAL, MemorySetting, by_predicted_peak
 from halfstep.tune.planner.timeline import eager_timeline
+from halfstep.tune.trials import first_batch
 from halfstep.workloads import load
 from tiny_workload import build as build_tiny
 

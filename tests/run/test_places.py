@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import DataError
-from halfstep.run.folder import RunFolder
-from halfstep.run.places import with_absolute_paths, with_data_found
+from halfstep.run.folder import RunFolder, with_absolute_paths, with_data_found
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load

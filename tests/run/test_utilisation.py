@@ -8,7 +8,7 @@ import pytest
 
 from halfstep.hardware.gpus import known_gpu
 from halfstep.precision.decide import decide
-from halfstep.run.utilisation import peak_flops, utilisation
+from halfstep.run.pace import peak_flops, utilisation
 from halfstep.workloads import KINDS, load
 
 

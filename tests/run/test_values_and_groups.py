@@ -16,7 +16,7 @@ from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.step import tabulated
 from halfstep.step.ema import Ema
-from halfstep.step.values import Values, set_to_
+from halfstep.step.tabulated import Values, set_to_
 from halfstep.workloads import from_dict
 from halfstep.workloads.parts import Group
 from halfstep.workloads.scheduled import Scheduled

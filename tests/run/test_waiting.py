@@ -13,8 +13,8 @@ import tiny_workload
 from data.picture_folders import write_split
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.image_folder import FolderLayout, find_images
+from halfstep.run.pace import Waiting, num_cores, way_out
 from halfstep.run.train import train
-from halfstep.run.waiting import Waiting, num_cores, way_out
 from halfstep.workloads import from_dict, load
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfstep.step.adamw8bit import empty_state, update
-from halfstep.step.adamw8bit_setting import Setting
+from halfstep.step.adamw_bf16 import Setting
 from tiny_training import assert_same_bits
 
 triton_kernel = pytest.importorskip("halfstep.step.adamw8bit_triton", reason="Triton is not installed: NOT tested")

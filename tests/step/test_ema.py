@@ -9,8 +9,7 @@ from torch import nn
 from golden import assert_golden, golden
 from halfstep.errors import CheckpointError
 from halfstep.step import ema as ema_module
-from halfstep.step.ema import Ema
-from halfstep.step.ema_pass import EmaPass
+from halfstep.step.ema import Ema, EmaPass
 from tiny_training import assert_same_bits, batch, loss_of, make_model, make_step
 
 GOOD = torch.tensor(False)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.step import graph_memory
-from halfstep.step.graph_memory import SAID, SETTING, growing_segments
+from halfstep.step import graph as graph_memory
+from halfstep.step.graph import SAID, SETTING, growing_segments
 
 
 class Allocator:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.step.adamw8bit import empty_state, update
-from halfstep.step.adamw8bit_setting import Setting
-from halfstep.step.adamw_bf16 import LOW, AdamWBf16
+from halfstep.step.adamw_bf16 import LOW, AdamWBf16, Setting
 from halfstep.step.half_weights import joined, key_of, split, stochastic
 from halfstep.step.single_pass import SinglePass
 

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from halfstep.tune.compile_reason import MOST_CHARACTERS, compile_reason
+from halfstep.tune.compiling import MOST_CHARACTERS, compile_reason
 
 
 @torch.library.custom_op("halfstep_tests::twice", mutates_args=())

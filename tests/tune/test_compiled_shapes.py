@@ -19,7 +19,7 @@ from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.engine import Engine
 from halfstep.run.train import train
-from halfstep.tune.compiled_shapes import CompiledShapes
+from halfstep.tune.compiling import CompiledShapes
 from halfstep.tune.modes import UNCAPTURED, Batch, Region
 from halfstep.workloads import load
 from halfstep.workloads.workload import Workload

@@ -8,12 +8,11 @@ import sys
 
 import torch
 
-from halfstep.tune.compiler_threads import place_for_graphs
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import in_fresh_thread, place_for_graphs
 
 FIRST_IMPORT_IN_A_THREAD = """
 import gc, threading
-from halfstep.tune.compiler_threads import import_graphs
+from halfstep.tune.fresh_thread import import_graphs
 from torch.compiler import reset
 
 def work():

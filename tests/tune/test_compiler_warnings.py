@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.tune.compiler_warnings import CompilerWarnings
+from halfstep.tune.compiling import CompilerWarnings
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
-from halfstep.tune.fp8_trial import fp8_gains
+from halfstep.tune.choose import fp8_gains
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.workload import Workload
 

@@ -17,8 +17,18 @@ from halfstep.config.training import TrainConfig
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.models.unet import UNet
 from halfstep.step.adamw8bit import AdamW8bit
-from halfstep.tune.memory_levers import activation_budget, levers_of, optimizer_for
-from halfstep.tune.memory_low import NORMAL, TIME_LIMIT, CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
+from halfstep.tune.memory_low import (
+    NORMAL,
+    TIME_LIMIT,
+    CannotRun,
+    Cost,
+    MemoryChoice,
+    MemorySetting,
+    activation_budget,
+    choose_memory,
+    levers_of,
+    optimizer_for,
+)
 from memory_settings import memory_setting, state_bytes
 from tiny_runs import unet_run
 from whole_runs import final_state, resume

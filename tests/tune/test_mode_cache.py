@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from halfstep.hardware.driver import Driver
-from halfstep.precision.gain import Gain
 from halfstep.precision.plan import Row
+from halfstep.precision.row import Gain
 from halfstep.tune import choose
 from halfstep.tune.choose import tuned
 from halfstep.tune.mode_cache import CachedMode

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from halfstep.report.evaluation_view import show_evaluation
-from halfstep.run.hints import hint_about
+from halfstep.run.journal import hint_about
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load

@@ -25,7 +25,7 @@ from halfstep.measure.memory import give_back
 from halfstep.measure.monitor import limits_in
 from halfstep.measure.nvml import ask_nvml
 from halfstep.precision.backend import read_flags, write_flags
-from halfstep.tune.compiler_threads import forget_compiled
+from halfstep.tune.fresh_thread import forget_compiled
 
 Found = Literal["", "cold", "warm"]
 """Empty: nothing was compiled."""
@@ -89,7 +89,7 @@ def forget_in_memory() -> None:
     """As after a restart of the process: only what is on disk is found again."""
     from torch._inductor.utils import clear_caches
 
-    from halfstep.tune.compiler_threads import forget_compiled
+    from halfstep.tune.fresh_thread import forget_compiled
 
     forget_compiled()
     clear_caches()

@@ -26,7 +26,7 @@ from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.waiting import num_cores, way_out
+from halfstep.run.pace import num_cores, way_out
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import wants_channels_last
 from halfstep.workloads import load

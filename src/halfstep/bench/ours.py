@@ -21,9 +21,8 @@ from halfstep.run.assemble import Assembly, assemble, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.phased_engine import PhasedEngine, engine_for
 from halfstep.run.rehearse import rehearsal
-from halfstep.step.facts import Facts
+from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.guard import Action
-from halfstep.step.phase_facts import PhasedFacts
 from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import MemorySetting

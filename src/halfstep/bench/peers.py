@@ -18,7 +18,7 @@ from halfstep.bench.peer_plain import train_plain
 from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant, float32_as_asked, isolated, quiet
 from halfstep.bench.problem import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, counted, nearest
-from halfstep.tune.compiler_threads import place_for_graphs
+from halfstep.tune.fresh_thread import place_for_graphs
 
 __all__ = [
     "PEERS",

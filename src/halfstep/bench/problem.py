@@ -23,7 +23,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.measure.memory import format_bytes
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
-from halfstep.step.values import set_to_
+from halfstep.step.tabulated import set_to_
 from halfstep.tune.step_cost import step_cost
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind, Unit

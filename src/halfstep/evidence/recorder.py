@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError, suggested
 from halfstep.evidence import capsule
-from halfstep.step.facts import Facts, Reading, rng_state
-from halfstep.step.phase_facts import PhasedFacts, parts_of
+from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, rng_state
 from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
 

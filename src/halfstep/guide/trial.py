@@ -20,7 +20,7 @@ from halfstep.precision.decide import decide
 from halfstep.run.assemble import placed
 from halfstep.run.frozen import modules_of, place_frozen_
 from halfstep.step.optimizers import build_optimizer, parameter_groups
-from halfstep.step.values import set_to_
+from halfstep.step.tabulated import set_to_
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.step_cost import NoSamples

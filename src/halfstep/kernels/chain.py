@@ -6,7 +6,11 @@ BatchNorm and ReLU of a raw map belong to its consumer, so their forward and bac
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +26,6 @@ from halfstep.kernels.normalise import (
     normalised,
 )
 from halfstep.kernels.row_convolution import convolved_rows, row_convolution_fits, row_gradient
-from halfstep.kernels.side_stream import SideStream
 
 
 def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
@@ -146,3 +149,79 @@ class NormReluConv(torch.autograd.Function):
             )
             dy = gradient_of_raw(dz, y, norm, sums, masked=True)
         return dy, sums.weight, sums.g, dw, None, None, None, None
+
+
+def cast_together(weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """These weights in `dtype`, laid out as they are; their gradients come all at once, behind the last of them."""
+    if all(weight.dtype == dtype for weight in weights):
+        return weights
+    cast: tuple[Tensor, ...] = CastTogether.apply(dtype, *weights)  # type: ignore[no-untyped-call]
+    return cast
+
+
+class CastTogether(torch.autograd.Function):
+    """Weights in one dtype to the same in another."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = weights[0].dtype
+        ctx.set_materialize_grads(False)
+        cast, wanted = _cast(weights, dtype), ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(weight for weight, wants in zip(cast, wanted, strict=True) if not wants))
+        return tuple(cast)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        cast = iter(_cast([gradient for gradient in gradients if gradient is not None], ctx.dtype))
+        return (None, *(None if gradient is None else next(cast) for gradient in gradients))
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    cast = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(cast, list(tensors))
+    return cast
+
+
+class SideStream:
+    """A block whose `aside()` parts run on a second stream, behind all that was asked for before them.
+
+    The end of the block waits for them, as the device waits and not the host. On the CPU all runs in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _second_stream(device) if device.type == "cuda" else None
+        self._is_used = False
+        self._kept: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        if self.stream is None:
+            yield
+            return
+        self._is_used = True
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def keep(self, tensor: Tensor) -> None:
+        """Until the block ends: a part put aside reads it, and whoever made it may let go of it before."""
+        self._kept.append(tensor)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A capture must not wait for a stream that has no part in it yet: that breaks it.
+        if self.stream is not None and self._is_used:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        self._kept.clear()
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    # torch hands out 32 streams of a priority in turn. The loader's has the usual one and must not be this one: a copy
+    # on this stream, while a step is captured, would be captured with it.
+    return torch.cuda.Stream(device, priority=-1)

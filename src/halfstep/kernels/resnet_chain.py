@@ -19,11 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.kernels.chain import NormReluConv, convolution_gradients, convolved, weights_for
+from halfstep.kernels.chain import (
+    NormReluConv,
+    SideStream,
+    cast_together,
+    convolution_gradients,
+    convolved,
+    weights_for,
+)
 from halfstep.kernels.normalise import Norm, gradient_of_raw, normalisation, normalised
-from halfstep.kernels.side_stream import SideStream
 from halfstep.kernels.stem import StemConv, stem_fits
-from halfstep.kernels.weights import cast_together
 
 Gradients = tuple[Tensor | None, ...]
 Layer = tuple[nn.Conv2d, nn.BatchNorm2d]
@@ -33,8 +38,6 @@ Reader = tuple[Tensor, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Layers of a block."""
-
     layers: Sequence[Layer]
     """In the order they run."""
     projection: Layer | None
@@ -44,12 +47,10 @@ class Block:
 
     @property
     def readers(self) -> list[nn.Conv2d]:
-        """Convolutions that read the block's input."""
         return [self.layers[0][0]] if self.projection is None else [self.layers[0][0], self.projection[0]]
 
     @property
     def convolutions(self) -> list[nn.Conv2d]:
-        """All of them."""
         return [*self.readers, *(convolution for convolution, _ in self.layers[1:])]
 
 

@@ -21,7 +21,6 @@ OUT_CHANNELS_AT_ONCE = 16
 
 
 def stem_fits(image: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
-    """Whether `StemConv` can compute this convolution."""
     out, channels, kernel, kernel_width = weight.shape
     return (
         image.dim() == 4

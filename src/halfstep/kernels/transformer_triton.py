@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.gelu_triton import density_by_tanh, normal_density, normal_distribution, share_by_tanh
-
 MULTIPROCESSORS = 132
 NORM_VALUES, NORM_WARPS = 4096, 4
 NORM_BACKWARD_VALUES, NORM_BACKWARD_STAGES, NORM_BACKWARD_PARTS = 1024, 3, 4 * MULTIPROCESSORS
@@ -284,3 +282,36 @@ def _map_blocks(dim: int, rows: int, columns: int, stages: int) -> dict[str, int
 
 def _map_grid(num_rows: int, dim: int, blocks: dict[str, int], most_parts: int) -> tuple[int, int]:
     return min(most_parts, triton.cdiv(num_rows, blocks["ROWS"])), triton.cdiv(dim, blocks["COLUMNS"])
+
+
+@triton.jit
+def normal_distribution(x):
+    """Φ(x): the share of a normal distribution below x."""
+    y = tl.abs(x)
+    p = 6.0194663e-05 - 1.7557884e-06 * y
+    p = p * y - 9.2105829e-04
+    p = p * y + 8.4772892e-03
+    p = p * y - 5.3911068e-02
+    p = p * y - 4.5850033e-01
+    p = p * y - 1.1512417e00
+    p = p * y - 9.9999565e-01
+    tail = tl.exp2(p)
+    return tl.where(x > 0, 1 - tail, tail)
+
+
+@triton.jit
+def share_by_tanh(x):
+    """GELU by tanh has (1 + tanh u) / 2 = 1 / (1 + exp(-2u)) in the place of Φ(x), u = √(2/π)·(x + 0.044715 x³)."""
+    return 1.0 / (1.0 + tl.exp2(-2.3022081985 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def density_by_tanh(x, share):
+    """The derivative of that share."""
+    return share * (1.0 - share) * (1.5957691216 + 0.2140644489 * x * x)
+
+
+@triton.jit
+def normal_density(x):
+    """φ(x) = exp(-x²/2) / √(2π): the derivative of Φ."""
+    return 0.3989422804 * tl.exp2(-0.7213475204 * x * x)

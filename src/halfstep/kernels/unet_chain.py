@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from halfstep.kernels.chain import (
+    SideStream,
     convolution_gradients,
     convolution_gradients_and_sums,
     convolved,
@@ -24,7 +25,6 @@ from halfstep.kernels.chain import (
 )
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 from halfstep.kernels.padded_image import PaddedImage
-from halfstep.kernels.side_stream import SideStream
 from halfstep.kernels.stem import convolved_image, padded_image, stem_weight_gradient_through_norm
 
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256

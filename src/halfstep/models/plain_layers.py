@@ -64,7 +64,6 @@ def has_gain_and_bias(norm: nn.LayerNorm) -> bool:
 
 
 def has_bias(linear: nn.Linear) -> bool:
-    """A linear layer that adds one."""
     return linear.bias is not None
 
 

@@ -77,8 +77,6 @@ FEW_VALUES = 2**16
 
 
 class Recomputing(nn.Module):
-    """A model, or a row of blocks in one, that can recompute."""
-
     recompute: Recompute = "none"
 
 
@@ -100,8 +98,6 @@ def how_it_recomputes(model: nn.Module) -> Recompute:
 
 
 class Blocks(Recomputing, nn.Sequential):
-    """Blocks one after another."""
-
     def __init__(self, blocks: Mapping[str, nn.Module], *, checkpointing: bool) -> None:
         super().__init__(OrderedDict(blocks))
         self.recompute = "blocks" if checkpointing else "none"
@@ -132,12 +128,10 @@ def block_runner(how: Recompute) -> Run:
 
 
 def run(block: Run, *inputs: Tensor) -> Tensor:
-    """Call the block."""
     return block(*inputs)
 
 
 def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
-    """Call the block and keep only its inputs."""
     contexts = lambda: (contextlib.nullcontext(), _spare_statistics(block))  # noqa: E731
     return recomputed(block, *inputs, context_fn=contexts, preserve_rng_state=_draws(block))
 

@@ -155,7 +155,6 @@ def has_blocks_only(stage: Blocks) -> bool:
 
 
 def is_whole(block: BasicBlock | Bottleneck) -> bool:
-    """Whether a block's parts are of the classes it was built with."""
     has_layers = all(consists_of(layer, CentredConv2d, BatchNorm2d) for layer in block.layers())
     shortcut = [*block.downsample.children()] or [block.downsample]
     has_shortcut = consists_of(shortcut, nn.Identity) or consists_of(shortcut, CentredConv2d, BatchNorm2d)

@@ -6,17 +6,22 @@ Sizes that 2**depth does not divide are met by padding each upsampled map to its
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
+from halfstep.kernels.chain import NormReluConv, cast_together
 from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
-from halfstep.kernels.unet_chain import MOST_CLASSES, MOST_HEAD_CHANNELS
+from halfstep.kernels.normalise import normalisation
+from halfstep.kernels.stem import stem_fits
+from halfstep.kernels.unet_chain import MOST_CLASSES, MOST_HEAD_CHANNELS, Head, PoolConv, StemNormReluConv, UpConcatConv
 from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
 from halfstep.models.plain_layers import CONVOLUTIONAL, Checks, are_plain, consists_of, is_plain
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
-from halfstep.models.unet_chain import Level, chained_logits
 
 
 class DoubleConv(nn.Module):
@@ -51,7 +56,6 @@ class Down(nn.Module):
         return y
 
     def convolutions(self) -> DoubleConv:
-        """What follows pooling."""
         block = self.maxpool_conv[1]
         assert isinstance(block, DoubleConv)
         return block
@@ -204,7 +208,7 @@ CHAINED: Checks = {
     Up: has_equal_halves,
     OutConv: has_small_head,
 }
-"""What `models.unet_chain` takes the place of."""
+"""What the chain takes the place of."""
 
 
 def receptive_radius(depth: int) -> int:
@@ -215,3 +219,83 @@ def receptive_radius(depth: int) -> int:
     with aligned corners depends on the size of the whole map, so no finite radius is exact for it.
     """
     return 7 * (1 << depth) - 5
+
+
+class Level(NamedTuple):
+    convolution: nn.Conv2d
+    norm: nn.BatchNorm2d
+    next_convolution: nn.Conv2d
+    last_norm: nn.BatchNorm2d
+
+    @classmethod
+    def of(cls, layers: nn.Sequential) -> Level:
+        """Of convolution, BatchNorm and ReLU, twice."""
+        convolution, norm, _, next_convolution, last_norm, _ = layers
+        assert isinstance(convolution, nn.Conv2d)
+        assert isinstance(norm, nn.BatchNorm2d)
+        assert isinstance(next_convolution, nn.Conv2d)
+        assert isinstance(last_norm, nn.BatchNorm2d)
+        return cls(convolution, norm, next_convolution, last_norm)
+
+
+def chained_logits(
+    image: Tensor,
+    downs: Sequence[Level],
+    ups: Sequence[tuple[nn.ConvTranspose2d, Level]],
+    head: nn.Conv2d,
+    *,
+    keep: bool,
+) -> Tensor:
+    """Logits of a channels_last image that needs no gradient; `keep` less is slower and needs half the memory."""
+    levels = [*downs, *(level for _, level in ups)]
+    convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
+    cast = cast_together([convolution.weight for convolution in convolutions], compute_dtype(image))
+    weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
+    level, skips = downs[0], []
+    y, parts = first_raw_map(image, level, weights, keep=keep)
+    for below in downs[1:]:
+        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
+        affine = (norm.weight, norm.bias)
+        u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
+        skips.append((promise, y.detach(), how))
+        level, (y, parts) = below, second_raw_map(u, below, weights, keep=keep)
+    for up, above in ups:
+        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
+        deep = (y, norm.weight, norm.bias, up.weight, up.bias)
+        u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
+        # Memory is highest in the last concatenation's backward. What is let go of before may stay until then.
+        level, (y, parts) = above, second_raw_map(u, above, weights, keep=keep or not skips)
+    norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
+    logits: Tensor = Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
+    return logits
+
+
+Weights = Mapping[nn.Conv2d, Tensor]
+"""Of convolutions, in the format they compute in."""
+RawMap = tuple[Tensor, Tensor | None]
+"""And parts of its statistics, where the convolution has summed them."""
+
+
+def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> RawMap:
+    convolution, norm, next_convolution, _ = level
+    if not stem_fits(image, convolution.weight, 1, 1):
+        u: Tensor = convolution(image)
+        return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
+    parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
+    found: RawMap = StemNormReluConv.apply(  # type: ignore[no-untyped-call]
+        image, *parameters, norm, compute_dtype(image), keep
+    )
+    return found
+
+
+def second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> RawMap:
+    _, norm, convolution, _ = level
+    parameters = (norm.weight, norm.bias, weights[convolution])
+    found: RawMap = NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
+    return found
+
+
+def compute_dtype(image: Tensor) -> torch.dtype:
+    """What autocast would cast the image to for a convolution."""
+    device = image.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else image.dtype

@@ -35,8 +35,6 @@ from halfstep.models.recompute import Blocks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViTSize:
-    """The published sizes of one vision transformer."""
-
     depth: int
     heads: int
     dim: int

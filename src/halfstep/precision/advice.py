@@ -29,8 +29,6 @@ USABLE_MEMORY = 0.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One suggested setting, and why."""
-
     name: str
     value: str | bool | int
     reason: str
@@ -38,8 +36,6 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What to use on a device."""
-
     precision: str
     headline: str
     """One line, such as `use bf16: native, measured 7.1x fp32 on matmul, error 2e-03`."""

@@ -16,8 +16,7 @@ import torch
 from halfstep.errors import PrecisionError
 from halfstep.precision.backend import Fp32Mode, effective_leaves, fp32_mode
 from halfstep.precision.op_lists import cuda_op_lists
-from halfstep.precision.reusable import Reusable
-from halfstep.precision.simulate import simulated_kernels
+from halfstep.precision.simulate import Reusable, simulated_kernels
 
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # whose methods call this file

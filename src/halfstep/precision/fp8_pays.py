@@ -39,8 +39,6 @@ FEWEST_LAYERS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Layers:
-    """What is known of a model's layers when rows are made."""
-
     gains: Mapping[str, Fp8Gain] = field(default_factory=dict)
     """Measured gain by module name; a layer that is not listed was not measured."""
     force: bool = False

@@ -34,8 +34,6 @@ TIE = 1.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant:
-    """One answered request: what runs, why, and what the user must be told."""
-
     asked: str
     precision: str
     reason: str
@@ -58,7 +56,6 @@ class Grant:
 
 
 def grant(asked: str, hardware: Hardware, *, strict: bool = False, simulate: bool = False) -> Grant:
-    """Answer one request for one device."""
     if simulate and asked != "fp32":
         return _simulated(asked, hardware)
     if asked == "auto":

@@ -19,7 +19,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.precision.autocast_lists import BANNED, FP32, FP32_BY_DTYPE, KEPT, LOWER, PROMOTE, RECURRENT
-from halfstep.precision.simulated_rnn import in_parts
 
 Kernel = Callable[..., Any]
 
@@ -161,3 +160,34 @@ def _use_up_override_notice() -> None:
         library = torch.library.Library("aten", "IMPL")
         library.impl("prod", lambda *args, **kwargs: None, KEYS["cpu"])
         library._destroy()
+
+
+# --- recurrent layers ---
+# On CUDA cuDNN runs nn.LSTM, nn.GRU and nn.RNN whole in half. Here they run in parts, matmul by matmul, so that every
+# product is rounded as simulated; the CPU's fused kernel (oneDNN) lacks these formats on most CPUs. torch's
+# decomposition also rounds between the operations inside a cell, where cuDNN keeps fp32 (docs/precision.md).
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """torch's recurrent layers are one kernel of oneDNN, or parts where that is switched off."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def in_parts(op: Any) -> Callable[..., Any]:
+    """The layer as its decomposition, each part of which autograd and the simulated kernels see."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with without_onednn():
+            return op.decompose(*args, **kwargs)
+
+    return kernel
+
+
+def is_recurrent(op: Any) -> bool:
+    return str(op).removeprefix("aten.") in RECURRENT

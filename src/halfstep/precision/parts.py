@@ -59,13 +59,11 @@ def swap_class(module: nn.Module, kind: type[Part], **settings: Any) -> None:
 
 
 def undo_swaps(model: nn.Module) -> None:
-    """Give every part its original class back."""
     for module in model.modules():
         module.__class__ = original_class(module)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class a module had before any swap."""
     kind = type(module)
     while issubclass(kind, Part):
         kind = kind.made_from[0]

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.gain import Gain
-from halfstep.precision.row import ROOT, WHOLE_MODEL, Row, RowKind
+from halfstep.precision.row import ROOT, WHOLE_MODEL, Gain, Row, RowKind
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +86,6 @@ class Plan:
         return backend_context(self)
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Give the model's parts the storage and compute of their rows, in place."""
         from halfstep.precision.apply import apply
 
         return apply(self, model)

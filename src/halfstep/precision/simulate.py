@@ -14,19 +14,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import PrecisionError
 from halfstep.islands import LOW_PRECISION
-from halfstep.precision.half_casts import to_full, to_half
-from halfstep.precision.op_lists import cuda_op_lists
-from halfstep.precision.reusable import Reusable
+from halfstep.precision.op_lists import cuda_op_lists, is_recurrent, without_onednn
 from halfstep.precision.rounding import round_to
-from halfstep.precision.simulated_rnn import is_recurrent, without_onednn
 
 aten = torch.ops.aten
 
@@ -177,3 +177,44 @@ def _to_half(result: Any, dtype: torch.dtype) -> Any:
 
 def _operands_in_tf32(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Any]:
     return [round_to(arg, "tf32") if position in positions else arg for position, arg in enumerate(args)]
+
+
+# --- casts between fp16 and fp32 on the CPU, through numpy ---
+# torch builds for ARM convert fp16 one number at a time (8 ms for 600 k numbers); numpy uses the vector unit (under 1
+# ms) and rounds alike. Simulation casts around every kernel. Below autograd only: numpy sees no gradients.
+
+
+def to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 to bf16 or fp16: nearest even, too large becomes infinite."""
+    if dtype == torch.float16 and tensor.device.type == "cpu":
+        with np.errstate(over="ignore", under="ignore"):
+            return torch.from_numpy(np.asarray(tensor.detach().numpy().astype(np.float16)))
+    return tensor.to(dtype)
+
+
+def to_full(tensor: torch.Tensor) -> torch.Tensor:
+    """bf16 or fp16 to fp32, exact."""
+    if tensor.dtype == torch.float16 and tensor.device.type == "cpu":
+        return torch.from_numpy(np.asarray(tensor.detach().numpy().astype(np.float32)))
+    return tensor.float()
+
+
+class Reusable(contextlib.ContextDecorator):
+    """Entered again and again, also inside itself and from several threads: each entry makes the context again."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, threading.local()
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._stack().append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._stack().pop().__exit__(kind, error, traceback)
+
+    def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
+        stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
+        return stack

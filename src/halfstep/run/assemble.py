@@ -26,18 +26,17 @@ from halfstep.run.optimizing import Length, make_step, steps_per_epoch, taken
 from halfstep.run.phases import AssembledPhase, assemble_phases, phased_step
 from halfstep.run.ranked import connected, synchronised, with_all_samples
 from halfstep.run.snapshots import Snapshots
-from halfstep.run.stopping import EarlyStopping
+from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
 from halfstep.step.guard import LAG, Guard, GuardOptions
-from halfstep.step.phase_guard import PhasedGuard
-from halfstep.step.phases import PhasedStep
+from halfstep.step.phases import PhasedGuard, PhasedStep
 from halfstep.step.randomness import seed_everything
 from halfstep.step.ranks import Ranks
 from halfstep.step.schedule import Plateau
 from halfstep.step.step import Step
-from halfstep.step.values import Values
+from halfstep.step.tabulated import Values
 from halfstep.step.world import World
-from halfstep.tune.fp8_trial import fp8_gains
+from halfstep.tune.choose import fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode, Region, asked_mode, compiled, eager_region
@@ -49,8 +48,6 @@ from halfstep.workloads.workload import Workload
 
 @dataclass(kw_only=True, slots=True)
 class Assembly:
-    """Everything a loop needs, put together."""
-
     config: RunConfig
     plan: Plan
     workload: Workload
@@ -89,7 +86,6 @@ class Assembly:
         return whole if self.world is None else self.world.rows(whole)
 
     def ask_to_stop(self) -> None:
-        """Have the next step tell all processes."""
         steps = self.step.steps.values() if isinstance(self.step, PhasedStep) else [self.step]
         for step in steps:
             if step.ranks is not None:
@@ -110,7 +106,6 @@ def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
 
 
 def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | None = None) -> Assembly:
-    """Put a run together from its decided parts."""
     setting = MemorySetting(**plan.memory)
     device = torch.device(plan.device)
     model = placed(config, synchronised(config, workload.model, device, world), plan)

@@ -66,7 +66,6 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
 
 
 def context_of(parts: Assembly, checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
-    """What a run's capsules hold besides the step."""
     config, world = parts.config, parts.world
     return CapsuleContext(
         about={
@@ -121,7 +120,6 @@ def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
 
 
 def replay_run(path: Path, *, device: str | None = None) -> Replayed:
-    """Build the run's model again and replay a step of it."""
     capsule = capsules.read(path)
     if not capsule.is_of_a_run:
         raise CheckpointError(
@@ -136,7 +134,6 @@ def replay_run(path: Path, *, device: str | None = None) -> Replayed:
 
 
 def subject_of(capsule: Capsule, device: str | None) -> Subject:
-    """The step of a run's capsule, ready to be run again."""
     config = load(str(capsule.config)).config
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]

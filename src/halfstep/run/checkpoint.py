@@ -41,16 +41,12 @@ NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """One checkpoint in memory, tensors on the CPU."""
-
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
     state: dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
-
     def __init__(self, folder: Path, *, keep: int = 0, writes: bool = True) -> None:
         self.folder, self.keep, self.writes = folder, keep, writes
         """One of several processes writes; the others know where."""
@@ -104,7 +100,6 @@ class Checkpoints:
         )
 
     def clean_up(self) -> None:
-        """Remove what a killed process left half-written."""
         for path in self.folder.glob(".writing-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -142,7 +137,6 @@ class Checkpoints:
 
 
 def _place(path: Path) -> tuple[int, int]:
-    """Step, and which one of that step."""
     match = NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), int(match[2] or 0)

@@ -16,8 +16,7 @@ from halfstep.measure.memory import format_bytes
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
 from halfstep.step.guard import LAG
-from halfstep.tune.memory_levers import optimizer_for
-from halfstep.tune.memory_low import MemorySetting
+from halfstep.tune.memory_low import MemorySetting, optimizer_for
 
 REPORT_BYTES = 8_000_000
 """Metrics, pictures, settings: a few MB."""

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from halfstep.disk import whole_folder, write_whole
 from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, counted, suggested
 from halfstep.evidence.capsule import all_in
+from halfstep.measure.memory import peak_memory_bytes
+from halfstep.run.assemble import Assembly
+from halfstep.run.checkpoint import load
 from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
+from halfstep.run.stored_state import load_for_use
 from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
 from halfstep.step.step import Step
+from halfstep.workloads import KINDS
 
 
 def ended_early(
@@ -33,8 +45,6 @@ def ended_early(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands, in steps."""
-
     attempted: int
     committed: int
 
@@ -117,3 +127,77 @@ def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepErr
 
 def _resume_command(folder: RunFolder) -> str:
     return f"continue with: {suggested('train', '--resume', folder.path)}"
+
+
+# --- report/summary.json ---
+
+
+def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None) -> None:
+    """`elapsed_s` and energy are of this process; of a run that was resumed they are the last part's."""
+    import halfstep
+
+    parts, plan = loop.parts, loop.parts.plan
+    best = parts.stopping.best
+    record: dict[str, Any] = {
+        "workload": parts.config.workload,
+        "metric": parts.workload.metric,
+        "mode": parts.workload.mode,
+        "best": best if math.isfinite(best) else None,
+        "steps": parts.step.attempted,
+        "epochs": loop.num_samples / max(len(parts.workload.train_samples), 1),
+        "samples": loop.num_samples,
+        "elapsed_s": elapsed_s,
+        "samples_per_s": loop.num_samples / max(elapsed_s, 1e-9),
+        "peak_memory_bytes": peak_memory_bytes(parts.device),
+        "joules": joules,
+        "skipped": loop.journal.num_skipped,
+        "trained_s": loop.waiting.trained_s,
+        "waited_s": loop.waiting.waited_s,
+        "steps_run": loop.engine.mode,
+        "precision": plan.granted,
+        "simulated": plan.simulated,
+        "device": f"{plan.device} ({plan.device_name})",
+        "versions": {"halfstep": halfstep.__version__, "torch": torch.__version__},
+        "command": ["halfstep", *sys.argv[1:]],
+    }
+    write_whole(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
+
+
+def has_summary(folder: RunFolder) -> bool:
+    return (folder.report / "summary.json").is_file()
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """None where a run has not ended, or was made by a version without it."""
+    path = folder / "report" / "summary.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+# --- RUN/model ---
+
+
+def is_exported(workload: str, folder: RunFolder) -> bool:
+    return KINDS.of(workload).export is None or folder.model.is_dir()
+
+
+def export(parts: Assembly, folder: RunFolder) -> None:
+    """Write the best weights (the average where there is one), whole or not at all; the model becomes them."""
+    kind = KINDS.of(parts.config.workload)
+    if kind.export is None:
+        return
+    checkpoints = folder.checkpoints()
+    stored = checkpoints.best() or checkpoints.all()[-1]
+    load_for_use(parts.model, load(stored))
+    try:
+        with whole_folder(folder.model, replaces=True) as hidden:  # one may be there of an earlier end of this run
+            kind.part("export")(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the model into {folder.model}: {error.strerror}",
+            why=f"the run itself is whole; its best weights are in {stored}",
+            fix="make room, then resume the run: it only exports again",
+        ) from error

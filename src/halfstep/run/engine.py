@@ -6,7 +6,7 @@
 
 What cannot be compiled or captured goes on in the next best mode, with one line that says why. Batches of another
 size than the full one, such as an epoch's last, run eager: compiling for them would cost more than it gains. So do
-those of a third shape (compiled_shapes.py), and no graph is captured of them.
+those of a third shape (tune/compiling.py), and no graph is captured of them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
 from halfstep.step.step import Step
 from halfstep.step.world import Share
-from halfstep.tune.compile_reason import compile_reason
-from halfstep.tune.compiled_shapes import CompiledShapes, batch_shape
-from halfstep.tune.compiler_warnings import CompilerWarnings
-from halfstep.tune.cudnn_trials import cudnn_trials
+from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
-from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice
+from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice, cudnn_trials
 from halfstep.workloads.over_ranks import over_ranks
 
 MOST_GRAPHS = 2
@@ -69,8 +66,6 @@ class Graphs(dict[Shape, Captured]):
 
 
 class Engine:
-    """Makes the steps of a run, or of one of its phases."""
-
     counts = True
     """Whether the outputs of its steps are the workload's, which training metrics know."""
 
@@ -103,12 +98,10 @@ class Engine:
 
     @property
     def guarded(self) -> Step:
-        """The step it makes."""
         assert isinstance(self.parts.step, Step), "phases have an engine each"
         return self.parts.step
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> Facts:
-        """Compute and commit a window that is ready for the model."""
         self._sizes = tuple(sizes)
         facts, outputs, pieces = self._made(prepared)
         with torch.no_grad():
@@ -162,7 +155,6 @@ class Engine:
             self.notice(f"steps run {mode}, as they did when the run was stopped ({again})", "info")
 
     def stored(self) -> dict[str, Any]:
-        """What a resumed run has to know to make the same steps."""
         return {"pieces": self.pieces, "mode": self.mode, "compiled_shapes": list(self.shapes.taken)}
 
     def go_on(self, state: Mapping[str, Any], *, is_same: bool) -> None:

@@ -22,19 +22,20 @@ from halfstep.run.own_arguments import (
     count,
     device_of,
     guard_options,
+    loader_of,
     model_and_optimizers,
     number,
     precision_of,
+    refuse_no_function,
     refuse_odd_settings,
     refuse_recast,
     refuse_strangers,
+    window_of,
 )  # fmt: skip
-from halfstep.run.own_capsules import OwnCapsules
-from halfstep.run.own_loss import OwnLoss
+from halfstep.run.own_evidence import OwnCapsules
+from halfstep.run.own_loss import OwnLoss, Strangers
 from halfstep.run.own_rollback import Rollback
-from halfstep.run.own_strangers import Strangers
-from halfstep.run.own_window import loader_of, refuse_no_function, window_of
-from halfstep.run.stepped_by_hand import committing, watch_for_hands
+from halfstep.run.own_warnings import committing, watch_for_hands
 from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
 from halfstep.step.commit import READS_FLAG_IN_KERNEL

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from halfstep.disk import owned
-from halfstep.errors import CheckpointError, printable, suggested
+from halfstep.config.schema import RunConfig
+from halfstep.config.workloads import is_import_path
+from halfstep.data.files import some_of
+from halfstep.data.loader import FileSamples
+from halfstep.disk import owned, write_whole
+from halfstep.errors import CheckpointError, DataError, counted, printable, suggested
 from halfstep.run.checkpoint import Checkpoints
+from halfstep.workloads.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where a run keeps its files."""
-
     path: Path
 
     @property
@@ -44,7 +51,6 @@ class RunFolder:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
     def locked(self) -> AbstractContextManager[None]:
-        """This process alone trains here."""
         return owned(self.path)
 
     @classmethod
@@ -74,7 +80,6 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str) -> RunFolder:
-        """An existing run."""
         folder = cls(Path(path))
         if not folder.path.is_dir():
             raise CheckpointError(f"there is no run folder {path}", fix="give the folder that `halfstep train` named")
@@ -102,3 +107,111 @@ def _unused_name(name: str) -> Path:
     first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (first.with_name(f"{first.name}-{k}") for k in itertools.count(2))
     return next(path for path in itertools.chain([first], numbered) if not path.exists())
+
+
+# --- where its files are ---
+
+PATHS = {"data": ("dir", "train_list", "val_list", "cache_file"), "model": ("weights",)}
+"""Settings that name files and folders, by section; not every workload has them all."""
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The same files whatever the working folder will be; `~` is the home folder."""
+    is_own = is_import_path(config.workload)
+    for section, names in PATHS.items():
+        part = getattr(config, section)
+        given = {name: getattr(part, name, None) for name in names}
+        values = {name: _absolute(value, only_if_there=is_own) for name, value in given.items() if value}
+        config = _with(config, section, values)
+    return config
+
+
+def with_data_found(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
+    """A stored run's settings with its data folder as it is here, and what to know about it."""
+    stored, here = config.data.dir, with_absolute_paths(config)
+    if stored is None or is_import_path(config.workload):  # what it means is its workload's own business
+        return here, []
+    place = Path(_absolute(stored))
+    if place.exists():
+        return here, []
+    demo = folder.path.absolute() / "data"  # demo data lie in the run's folder, and move with it
+    if demo.is_dir():
+        return _with(here, "data", {"dir": str(demo)}), [f"{stored} is not there: using the demo data in {demo}"]
+    raise _missing(folder, stored, place)
+
+
+def _missing(folder: RunFolder, stored: str, place: Path) -> DataError:
+    if str(place) == stored:
+        why = f"{folder.config} names that folder"
+    else:
+        why = f"{folder.config} names {stored}, relative to the folder the run was started in; here that is {place}"
+    return DataError(
+        f"the run's data folder {stored} is not there",
+        why=why,
+        fix="say where the data are now: --data DIR to evaluate, data.dir=DIR to resume",
+    )
+
+
+def _absolute(path: str, *, only_if_there: bool = False) -> str:
+    if "://" in path:
+        return path
+    place = Path(path).expanduser().absolute()
+    return str(place) if place.exists() or not only_if_there else path
+
+
+def _with(config: RunConfig, section: str, values: dict[str, Any]) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+# --- sizes and times of its data files when it started ---
+# Content is not read: one look at each file's entry. What it finds is said, never refused, since a copy of the data on
+# another machine has other times and the same content.
+
+SHOWN = 3
+
+
+def record_data(workload: Workload, folder: RunFolder) -> None:
+    """Remember the files; samples that are none leave nothing to remember."""
+    files = list(_files(workload))
+    if files:
+        write_whole(_place(folder), json.dumps({"files": len(files), "digest": _digest(files)}))
+
+
+def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
+    """A note where sizes or times are others than when the run started; none for runs without a record."""
+    try:
+        record = json.loads(_place(folder).read_text())
+        then, num_then = record["digest"], record["files"]
+        started_s = _place(folder).stat().st_mtime
+    except (OSError, ValueError, KeyError):
+        return []
+    files = list(_files(workload))
+    if _digest(files) == then:
+        return []
+    if len(files) != num_then:
+        return [
+            f"the run started with {counted(num_then, 'data file')}, there are {len(files)} now: "
+            "it does not continue exactly"
+        ]
+    newer = [path for path in files if path.stat().st_mtime > started_s]
+    which = f"written since: {some_of(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
+    return [f"data files have other sizes or times than when this run started ({which}): it may not continue exactly"]
+
+
+def _files(workload: Workload) -> Iterator[Path]:
+    for samples in (workload.train_samples, workload.val_samples):
+        if isinstance(samples, FileSamples):
+            yield from samples.files()
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        entry = path.stat()
+        # The folder's own name, not its whole path: a data set that was moved is the same one.
+        digest.update(repr((path.parent.name, path.name, entry.st_size, entry.st_mtime_ns)).encode())
+    return digest.hexdigest()
+
+
+def _place(folder: RunFolder) -> Path:
+    return folder.path / "data.json"

@@ -66,7 +66,6 @@ def checksum(module: nn.Module) -> str:
 
 
 def identities(parts: Parts) -> dict[str, dict[str, str]]:
-    """What a checkpoint holds of them."""
     return {name: {"checksum": part.checksum, "source": part.source} for name, part in parts.items()}
 
 
@@ -152,7 +151,6 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def described(parts: Parts, plan: Plan) -> list[tuple[str, str]]:
-    """A line each for the run's header."""
     precisions = {row.module: row.precision for row in plan.frozen}
     lines = []
     for name, part in parts.items():

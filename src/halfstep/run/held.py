@@ -11,8 +11,8 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError
 from halfstep.run.assemble import Assembly
+from halfstep.step.facts import Hold
 from halfstep.step.guard import LAG
-from halfstep.step.hold import Hold
 from halfstep.step.randomness import generator_states
 from halfstep.step.step import Step
 

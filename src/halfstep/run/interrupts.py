@@ -33,8 +33,6 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
-    """Remembers that the user (or a scheduler) asked the run to end."""
-
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.last_words: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"

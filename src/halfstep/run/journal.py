@@ -16,13 +16,11 @@ from halfstep.measure.memory import format_bytes, peak_memory_bytes
 from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
-from halfstep.run.lagging import Lagging
-from halfstep.run.stopping import EarlyStopping
-from halfstep.run.utilisation import peak_flops, utilisation
-from halfstep.run.waiting import Waiting
-from halfstep.step.facts import Facts, Reading
+from halfstep.run.pace import Lagging, Waiting, peak_flops, utilisation
+from halfstep.run.validate import EarlyStopping
+from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, reading_from
 from halfstep.step.guard import Guard, Verdict
-from halfstep.step.phase_facts import PhasedFacts, parts_of, reading_from
+from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Unit
 
 METRIC_EVERY_S = 2.0
@@ -45,8 +43,6 @@ class Seen:
 
 
 class Journal:
-    """Turns readings into shown fields and metrics.jsonl records."""
-
     def __init__(
         self,
         report: RunReport,
@@ -120,7 +116,6 @@ class Journal:
             self._event("skipped", reading, text, "warning", phase)
 
     def stepped(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
-        """After each window."""
         self._samples_per_s = samples_per_s
         if self._bar is not None:
             self._advance(self._bar, waiting, is_due=attempted % self.report_every == 0)
@@ -262,7 +257,6 @@ class Journal:
     def epoch(
         self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool
     ) -> None:
-        """The summary of an epoch, and its record."""
         mean_loss = next(iter(self.seen.values())).mean_loss
         rows = [("loss", f"{mean_loss:.4f}", f"{val['loss']:.4f}")]
         names = [name for name in val if name != "loss" and "/" not in name]
@@ -332,3 +326,11 @@ def _read(stored: Mapping[str, Any] | None) -> Reading | None:
 
 def _few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
     return ", ".join(str(thing) for thing in things[:most]) + (", ..." if len(things) > most else "")
+
+
+def hint_about(workload: str, scores: Mapping[str, float]) -> str:
+    """A sentence about a validation's scores, empty where there is nothing to say."""
+    if not math.isfinite(scores.get("loss", 0.0)):
+        return ""  # what such a model predicts says nothing about its classes
+    kind = KINDS.of(workload)
+    return str(kind.part("hint")(scores)) if kind.hint is not None else ""

@@ -7,24 +7,28 @@ the run, and one uncaptured step of the same code on the side, by which its kern
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from halfstep.disk import write_whole
-from halfstep.evidence.captured import matched
+from halfstep.evidence.captured import COMPUTING, Modules, Placed, matched, placed
 from halfstep.evidence.captured_ledger import captured_ledger
-from halfstep.evidence.graphs import GraphRecorder, num_of, seen_in
+from halfstep.evidence.compiled_sites import CompiledCode, NodeRecorder
+from halfstep.evidence.graphs import GraphRecorder, names_in, num_of, seen_in
 from halfstep.evidence.ledger import Ledger, Weights, ledger_of
-from halfstep.evidence.side import observe, undone
+from halfstep.evidence.owners import owners_of_nodes
+from halfstep.evidence.side import observe, seen_by, undone
 from halfstep.evidence.trace import Event, Kernel, replays_of
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
-from halfstep.run.captured import Recording, uncaptured
 from halfstep.run.engine import Engine, prepared_window
 from halfstep.run.frozen import modules_of
 from halfstep.run.phased_engine import PhasedEngine
@@ -180,3 +184,74 @@ class RunLedger:
                     self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
         if self.writes:
             write_whole(self.file, json.dumps(as_document(list(self.seen.values())), indent=1) + "\n")
+
+
+# --- captured steps, under torch's profiler ---
+
+
+class Recording:
+    """What runs within; the host waits for the device before and after."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True)
+
+    def __enter__(self) -> Self:
+        torch.cuda.synchronize(self.device)
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.cuda.synchronize(self.device)
+        self.profiler.__exit__(*error)
+
+    def events(self) -> list[Event]:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            self.profiler.export_chrome_trace(str(file))
+            events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+            return events
+
+
+def uncaptured(engine: Engine, prepared: list[Batch]) -> list[Placed]:
+    """The kernels of one step of the code that was captured, each with its modules. It is undone.
+
+    In the run's own threads: cuDNN keeps its choice of algorithms for each thread, and these are the captured ones."""
+    step, owners, recording = engine.guarded, dict[int, Modules](), Recording(engine.guarded.device)
+    with undone(step), seen_by(step, lambda: record_function(COMPUTING)), recording:
+        step.compute(_noting_owners(engine, owners), prepared)
+    return placed(recording.events(), owners, CompiledCode(_generated_code(), _nodes(engine, prepared)))
+
+
+def _noting_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
+    loss_fn = engine.loss_into([])
+
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        value, weight = loss_fn(batch)
+        owners.update(owners_of_nodes(value, engine.guarded.model))
+        return value, weight
+
+    return loss
+
+
+def _nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
+    step = engine.guarded
+    recorder = NodeRecorder(names_in(step.model, modules_of(engine.parts.workload.frozen)))
+    region = recorder.traced(engine.parts.eager)
+
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        with chains(on=True):
+            value, weight, _ = region(batch)
+        return value, weight
+
+    with undone(step):
+        step.compute(loss, prepared)
+    return recorder.graphs
+
+
+def _generated_code() -> list[str]:
+    """The text of all that inductor has made in this process."""
+    from torch._inductor.codecache import PyCodeCache
+
+    files = (getattr(module, "__file__", None) for module in PyCodeCache.modules if hasattr(module, "call"))
+    return [Path(file).read_text(encoding="utf-8") for file in files if file is not None and Path(file).is_file()]

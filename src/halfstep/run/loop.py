@@ -20,17 +20,15 @@ from halfstep.run.held import HeldWindows, Position
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.ledger import RunLedger
+from halfstep.run.pace import Waiting
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.planned_batch import ways_out_of
 from halfstep.run.ranked import seed_of
 from halfstep.run.resume import Changes
-from halfstep.run.sampling import sample
 from halfstep.run.stored_state import restore, stored
-from halfstep.run.validate import averaged, validate
-from halfstep.run.waiting import Waiting
-from halfstep.step.facts import Facts, Reading
+from halfstep.run.validate import averaged, sample, validate
+from halfstep.step.facts import Facts, PhasedFacts, Reading
 from halfstep.step.guard import Action, Verdict
-from halfstep.step.phase_facts import PhasedFacts
 from halfstep.step.randomness import generator_states, restore_generators, seed_everything
 from halfstep.tune.memory_limit import OutOfMemory, explaining_out_of_memory
 
@@ -42,8 +40,6 @@ class AskedToLeave(Exception):
 
 
 class Loop:
-    """Trains an assembly to its end, or to the moment it is asked to stop."""
-
     def __init__(self, parts: Assembly, checkpoints: Checkpoints, journal: Journal, interrupts: Interrupts) -> None:
         self.parts, self.checkpoints, self.journal, self.interrupts = parts, checkpoints, journal, interrupts
         self.position = Position()
@@ -113,7 +109,6 @@ class Loop:
         return bool(self.interrupts) if self.parts.world is None else self._is_asked
 
     def _pass_on(self, attempted: int) -> None:
-        """Show what the other processes had to say."""
         if attempted % self.journal.report_every == 0:
             self.hear_others()
 
@@ -178,7 +173,6 @@ class Loop:
         return facts
 
     def _made(self, window: list[dict[str, Tensor]], position: Position) -> Facts | PhasedFacts:
-        """The step of the window that begins there."""
         parts = self.parts
         if self.held is not None:
             self.held.keep(parts.step.attempted, window, position, self.train_metrics)
@@ -387,7 +381,6 @@ class Loop:
         )
 
     def save(self, *, is_best: bool = False) -> Path:
-        """One checkpoint of everything, between two windows."""
         self.parts.guard.let_go()
         own = {
             "position": asdict(self.position),

@@ -24,17 +24,14 @@ from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import Step
-from halfstep.step.values import Values
-from halfstep.tune.memory_levers import optimizer_for
-from halfstep.tune.memory_low import MemorySetting
+from halfstep.step.tabulated import Values
+from halfstep.tune.memory_low import MemorySetting, optimizer_for
 from halfstep.workloads.parts import Group
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 
 
 class Length(NamedTuple):
-    """Of a run, or of one of its phases, in steps."""
-
     total_steps: int
     steps_per_epoch: int
 
@@ -54,7 +51,6 @@ def make_step(
     ranks: Ranks | Literal["alone"] = "alone",
     kind: type[AnyStep] = Step,  # type: ignore[assignment]
 ) -> AnyStep:
-    """The guarded step of these parts of the model, or of all of it."""
     guard, train = config.guard, config.train
     optimizer, schedules = optimizing(config, model, setting, length, parts=parts, groups=groups)
     return kind(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from halfstep.run.own_warnings import warn_user
 from halfstep.run.snapshots import Snapshots
-from halfstep.run.user_line import warn_user
 from halfstep.step.guard import Guard, Verdict
 from halfstep.step.step import Step
 
 
 class Rollback:
-    """Copies in host memory, and the way back to one of them."""
-
     def __init__(self, model: nn.Module, step: Step, guard: Guard) -> None:
         self.model, self.step, self.guard = model, step, guard
         self.snapshots = Snapshots(every=guard.options.snapshot_every, margin=guard.options.margin)

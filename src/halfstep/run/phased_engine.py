@@ -13,8 +13,7 @@ from typing import Any
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import FROM_FASTEST, Count, Engine, Graphs, prepared_window
 from halfstep.run.phases import AssembledPhase
-from halfstep.step.facts import Reading
-from halfstep.step.phase_facts import PhasedFacts, parts_of
+from halfstep.step.facts import PhasedFacts, Reading, parts_of
 from halfstep.step.phases import PhasedStep
 from halfstep.tune.modes import Batch, Level, Mode, Notice
 
@@ -22,8 +21,6 @@ UNCOMPILED = "runs eager: its loss takes gradients itself, which the compiler ca
 
 
 class PhasedEngine:
-    """Makes the iterations of a run with phases."""
-
     def __init__(
         self,
         parts: Assembly,
@@ -69,7 +66,6 @@ class PhasedEngine:
         return max(engine.pieces for engine in self.engines.values())
 
     def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
-        """Prepare one window as it was loaded, then compute and commit the phases that are due."""
         return self.step(prepared_window(self.parts, window, sizes), sizes)
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
@@ -110,6 +106,5 @@ def engine_for(
     count: Count = lambda outputs, batch: None,
     before_compiling: Callable[[], None] = lambda: None,
 ) -> Engine | PhasedEngine:
-    """What makes the steps of this assembly."""
     kind = PhasedEngine if parts.phases else Engine
     return kind(parts, mode, notice, count, before_compiling)

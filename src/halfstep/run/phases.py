@@ -16,10 +16,9 @@ from halfstep.run.optimizing import Length, changed, make_step, taken
 from halfstep.run.ranked import connected
 from halfstep.step.ema import Ema
 from halfstep.step.optimizers import is_within
-from halfstep.step.phases import PhasedStep, PhaseStep
+from halfstep.step.phases import PhasedStep, PhaseStep, SharedScaler
 from halfstep.step.scaler import ScalerOptions
-from halfstep.step.shared_scaler import SharedScaler
-from halfstep.step.values import Values
+from halfstep.step.tabulated import Values
 from halfstep.step.world import World
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, eager_region
@@ -29,8 +28,6 @@ from halfstep.workloads.workload import Workload
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class AssembledPhase:
-    """A phase, ready to step."""
-
     phase: Phase
     step: PhaseStep
     region: Region
@@ -101,7 +98,6 @@ def phased_step(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
 
 
 def phase_config(config: RunConfig, phase: Phase) -> RunConfig:
-    """The run's config with what the phase says otherwise."""
     if phase.schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
         raise ConfigError(
             f"phase {phase.name} asks for the schedule plateau",

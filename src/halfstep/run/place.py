@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.run.agreed_trials import Trials
+from halfstep.report.progress import Bar
+from halfstep.report.run_report import Level, Rows, RunReport
 from halfstep.run.folder import RunFolder
 from halfstep.run.rehearse import rehearsal
 from halfstep.run.world import Launch, device_of
 from halfstep.step.world import World, agreed
-from halfstep.tune.trials import Rehearse
+from halfstep.tune.memory_low import CannotRun, Cost
+from halfstep.tune.modes import Mode
+from halfstep.tune.trial_time import TrialTime
+from halfstep.tune.trials import Rehearse, Trial
 from halfstep.workloads.workload import Workload
 
 Made = TypeVar("Made")
@@ -24,14 +33,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among those of the run."""
-
     launch: Launch | None
     world: World | None
 
     @property
     def writes(self) -> bool:
-        """Whether files and screen are its own."""
         return self.world is None or self.world.is_first
 
     def of_first(self, make: Callable[[], Made]) -> Made:
@@ -68,3 +74,169 @@ class Place:
             return config
         own = {"batch_size": self.world.rows(config.train.batch_size), "auto_batch": False}
         return config.model_copy(update={"train": config.train.model_copy(update=own)})
+
+
+# --- trials that all processes make ---
+#     first    begin PLAN, cost MODE, cost MODE, end, begin ... done PLAN
+#     others   make the same trial on their part of the batch, and tell what it took
+# A candidate takes what it takes the slowest process, and is possible where it is everywhere. What to try next is the
+# first one's decision alone, since clocks and caches differ.
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    world: World
+    config: RunConfig
+    """Its part of the batch."""
+    workload: Workload
+    device: str
+    rehearse: Rehearse
+
+    def planned(self, make: Callable[[Rehearse], Plan]) -> Plan:
+        """What `make` decides in the first process, with rehearsals that all take part in."""
+        if not self.world.is_first:
+            return self._followed()
+        try:
+            plan = make(self._leading)
+        except HalfstepError as error:
+            self.world.from_first(partial(_raise, error))
+            raise
+        self._say("done", plan.to_json())
+        return plan
+
+    @contextmanager
+    def _begun(self, config: RunConfig, plan: Plan) -> Iterator[Trial]:
+        """A trial that could begin everywhere."""
+        own: CannotRun | None = None
+        with ExitStack() as stack:
+            try:
+                plan = dataclasses.replace(plan, device=self.device)
+                trial = stack.enter_context(self.rehearse(config, self.workload, plan))
+            except CannotRun as error:
+                own = plain(error)
+            worst(self.world.gathered(own))
+            yield trial
+
+    # --- the first one ---
+
+    @contextmanager
+    def _leading(self, config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
+        self._say("begin", plan.to_json(), config.train.batch_size)
+        with self._begun(config, plan) as trial:
+            try:
+                yield Led(trial, self.world)
+            except CannotRun:
+                self._say("end")
+                raise
+            self._say("end")
+
+    def _say(self, *words: Any) -> None:
+        self.world.from_first(lambda: words)
+
+    # --- the others ---
+
+    def _followed(self) -> Plan:
+        while True:
+            word, *given = self._heard()
+            if word == "done":
+                return dataclasses.replace(Plan.from_json(given[0]), device=self.device)
+            plan, tried = given
+            try:
+                with self._begun(self._with_batch(tried), Plan.from_json(plan)) as trial:
+                    self._follow(trial)
+            except CannotRun:
+                continue  # the first one has it, too, and decides what comes next
+
+    def _follow(self, trial: Trial) -> None:
+        while (said := self._heard())[0] == "cost":
+            mode, cudnn_benchmark = said[1:]
+            self.world.gathered(outcome(partial(trial.cost, mode, cudnn_benchmark=cudnn_benchmark)))
+
+    def _heard(self) -> tuple[Any, ...]:
+        return self.world.from_first(tuple)
+
+    def _with_batch(self, tried: int) -> RunConfig:
+        """With as many samples as the first process tries; it has as many as any other, and one more than some."""
+        own = min(tried, self.config.train.batch_size)
+        return self.config.model_copy(update={"train": self.config.train.model_copy(update={"batch_size": own})})
+
+
+class Led(Trial):
+    """A trial of the first process, whose costs are those of the slowest."""
+
+    def __init__(self, own: Trial, world: World) -> None:
+        self.own, self.world, self.parts, self.engine, self.window = own, world, own.parts, own.engine, own.window
+
+    def cost(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
+        self.world.from_first(lambda: ("cost", mode, cudnn_benchmark))
+        return worst(self.world.gathered(outcome(lambda: self.own.cost(mode, time, cudnn_benchmark=cudnn_benchmark))))
+
+
+def _raise(error: HalfstepError) -> None:
+    raise error
+
+
+def outcome(trial: Callable[[], Cost]) -> Cost | CannotRun:
+    try:
+        return trial()
+    except CannotRun as error:
+        return plain(error)
+
+
+def plain(error: CannotRun) -> CannotRun:
+    """As it can be sent: without the frames, and the models in them."""
+    return type(error)(str(error))
+
+
+def worst(outcomes: list[Any]) -> Cost:
+    """What the slowest process takes; who cannot run is named."""
+    for rank, found in enumerate(outcomes):
+        if isinstance(found, CannotRun):
+            raise type(found)(f"rank {rank}: {found}")
+    costs = [found for found in outcomes if found is not None]
+    return Cost(max((c.ms for c in costs), default=0.0), max((c.peak_bytes for c in costs), default=0))
+
+
+# --- the voice of a process whose screen and files are another's ---
+
+
+@contextlib.contextmanager
+def posted_warnings(world: World) -> Iterator[None]:
+    """Python's own warnings inside go where the report's go."""
+
+    def post(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        world.post(f"{category.__name__}: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = post
+        yield
+
+
+class FarReport(RunReport):
+    """Writes nothing by itself."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def header(self, title: str, rows: Rows, *, plan: str = "", warnings: Sequence[str] = ()) -> None:
+        """The first process shows it."""
+
+    @contextlib.contextmanager
+    def phase(self, label: str, total: int) -> Iterator[Bar]:
+        yield Bar(label, total)
+
+    def notice(self, text: str, level: Level = "info") -> None:
+        if level != "info":
+            self.world.post(text)
+
+    def epoch_summary(self, epoch: int, epochs: int, rows: Sequence[tuple[str, str, str]]) -> None:
+        """The first process shows it."""
+
+    def log(self, record: Mapping[str, object]) -> None:
+        """The first process writes it."""
+
+    def finish(self, title: str, rows: Rows) -> None:
+        """The first process shows it."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -14,7 +14,7 @@ from halfstep.hardware.gpus import known_gpu
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.places import with_absolute_paths
+from halfstep.run.folder import with_absolute_paths
 from halfstep.workloads import KINDS
 
 DEMO_NOTE = (

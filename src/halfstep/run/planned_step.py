@@ -30,13 +30,13 @@ from halfstep.step.batches import batch_length
 from halfstep.step.codes import signed_table, unsigned_table
 from halfstep.step.ema import CHUNK_ELEMENTS, Ema
 from halfstep.step.optimizers import CAPTURABLE
-from halfstep.tune.first_batch import first_batch
 from halfstep.tune.layout import convolves_images, in_layout_of
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.planner.pretence import Pretence
 from halfstep.tune.planner.trace import Recorder, Trace
 from halfstep.tune.step_cost import NoSamples
+from halfstep.tune.trials import first_batch
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Batch, Forward, Loss, Workload

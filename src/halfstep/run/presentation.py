@@ -14,9 +14,9 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
 from halfstep.run.frozen import described
-from halfstep.run.half_weights_said import lost_updates, rounding_warnings
 from halfstep.run.loop import Loop
-from halfstep.run.waiting import num_cores, way_out
+from halfstep.run.pace import num_cores, way_out
+from halfstep.run.stored_state import lost_updates, rounding_warnings
 
 ON_BAD_STEP: dict[str, str] = {
     "found_inf": "its fused kernel skips bad steps",
@@ -27,7 +27,6 @@ ON_BAD_STEP: dict[str, str] = {
 
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
-    """What runs, on what, in which precision and why."""
     config, plan = loaded.config, parts.plan
     num_parameters = sum(p.numel() for p in parts.model.parameters())
     num_train, num_val = len(parts.workload.train_samples), len(parts.workload.val_samples)
@@ -68,7 +67,6 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
 def show_summary(
     report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None, busy: str = ""
 ) -> None:
-    """What came out, what it cost, and what to do with it."""
     parts, stopping = loop.parts, loop.parts.stopping
     memory = peak_memory_bytes(parts.device)
     best = loop.checkpoints.best()

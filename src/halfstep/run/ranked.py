@@ -15,8 +15,7 @@ from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HalfstepError, counted
 from halfstep.run.resume import flattened
-from halfstep.step.facts import Reading
-from halfstep.step.phase_facts import PhasedReading
+from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import without_gradients_of_others
 from halfstep.step.ranks import Ranks, wrapped_regions
 from halfstep.step.world import World, agreed
@@ -75,7 +74,6 @@ def uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
 
 
 def synchronised(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
-    """With BatchNorm over all processes where that is asked for."""
     if world is None or not config.train.sync_batch_norm:
         return model
     if device.type != "cuda":

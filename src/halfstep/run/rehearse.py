@@ -17,11 +17,10 @@ from halfstep.run.assemble import Assembly, assemble
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.phases import all_due
 from halfstep.step.randomness import algorithms, generator_states, restore_generators
-from halfstep.tune.compiler_threads import forget_compiled
-from halfstep.tune.first_batch import first_batch
+from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import CannotRun, DoesNotFit
-from halfstep.tune.trials import Trial
+from halfstep.tune.trials import Trial, first_batch
 from halfstep.workloads.workload import Workload
 
 

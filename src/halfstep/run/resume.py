@@ -31,8 +31,6 @@ FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """How the settings asked for differ from the stored ones."""
-
     keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -46,7 +44,6 @@ class Changes:
 
 
 def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
-    """Every value of a config by its full path."""
     found: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)

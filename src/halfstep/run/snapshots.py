@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from halfstep.run.loose_buffers import loose_buffers, put_back
+from halfstep.step.flat import is_writable_in_place
 from halfstep.step.guard import LAG
 from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
@@ -82,3 +82,26 @@ def _on_host(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_on_host(value) for value in tree)
     return copy.deepcopy(tree)
+
+
+# --- buffers that state_dict leaves out ---
+# They steer training, so a run keeps them all the same.
+
+
+def loose_buffers(model: nn.Module) -> dict[str, Tensor]:
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in stored}
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write into the buffers that are there; a cache that has grown since, or is not there yet, is replaced."""
+    present = dict(model.named_buffers())
+    device = next(model.parameters()).device
+    for name, value in values.items():
+        own = present.get(name)
+        if own is not None and own.shape == value.shape and is_writable_in_place(own):
+            own.copy_(value)
+        else:
+            place, _, leaf = name.rpartition(".")
+            model.get_submodule(place).register_buffer(leaf, value.to(device, copy=True), persistent=False)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, counted
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.frozen import identities
-from halfstep.run.half_weights_said import resumed_without_low
-from halfstep.run.loose_buffers import loose_buffers, put_back
 from halfstep.run.resume import Changes
+from halfstep.run.snapshots import loose_buffers, put_back
+from halfstep.step.adamw_bf16 import HalfWeights
+from halfstep.step.half_weights import is_kept_in_half
 from halfstep.step.randomness import generator_states, restore_generators
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.moment_bits", "optimizer.decay_norms_and_biases")
@@ -107,7 +109,6 @@ def _with_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -
 def _optimizers_with_changes(
     state: Mapping[str, Any], fresh: Mapping[str, Any], changes: Changes
 ) -> tuple[dict[str, Any], list[str]]:
-    """What changes of one step's state."""
     merged, notes = dict[str, Any](), list[str]()
     if changes.touch(*ANOTHER_OPTIMIZER) or changes.touch(*OTHER_MOMENTS) and _options(state) != _options(fresh):
         merged["optimizers"] = fresh["optimizers"]
@@ -131,3 +132,38 @@ def _use_threads(parts: Assembly, then: int) -> list[str]:
         return []
     torch.set_num_threads(then)
     return [f"using {then} CPU threads as the run did, not {now}: results stay the same to the bit"]
+
+
+# --- weights in bf16: how they are rounded, and what was lost by it ---
+
+LOSES = "updates below half of bf16's spacing (0.4 % of a weight) are lost, every time they come"
+WITHOUT_LOW = (
+    "the run was stored without the low halves of its bf16 weights: it goes on as it was, rounded to nearest; " + LOSES
+)
+
+
+def rounding_warnings(optimizers: Iterable[Optimizer]) -> list[str]:
+    """Where weights in bf16 are rounded to nearest: on request, or because only our AdamW can do better."""
+    found = []
+    for optimizer in optimizers:
+        half = [p for group in optimizer.param_groups for p in group["params"] if is_kept_in_half(p)]
+        if half and not isinstance(optimizer, HalfWeights):
+            name = type(optimizer).__name__
+            found.append(
+                f"{name} rounds {counted(len(half), 'parameter')} in bf16 to nearest: {LOSES}; "
+                "optimizer.name=adamw keeps the bits that bf16 drops, precision=bf16 keeps fp32 weights"
+            )
+        elif half and isinstance(optimizer, HalfWeights) and optimizer.rounding == "nearest":
+            found.append(f"precision.rounding=nearest: {LOSES}; the summary counts them")
+    return found
+
+
+def resumed_without_low(optimizers: Iterable[Optimizer]) -> list[str]:
+    ours = (optimizer for optimizer in optimizers if isinstance(optimizer, HalfWeights))
+    return [WITHOUT_LOW] if any(optimizer.was_stored_without_low for optimizer in ours) else []
+
+
+def lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
+    """A row of the summary for each optimizer that counted; waits for the device."""
+    shares = (o.lost_share() for o in optimizers if isinstance(o, HalfWeights))
+    return [("lost updates", f"{share:.1%} of all, rounded away") for share in shares if share is not None]

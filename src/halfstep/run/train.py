@@ -34,36 +34,38 @@ from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
-from halfstep.run.busy import how_busy
 from halfstep.run.capsules import record_faults
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.checkpoint import load as load_checkpoint
-from halfstep.run.data_record import changed_data, record_data
 from halfstep.run.disk_space import check_disk
-from halfstep.run.ending import Progress, ended_early, left_nothing, refuse_only_skips
-from halfstep.run.export import export, is_exported
-from halfstep.run.far_report import FarReport, posted_warnings
-from halfstep.run.folder import RunFolder
+from halfstep.run.ending import (
+    Progress,
+    ended_early,
+    export,
+    has_summary,
+    is_exported,
+    left_nothing,
+    refuse_only_skips,
+    write_summary,
+)
+from halfstep.run.folder import RunFolder, changed_data, record_data, with_absolute_paths, with_data_found
 from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_files, store
-from halfstep.run.hints import hint_about
 from halfstep.run.interrupts import interrupts, raised_at_once
-from halfstep.run.journal import Journal
+from halfstep.run.journal import Journal, hint_about
 from halfstep.run.loop import Loop
-from halfstep.run.place import Place
-from halfstep.run.places import with_absolute_paths, with_data_found
+from halfstep.run.pace import how_busy
+from halfstep.run.place import FarReport, Place, posted_warnings
 from halfstep.run.planned_batch import pieces_by_plan, predicted_peak
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
 from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
-from halfstep.run.summary import has_summary, write_summary
 from halfstep.run.world import Launch, joined
 from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.step.world import World
-from halfstep.tune.batch_trials import fitting_pieces
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
-from halfstep.tune.compiler_threads import forget_compiled
+from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
-from halfstep.tune.trials import Rehearse
+from halfstep.tune.trials import Rehearse, fitting_pieces
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.workload import Workload
 
@@ -188,8 +190,6 @@ def _write_demo(config: RunConfig, data_dir: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """Where a run goes on."""
-
     path: Path
     checkpoint: Checkpoint
     changes: Changes
@@ -313,7 +313,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
                 export(parts, folder)
                 elapsed_s, joules = clock.elapsed_s, energy.joules()
                 write_summary(folder, loop, elapsed_s, joules)
-                show_summary(report, folder, loop, elapsed_s, joules, how_busy(monitor, loop, elapsed_s))
+                show_summary(report, folder, loop, elapsed_s, joules, how_busy(monitor, loop.waiting, elapsed_s))
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = ended_early(error, loop, folder, is_new=is_new and writes)
             if folder.path.is_dir() and writes:

@@ -1,9 +1,12 @@
-"""One pass over a data set without learning from it."""
+"""Looks at the model without learning from it: validation, samples, and which validation was the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -12,12 +15,17 @@ from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
 from halfstep.precision.plan import Plan
+from halfstep.report.samples import write_samples
 from halfstep.step.phases import PhasedStep
+from halfstep.step.randomness import generator_states, restore_generators
 from halfstep.step.step import Step
 from halfstep.step.world import World
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import split_window
 from halfstep.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from halfstep.run.assemble import Assembly  # which holds this file's EarlyStopping
 
 
 @contextmanager
@@ -77,3 +85,64 @@ def validate(
         loss_sum, weight_sum = sums["loss"], sums["weight"]
         metrics.load_state_dict(world.summed(metrics.state_dict(), device))
     return {"loss": float(loss_sum / weight_sum), **metrics.compute()}
+
+
+# --- samples ---
+
+
+def sample(parts: Assembly, folder: Path) -> list[Path]:
+    """Call the workload's `sample` with the weights that validation uses; no generator is any further afterwards."""
+    assert parts.workload.sample is not None
+    generators = generator_states()
+    parts.values.refresh()
+    try:
+        with averaged(parts.step), evaluating(parts.model), parts.plan.forward():
+            found = parts.workload.sample(parts.model, Key.of_sampling(parts.config.train.seed))
+    finally:
+        restore_generators(generators)
+    return write_samples(folder, found)
+
+
+# --- the best validation ---
+
+
+class EarlyStopping:
+    """Remembers the best value of the headline metric and counts validations since. NaN is never the best.
+
+    A validation out of turn (a run that ends in mid-epoch) may be the best one, but patience neither counts it nor
+    compares with it: a longer run would not have had it.
+    """
+
+    def __init__(self, *, mode: Literal["max", "min"], patience: int) -> None:
+        self.mode, self.patience = mode, patience
+        self.best, self.best_epoch = math.nan, 0
+        self.best_in_turn, self.num_since = math.nan, 0
+
+    def observe(self, value: float, epoch: int, *, in_turn: bool = True) -> bool:
+        """Whether this validation is the best so far."""
+        if in_turn:
+            is_news = self._is_better(value, self.best_in_turn)
+            self.best_in_turn = value if is_news else self.best_in_turn
+            self.num_since = 0 if is_news else self.num_since + 1
+        if not self._is_better(value, self.best):
+            return False
+        self.best, self.best_epoch = value, epoch
+        return True
+
+    def _is_better(self, value: float, than: float) -> bool:
+        if math.isnan(value) or math.isnan(than):
+            return not math.isnan(value)
+        return value > than if self.mode == "max" else value < than
+
+    @property
+    def should_stop(self) -> bool:
+        return 0 < self.patience <= self.num_since
+
+    def state_dict(self) -> dict[str, Any]:
+        best, in_turn = (None if math.isnan(value) else value for value in (self.best, self.best_in_turn))
+        return {"best": best, "best_epoch": self.best_epoch, "best_in_turn": in_turn, "num_since": self.num_since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best = math.nan if state["best"] is None else float(state["best"])
+        self.best_in_turn = math.nan if state["best_in_turn"] is None else float(state["best_in_turn"])
+        self.best_epoch, self.num_since = int(state["best_epoch"]), int(state["num_since"])

@@ -23,8 +23,6 @@ FIRST_PORT = 20000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One of several processes, as its launcher numbered it."""
-
     rank: int
     size: int
     local_rank: int

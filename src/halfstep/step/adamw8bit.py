@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.step.adamw8bit_setting import MOMENTS, Setting
-from halfstep.step.adamw_bf16 import LOW, JudgedAdamW
+from halfstep.step.adamw_bf16 import LOW, MOMENTS, JudgedAdamW, Setting
 from halfstep.step.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_table, unsigned_codes, unsigned_table
 from halfstep.step.flat import flat_view, is_dense, shaped_like
 from halfstep.step.half_weights import is_kept_in_half, key_of
@@ -29,8 +28,6 @@ MIN_VALUES = 4096
 
 
 class AdamW8bit(JudgedAdamW):
-    """AdamW by its arithmetic, too, with small moments."""
-
     def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
         self._update_all(parameters, self._setting(group, device))
 

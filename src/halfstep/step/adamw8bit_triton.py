@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.step.adamw8bit_setting import MOMENTS, Setting
-from halfstep.step.adamw_bf16 import LOW
+from halfstep.step.adamw_bf16 import LOW, MOMENTS, Setting
 from halfstep.step.codes import BLOCK, SIGNED, SMALLEST_SCALE, UNSIGNED
 from halfstep.step.half_weights_triton import NEAREST, SPLIT, STOCHASTIC, load_weight, store_weight
 

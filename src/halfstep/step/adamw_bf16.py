@@ -11,7 +11,7 @@ copy, and 8. Gradients are bf16, or fp32 where several micro-batches add up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ class HalfWeights:
         self.lost: dict[torch.device, Tensor] = {}
 
     def low_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """A new parameter's share of the state."""
         if self.rounding != "split" or not is_kept_in_half(parameter):
             return {}
         return {LOW: torch.zeros_like(parameter, dtype=torch.int16)}
@@ -51,7 +50,6 @@ class HalfWeights:
         return joined(weights, state[LOW].view_as(weights)) if LOW in state else weights.float()
 
     def write(self, parameter: Tensor, weights: Tensor, values: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Store what an update made of them."""
         if not is_kept_in_half(parameter):
             if values.data_ptr() != weights.data_ptr():
                 weights.copy_(values)
@@ -136,8 +134,6 @@ class JudgedAdamW(Optimizer, HalfWeights):
 
 
 class AdamWBf16(JudgedAdamW):
-    """AdamW by its arithmetic, too, with fp32 moments."""
-
     def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for some in at_once(parameters):
             self._update(some, group)
@@ -192,3 +188,19 @@ def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.stride() != parameter.stride() and is_dense(parameter):
         return torch.empty_like(parameter, dtype=torch.float32).copy_(gradient)
     return gradient.float()
+
+
+# --- what AdamW8bit and its kernel share ---
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Setting(NamedTuple):
+    """What all parameters of a group share in a step; tensors have one value, on the device."""
+
+    lr: Tensor
+    found_inf: Tensor
+    grad_scale: Tensor | None
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float

@@ -59,8 +59,6 @@ def _is_capturable(optimizer: Optimizer) -> bool:
 
 
 class Committer:
-    """One optimizer and its commit method."""
-
     def __init__(self, optimizer: Optimizer, rates: Rates | None) -> None:
         self.optimizer, self.rates = optimizer, rates
         self.method = commit_method(optimizer)

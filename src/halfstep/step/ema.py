@@ -7,16 +7,18 @@ selection by the step's flag, floating buffers averaged with the same decay, int
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
-from halfstep.step.ema_pass import EmaPass, takes
-from halfstep.step.flat import gather, is_writable_in_place, scatter, shaped_like
+from halfstep.step.flat import gather, is_dense, is_writable_in_place, scatter, shaped_like
 from halfstep.step.optimizers import is_within
+from halfstep.step.single_pass import ALIGNMENT, chunks_of
 
 CHUNK_ELEMENTS = 1 << 24
 """64 MB of fp32, and about three times that on the way."""
@@ -25,8 +27,6 @@ ALIGNED_ELEMENTS = 4
 
 
 class Ema:
-    """Shadow copies of a model's parameters and buffers."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -118,7 +118,6 @@ class Ema:
         return self.state_dict()
 
     def refuse_unfit(self, state: Mapping[str, Tensor]) -> None:
-        """A state that `load_state_dict` cannot take."""
         own = self.state_dict()
         if not state:
             raise CheckpointError(
@@ -147,7 +146,6 @@ class Ema:
 
 
 def _pieces(shadow: Tensor, group: list[Tensor]) -> tuple[Tensor, ...]:
-    """The flat average of each tensor."""
     return tuple(shadow.split([tensor.numel() for tensor in group]))
 
 
@@ -176,3 +174,67 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
                     seen.add(id(tensor))
                     found[f"{prefix}.{key}" if prefix else key] = (owner, key)
     return found
+
+
+# --- weights on a GPU: one kernel of our own (ema_triton.py) ---
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Weights and their averages, which lie in memory in the same order."""
+
+
+def takes(weights: Sequence[Tensor]) -> bool:
+    has_kernel = weights[0].is_cuda and _has_triton()
+    is_known = all(weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
+    return has_kernel and is_known and all(is_dense(weight) and weight.numel() > 0 for weight in weights)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class EmaPass:
+    """One launch for each kind of weight there is: mostly one.
+
+    Graphs read the tables at every replay, so a table stays when weights were moved and another takes its place.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.places: list[tuple[int, int]] = []
+        self.old: list[Launch] = []
+
+    def move(self, pairs: Pairs, decay: Tensor, bad: Tensor) -> None:
+        """Move the averages. A capture finds the table made: steps come before it, and it moves no weights."""
+        places = [(weight.data_ptr(), average.data_ptr()) for weight, average in pairs]
+        if places != self.places:
+            self.old += self.launches
+            self.launches, self.places = [*_launches(pairs)], places
+        for launch in self.launches:
+            launch(decay, bad)
+
+
+class Launch:
+    """The table of weights of one type, all at multiples of 16 bytes or not."""
+
+    def __init__(self, pairs: Pairs, *, aligned: bool) -> None:
+        from halfstep.step import ema_triton
+
+        self.dtype, self.aligned = pairs[0][0].dtype, aligned
+        columns = [[weight.data_ptr(), average.data_ptr(), weight.numel()] for weight, average in pairs]
+        device, size = pairs[0][0].device, ema_triton.BLOCK * ema_triton.TILES
+        self.table = torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
+        self.chunks = chunks_of([weight.numel() for weight, _ in pairs], size).to(device)
+
+    def __call__(self, decay: Tensor, bad: Tensor) -> None:
+        from halfstep.step import ema_triton
+
+        ema_triton.move(self.table, self.chunks, decay, bad, dtype=self.dtype, aligned=self.aligned)
+
+
+def _launches(pairs: Pairs) -> Iterator[Launch]:
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    for pair in pairs:
+        aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in pair)
+        kinds.setdefault((pair[0].dtype, aligned), []).append(pair)
+    yield from (Launch(found, aligned=aligned) for (_, aligned), found in kinds.items())

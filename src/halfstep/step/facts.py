@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +15,6 @@ from halfstep.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """A step's facts on the host."""
-
     attempted: int
     loss: float
     grad_norm: float
@@ -38,7 +37,7 @@ class Reading:
     faulty_ranks: tuple[int, ...] = ()
     """The processes whose own loss or buffers were not finite."""
     holds: bool = False
-    """Whether the steps after it were held (hold.py)."""
+    """Whether the steps after it were held (facts.py)."""
     waits_s: tuple[float, ...] = ()
     """How long each process waited for the others in it; the slowest one waits least."""
     fell_to: Slower | Literal[""] = ""
@@ -115,7 +114,6 @@ class Facts:
         return facts
 
     def send(self) -> None:
-        """Start the copy to the host, behind the step's work."""
         self._host = to_host(self.packed)
         self.ids = tuple(to_host(ids.flatten()) for ids in self.ids)
         if self.loss.is_cuda:
@@ -186,3 +184,99 @@ def restore_rng(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# --- an iteration of several phases ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhasedReading(Reading):
+    """An iteration on the host: numbers of the first phase that ran, verdicts of any."""
+
+    phases: Mapping[str, Reading]
+    """Those that ran, in their order; `attempted` counts iterations, `committed` the steps of the phase."""
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(f"{own.reason} ({name})" for name, own in self.phases.items() if own.is_bad)
+
+
+class PhasedFacts:
+    """The facts of the phases that were due in one iteration, sent to the host with its counter."""
+
+    def __init__(self, attempted: int, committed: Tensor, phases: Mapping[str, Facts]) -> None:
+        self.attempted, self.phases = attempted, phases
+        self.epoch: int | None = None
+        self.window: int | None = None
+        self._committed = to_host(committed.clone())
+        self._event: torch.cuda.Event | None = None
+        if committed.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> PhasedReading:
+        """Wait for this iteration, and for this one only."""
+        if self._event is not None:
+            next(iter(self.phases.values())).wait(self._event)
+        own = {name: dataclasses.replace(f.read(), attempted=self.attempted) for name, f in self.phases.items()}
+        first = next(iter(own.values()))
+        return PhasedReading(
+            **dataclasses.asdict(first)
+            | {
+                "is_bad": any(reading.is_bad for reading in own.values()),
+                "is_spike": any(reading.is_spike for reading in own.values()),
+                "is_empty": all(reading.is_empty for reading in own.values()),
+                "is_ruined": any(reading.is_ruined for reading in own.values()),
+                "is_asked": any(reading.is_asked for reading in own.values()),
+                "committed": int(self._committed),
+                "epoch": self.epoch,
+                "window": self.window,
+            },
+            phases=own,
+        )
+
+
+def parts_of(reading: Reading) -> Mapping[str, Reading]:
+    """The readings of the phases by name; one without phases is its own, without a name."""
+    return reading.phases if isinstance(reading, PhasedReading) else {"": reading}
+
+
+def reading_from(state: Mapping[str, Any]) -> Reading:
+    """What `asdict` made of a reading, after it was stored."""
+    own = {
+        **state,
+        **{name: tuple(state.get(name, ())) for name in ("sample_ids", "faulty_ranks", "waits_s", "fallen_ranks")},
+    }
+    if "phases" not in own:
+        return Reading(**own)
+    return PhasedReading(**own | {"phases": {name: reading_from(part) for name, part in own["phases"].items()}})
+
+
+# --- hold ---
+# After a fault nothing commits until the host has looked, so that what it finds is the step as it was. The host learns
+# of a step two steps later. With this flag, which lives on the device as the verdict does, those two are dropped as bad
+# ones are, and leave the loss scale alone as well. The host then clears it and makes them again.
+
+
+class Hold:
+    """The sticky flag of one step."""
+
+    def __init__(self, device: torch.device, *, floor: float | None = None) -> None:
+        self.floor = floor
+        """With loss scaling an overflow above this scale is routine, and holds nothing."""
+        self.flag = torch.zeros((), dtype=torch.bool, device=device)
+
+    def judge(self, facts: Facts, fault: Tensor) -> None:
+        """Hold this step where an earlier one was at fault; note whether this one is."""
+        facts.held = self.flag.clone()
+        is_fault = fault & ~facts.empty
+        if self.floor is not None:
+            is_fault = is_fault & (facts.scale <= self.floor)
+        facts.holds = is_fault & ~facts.held
+        facts.bad = facts.bad | facts.held
+
+    def remember(self, facts: Facts) -> None:
+        self.flag.logical_or_(facts.holds)
+
+    def release(self) -> None:
+        self.flag.zero_()

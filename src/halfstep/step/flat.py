@@ -60,12 +60,10 @@ def flat_views(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gather(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat copy of tensors of one kind."""
     return _joined(flat_views(tensors))
 
 
 def scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write a flat copy back into the tensors it was gathered from."""
     _spread(flat, flat_views(tensors))
 
 
@@ -109,7 +107,6 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give every tensor its saved bits back."""
         for group, saved in zip(self.groups, self.saved, strict=False):
             _spread(saved, group)
         self.saved = []

@@ -34,8 +34,6 @@ Change = tuple[Place, Tensor | None, Tensor | None]
 
 
 class ForwardWrites:
-    """Buffers and written parameters of some modules across one step."""
-
     before: list[Tensor | None]
     """What the saved places held when the window started."""
     storages: list[Tensor | None]

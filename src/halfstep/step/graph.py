@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from halfstep.step.batches import sample_ids
 from halfstep.step.facts import Facts, restore_rng, rng_state
-from halfstep.step.graph_memory import growing_segments
 from halfstep.step.single_pass import SinglePass
 from halfstep.step.step import LossFn, Step
 
@@ -34,7 +34,6 @@ class CaptureFailed(Exception):
 
 
 def shape_of(window: list[Batch]) -> Shape:
-    """What must be equal for two windows to share a graph."""
     return tuple(
         (name, tuple(value.shape), value.stride(), value.dtype)
         for batch in window
@@ -49,8 +48,6 @@ def why_not_copied_in(window: list[Batch], device: torch.device) -> str:
 
 
 class GraphedStep:
-    """A step captured for windows of one shape."""
-
     def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Pool) -> None:
         reason = step.why_not_captured() or why_not_copied_in(window, step.device)
         if reason:
@@ -77,7 +74,6 @@ class GraphedStep:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the tensors it was captured with are still the step's."""
         same = all(own is now for own, now in zip(self.tables, tables_of(self.step), strict=True))
         return self.generation == self.step.generation and same
 
@@ -179,3 +175,52 @@ def _let_fused_optimizers_in(step: Step) -> None:
         for group in optimizer.param_groups:
             if group.get("fused") and "capturable" in group:
                 group["capturable"] = True
+
+
+# --- the memory a graph keeps for its replays ---
+# torch's allocator takes memory from the driver in pieces of fixed size. Outside of a graph a gap in one is used by the
+# next step, or given back; a graph's pieces are its own for as long as it lives. In an expandable segment, one range of
+# addresses that grows at its end, freed neighbours are joined and there is hardly a gap.
+
+SETTING = "expandable_segments"
+SAID = "PYTORCH_CUDA_ALLOC_CONF"
+"""Under which a snapshot of the allocator has the settings it was last given, whichever variable or call gave them."""
+
+_said_before: dict[str, str] = {}
+"""The user's settings, by what we said when we put them back: the allocator has no word for "as if unsaid"."""
+
+
+@contextlib.contextmanager
+def growing_segments() -> Iterator[None]:
+    """What is taken within lies in segments that grow; the allocator's settings are put back afterwards.
+
+    Who has told the allocator whether it may, by PYTORCH_ALLOC_CONF or in the program, is not overruled.
+    """
+    settings = _settings()
+    if settings is None or settings.get(SETTING):
+        yield
+        return
+    found = str(settings.get(SAID, ""))
+    said = _said_before.get(found, found)
+    if SETTING in said:
+        yield
+        return
+    _tell(said, is_on=True)
+    try:
+        yield
+    finally:
+        _said_before[_tell(said, is_on=False)] = said
+
+
+def _settings() -> dict[str, object] | None:
+    if not sys.platform.startswith("linux") or torch.cuda.get_allocator_backend() != "native":
+        return None
+    found: dict[str, object] | None = torch.cuda.memory._snapshot().get("allocator_settings")
+    return found
+
+
+def _tell(said: str, *, is_on: bool) -> str:
+    """All that was said before too: a setting that is not mentioned may fall back to its default."""
+    words = ",".join(filter(None, [said, f"{SETTING}:{is_on}"]))
+    torch._C._accelerator_setAllocatorSettings(words)
+    return words

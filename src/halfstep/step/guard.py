@@ -17,8 +17,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from halfstep.errors import CheckpointError, ConfigError, counted
-from halfstep.step.facts import Facts, Reading
-from halfstep.step.phase_facts import PhasedFacts, reading_from
+from halfstep.step.facts import Facts, PhasedFacts, Reading, reading_from
 
 LAG = 2
 """Steps between a step and the guard's look at it: enough for the host to stay ahead of the device."""
@@ -35,8 +34,6 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What to do next, and why."""
-
     action: Action
     reason: str = ""
     fix: str = ""
@@ -49,8 +46,6 @@ CONTINUE = Verdict(action=Action.CONTINUE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardOptions:
-    """When enough is enough."""
-
     on_fault: Literal["stop", "rollback"] = "stop"
     max_consecutive: int = 5
     margin: int = 50
@@ -91,8 +86,6 @@ Observer = Callable[[Facts | PhasedFacts | None, Reading], None]
 
 
 class Guard:
-    """Watches the facts of earlier steps and decides: continue, roll back, or stop."""
-
     def __init__(
         self,
         options: GuardOptions | None = None,
@@ -110,7 +103,7 @@ class Guard:
         """Adds what other processes know of a step."""
         self.pending: deque[Facts | PhasedFacts | Reading] = deque()
         self.make_again: Callable[[list[Any]], list[Any]] | None = None
-        """With a hold (hold.py): clears it, makes the steps of these facts again, and gives their new facts."""
+        """With a hold (facts.py): clears it, makes the steps of these facts again, and gives their new facts."""
         self.look_early: Callable[[list[tuple[Any, Reading]]], None] = lambda seen: None
         """Sees steps up to a fault before it is judged, where what was held has to be made sooner."""
         self._let_go = -1
@@ -124,7 +117,6 @@ class Guard:
         return self._judge_oldest() if len(self.pending) > LAG else CONTINUE
 
     def drain(self) -> Verdict:
-        """Judge what is left, at the end of a run."""
         while self.pending:
             verdict = self._judge_oldest()
             if verdict.action is not Action.CONTINUE:
@@ -176,7 +168,6 @@ class Guard:
             self.pending = deque(self.make_again(list(self.pending)))
 
     def judge(self, reading: Reading) -> Verdict:
-        """Count a step and decide."""
         if not reading.is_bad:
             self.num_faults = self.num_at_floor = 0
             return CONTINUE
@@ -224,7 +215,6 @@ class Guard:
         return {"pending": plain, **{name: getattr(self, name) for name in COUNTERS}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a stored state back, or refuse it and change nothing."""
         missing = [name for name in ("pending", *COUNTERS) if name not in state]
         if missing:
             raise CheckpointError(

@@ -41,7 +41,6 @@ Options = Mapping[str, Any]
 
 
 def build_optimizer(name: str, groups: ParamGroups, *, lr: float, options: Options | None = None) -> Optimizer:
-    """The named optimizer over parameter groups; options it does not take are an error."""
     kind = cast("Callable[..., Optimizer]", _optimizer_named(name))
     device_type = groups[0]["params"][0].device.type
     try:

@@ -9,19 +9,20 @@ a list of these                       one for each optimizer; None leaves one to
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.step.rates import Rates, base_rate, no_rate
 from halfstep.step.schedule import Schedule
 from halfstep.step.tabulated import finite
-from halfstep.step.torch_schedulers import BY_BATCH, Curve, PlateauTwin, steps_until_small
 
 AHEAD = 256
 """Steps that a user's schedule is asked for in advance."""
@@ -55,8 +56,6 @@ def per_epoch(schedule: LRScheduler | Schedule) -> Paced:
 
 @dataclass(slots=True)
 class Driven:
-    """One scheduled optimizer."""
-
     optimizer: Optimizer
     every: Literal["step", "epoch", "validation"]
     absolute: Callable[[int], Sequence[float]]
@@ -68,14 +67,11 @@ class Driven:
 
     @property
     def kind(self) -> str:
-        """As a stored state names it."""
         name = "function" if self.scheduler is None else type(self.scheduler).__name__
         return f"{name} per {self.every}"
 
 
 class OwnSchedules:
-    """The schedules of a user's loop, and the rates they drive."""
-
     def __init__(self, given: object, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self.epochs = 0
         self.hints: list[str] = []
@@ -181,7 +177,6 @@ class OwnSchedules:
         return {"kinds": self.kinds, "epochs": self.epochs, "plateaus": plateaus}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse what does not fit, before anything is loaded."""
         kinds = state.get("kinds", self.kinds)  # states of earlier versions have none
         if kinds != self.kinds:
             raise CheckpointError(
@@ -224,7 +219,6 @@ def _of_group(driven: Driven, position: int) -> Schedule:
 
 
 def _by_optimizer(given: object, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
-    """Which optimizer each schedule is for."""
     if given is None:
         return []
     if isinstance(given, (list, tuple)):
@@ -300,3 +294,88 @@ def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]
         f"schedule= is a function that gives at most {highest:g}: a multiple of the optimizer's learning rate, "
         f"{base:g}, is meant. Of a function that gives rates, make lambda step: rate(step) / {base:g}"
     ]
+
+
+# --- torch's schedulers as pure functions of a count ---
+# A skipped step cannot move them: a twin runs ahead on a stand-in of its optimizer; the user's own scheduler is not
+# touched. Rates are absolute, not multiples of a base: a group that starts at 0 has no base to be a multiple of.
+
+BY_BATCH = (OneCycleLR, CyclicLR)
+"""What torch documents as stepped after every batch."""
+FEW_STEPS, SMALL_SHARE = 1000, 0.02
+
+
+class Curve:
+    """The rates of all groups of one optimizer, as far as anybody has asked."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        _refuse_momentum(scheduler)
+        self.twin, self.stand_in = twin_of(scheduler)
+        self.rates = [self._now()]
+
+    def __call__(self, count: int) -> list[float]:
+        """The rates after `count` calls of scheduler.step()."""
+        with warnings.catch_warnings():
+            # It misses an optimizer.step() before its own: there is none, on purpose.
+            warnings.simplefilter("ignore")
+            while len(self.rates) <= count:
+                self.twin.step()
+                self.rates.append(self._now())
+        return self.rates[count]
+
+    def _now(self) -> list[float]:
+        return [float(group["lr"]) for group in self.stand_in.param_groups]
+
+
+class PlateauTwin:
+    """ReduceLROnPlateau on a stand-in: torch's own code decides, the step takes its rates."""
+
+    def __init__(self, scheduler: ReduceLROnPlateau) -> None:
+        self.twin, self.stand_in = twin_of(scheduler)
+
+    def observe(self, metric: float) -> None:
+        self.twin.step(metric)
+
+    def rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.stand_in.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scheduler": self.twin.state_dict(), "rates": self.rates()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.twin.load_state_dict(state["scheduler"])
+        for group, rate in zip(self.stand_in.param_groups, state["rates"], strict=True):
+            group["lr"] = float(rate)
+
+
+def twin_of(scheduler: Any) -> tuple[Any, Optimizer]:
+    """A copy of the scheduler that drives an optimizer of one number per group instead of the user's."""
+    # Schedulers keep numbers of their own in the groups (OneCycleLR its max_lr), so all but the weights come along.
+    groups = scheduler.optimizer.param_groups
+    extras = ({k: float(v) if k == "lr" else v for k, v in g.items() if k != "params"} for g in groups)
+    stand_in = torch.optim.SGD([{"params": [torch.zeros(1)], **extra} for extra in extras])
+    # Whatever in the scheduler refers to the optimizer, nested schedulers included, refers to the stand-in here.
+    return copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in}), stand_in
+
+
+def steps_until_small(curve: Curve) -> int:
+    """After how few steps every rate has fallen to a fiftieth of its highest; 0 where that takes many."""
+    highest = [0.0] * len(curve.rates[0])
+    for step in range(FEW_STEPS):
+        try:
+            rates = curve(step)
+        except Exception:  # beyond its end: nobody may ever go there
+            return 0
+        highest = [max(pair) for pair in zip(highest, rates, strict=True)]
+        if any(highest) and all(rate <= SMALL_SHARE * top for rate, top in zip(rates, highest, strict=True)):
+            return step
+    return 0
+
+
+def _refuse_momentum(scheduler: LRScheduler) -> None:
+    if getattr(scheduler, "cycle_momentum", False):
+        raise ConfigError(
+            f"{type(scheduler).__name__} with cycle_momentum=True is not supported",
+            why="only learning rates are read on the device",
+            fix=f"{type(scheduler).__name__}(..., cycle_momentum=False)",
+        )

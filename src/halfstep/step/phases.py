@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch.optim import Optimizer
 from halfstep.errors import CheckpointError
 from halfstep.step.batches import Batch, Window
 from halfstep.step.ema import Ema
-from halfstep.step.facts import Facts
-from halfstep.step.phase_facts import PhasedFacts
-from halfstep.step.shared_scaler import SharedScaler
+from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of
+from halfstep.step.guard import CONTINUE, COUNTERS, Action, Guard, GuardOptions, Verdict
+from halfstep.step.scaler import Scaler
 from halfstep.step.step import LossFn, Step
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
 
@@ -71,8 +72,6 @@ class Averages:
 
 
 class PhasedStep:
-    """The steps of all phases."""
-
     def __init__(self, steps: Mapping[str, Step], scaler: SharedScaler) -> None:
         self.steps, self.scaler = dict(steps), scaler
         first = next(iter(self.steps.values()))
@@ -124,7 +123,6 @@ class PhasedStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a stored state back, or refuse it and change nothing."""
         parts = self._parts(state)
         for name, step in self.steps.items():
             refuse_unfit(step, parts[name])
@@ -154,3 +152,84 @@ class PhasedStep:
 
 def _without_shared(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in ("scaler", "ema")}
+
+
+# --- the guard ---
+
+FROM_MILDEST = (Action.CONTINUE, Action.ROLLBACK, Action.STOP)
+
+
+class PhasedGuard(Guard):
+    """Faults in a row are those of one phase: good steps of another must not excuse it, however seldom it runs.
+
+    `num_skipped` counts dropped steps of all phases, `num_rollbacks` those of the run.
+    """
+
+    def __init__(self, options: GuardOptions, phases: Iterable[str], *, scaling: bool, min_scale: float) -> None:
+        super().__init__(options, scaling=scaling, min_scale=min_scale)
+        self.phases = {name: Guard(options, scaling=scaling, min_scale=min_scale) for name in phases}
+
+    def judge(self, reading: Reading) -> Verdict:
+        """The gravest verdict on any phase. Where a rollback goes is counted in iterations, not in a phase's steps."""
+        parts = parts_of(reading)
+        before = reading.committed - any(not part.is_bad for part in parts.values())
+        found = [self._of_phase(name, part, before) for name, part in parts.items()]
+        self.num_skipped = sum(guard.num_skipped for guard in self.phases.values())
+        return max(found, key=lambda verdict: FROM_MILDEST.index(verdict.action), default=CONTINUE)
+
+    def _of_phase(self, name: str, reading: Reading, committed: int) -> Verdict:
+        guard = self.phases[name]
+        guard.num_rollbacks = self.num_rollbacks
+        verdict = guard.judge(replace(reading, committed=committed))
+        return replace(verdict, reason=f"{name}: {verdict.reason}") if verdict.reason else verdict
+
+    def acknowledge(self) -> None:
+        super().acknowledge()
+        for guard in self.phases.values():
+            guard.acknowledge()
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: {key: getattr(guard, key) for key in COUNTERS} for name, guard in self.phases.items()}
+        return super().state_dict() | {"phases": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        stored = state.get("phases", {})
+        if stored.keys() != self.phases.keys():
+            raise CheckpointError(
+                f"the guard's stored state is of {', '.join(stored) or 'no phases'}, not of {', '.join(self.phases)}",
+                fix="resume with the workload the run was started with",
+            )
+        super().load_state_dict(state)
+        for name, guard in self.phases.items():
+            guard.load_state_dict({**stored[name], "pending": []})
+
+
+# --- the loss scale ---
+
+
+class SharedScaler(Scaler):
+    """Steps note their verdicts in flags on the device; `close` moves the scale by them.
+
+    Every phase of an iteration runs at the same scale. It falls once where any overflowed, and counts as clean where
+    one at least was judged and none overflowed.
+    """
+
+    def __init__(self, device: torch.device, **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self.overflowed, self.judged = (torch.zeros((), dtype=torch.bool, device=device) for _ in range(2))
+
+    @torch.no_grad()
+    def update(self, overflow: Tensor, unjudged: Tensor | None = None) -> None:
+        """Note the verdict of one phase, in place: a CUDA graph holds this."""
+        is_judged = torch.ones_like(overflow) if unjudged is None else ~unjudged
+        self.overflowed.logical_or_(overflow & is_judged)
+        self.judged.logical_or_(is_judged)
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """At the end of an iteration; without loss scaling there is nothing to do."""
+        if not self.enabled:
+            return
+        super().update(self.overflowed, unjudged=~self.judged)
+        self.overflowed.zero_()
+        self.judged.zero_()

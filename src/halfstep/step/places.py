@@ -25,8 +25,6 @@ class Place(NamedTuple):
 
 
 class Places:
-    """All places under some modules, as of the last `refresh`."""
-
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = list(roots)
         self.modules: list[nn.Module] = []

@@ -22,7 +22,6 @@ def seed_everything(seed: int) -> None:
 
 
 def generator_states() -> dict[str, Any]:
-    """All of them, to be stored with a checkpoint."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),

@@ -41,8 +41,6 @@ BAD, RUINED, EMPTY = 1, 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks found, on the device."""
-
     weight: Tensor
     loss: Tensor
     said: Tensor
@@ -145,7 +143,6 @@ class Ranks:
         return Agreed(weight=both[0].float(), loss=loss.float(), said=both[2:])
 
     def any_of(self, flag: Tensor) -> Tensor:
-        """Whether any rank says so."""
         found = flag.float()
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found > 0

@@ -88,7 +88,6 @@ class Rates(Tabulated):
         return any(optimizer is own for own in self.optimizers)
 
     def first_of(self, optimizer: Optimizer) -> Tensor:
-        """The rate of the optimizer's first group."""
         return self.now[self._groups_of(optimizer)[0][0]]
 
     def bind(self, optimizer: Optimizer) -> None:

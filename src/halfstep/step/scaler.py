@@ -21,8 +21,6 @@ from halfstep.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerOptions:
-    """How the scale moves."""
-
     init_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -97,7 +95,6 @@ class Scaler:
         }
 
     def refuse_unfit(self, state: Mapping[str, Any]) -> None:
-        """A state that `load_state_dict` cannot take: of another precision, or of something else."""
         if self.enabled != bool(state):
             made, here = ("with", "without") if state else ("without", "with")
             raise CheckpointError(

@@ -21,8 +21,6 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOptions:
-    """Everything a schedule may need; each reads only its own."""
-
     name: str = "constant"
     total_steps: int = 1
     warmup_steps: int = 0
@@ -121,7 +119,6 @@ class Plateau:
         self.factor, self.best, self.num_bad = 1.0, math.nan, 0
 
     def observe(self, metric: float) -> float:
-        """Take one validation result and return the factor to train on with."""
         if math.isnan(metric):
             return self.factor
         if math.isnan(self.best) or self._is_better(metric):

@@ -28,7 +28,6 @@ ALIGNMENT = 16
 
 
 def takes(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether the kernel can do the work of this optimizer on this device."""
     # The exact classes, and without hooks: it is not their step() that runs.
     is_plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, AdamWBf16) and not (
         optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -84,8 +83,6 @@ def _is_like(tensor: Tensor, parameter: Tensor, device: torch.device, dtype: tor
 
 
 class GroupPass:
-    """The kernel's table for one parameter group."""
-
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
         from halfstep.step import adamw_triton
 
@@ -141,7 +138,6 @@ class GroupPass:
             self.run(good, None)
 
     def note(self) -> None:
-        """Remember where everything lies now."""
         self.noted = torch.tensor([self._entry(p) for p in self.group["params"]], dtype=torch.int64).T.contiguous()
 
     def fill(self) -> None:
@@ -170,7 +166,6 @@ class SinglePass:
         return all(group.fits_gradients for group in self.groups)
 
     def record(self, bad: Tensor, factor: Tensor | None) -> None:
-        """The captured part of a commit."""
         for group in self.groups:
             group.run(bad, factor)
             group.note()

@@ -31,17 +31,16 @@ from halfstep.step.batches import Batch, Window, batch_length, sample_ids
 from halfstep.step.clip import Clip
 from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
-from halfstep.step.facts import Facts, restore_rng, rng_state
+from halfstep.step.facts import Facts, Hold, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
-from halfstep.step.hold import Hold
 from halfstep.step.ranks import BAD, RUINED, Ranks, ranks_of
 from halfstep.step.rates import Rates
+from halfstep.step.refusals import refuse_spread
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
-from halfstep.step.spread import refuse_spread
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
-from halfstep.step.values import Values
+from halfstep.step.tabulated import Values
 from halfstep.step.world import is_loss
 
 Weight = Tensor | float | int
@@ -50,8 +49,6 @@ OnGradients = Callable[[nn.Module], None]
 
 
 class Step:
-    """Compute, judge and commit one optimizer step."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -414,7 +411,6 @@ class Step:
         return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a stored state back, or refuse it and change nothing."""
         refuse_unfit(self, state)
         load_into(self, state)
 

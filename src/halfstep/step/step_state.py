@@ -38,7 +38,6 @@ def state_of(step: Step) -> dict[str, Any]:
 
 
 def load_into(step: Step, state: Mapping[str, Any]) -> None:
-    """Put everything in place; `refuse_unfit` has found that it fits."""
     step.attempted = int(state["attempted"])
     step.generation += 1
     step.committed.fill_(int(state["committed"]))

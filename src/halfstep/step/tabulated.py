@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ class Tabulated:
             raise self.end
 
     def at(self, committed: Tensor) -> Tensor:
-        """The column of the step after `committed` steps."""
         return self.table.index_select(1, committed.view(1)).view(-1)
 
     def ended(self, step: int, error: Exception) -> ConfigError:
@@ -76,3 +75,66 @@ def finite(value: Any) -> float:
     if isinstance(value, complex) or not math.isfinite(value):
         raise NotFinite(f"it gives {value}")
     return float(value)
+
+
+# --- values that change with the steps ---
+# A temperature, a weight in the loss: tensors that forward and loss read. They are refreshed at the start of each step
+# from the number of committed steps, inside the captured graph too, so that nothing is frozen by compiling or
+# capturing, and a resumed run goes on with them.
+
+
+class Value(Protocol):
+    """workloads.scheduled.Scheduled: a function of the step, and where its value of now is read."""
+
+    value: Tensor
+
+    def __call__(self, step: int) -> float: ...
+
+
+class Counts(Protocol):
+    attempted: int
+    committed: Tensor
+
+
+class Values(Tabulated):
+    def __init__(self, values: Mapping[str, Value], device: torch.device) -> None:
+        """Places them; step 0 must have a value."""
+        self.names = list(values)
+        super().__init__(list(values.values()), device)
+        self.now = [torch.zeros((), device=device) for _ in values]
+        for value, now in zip(values.values(), self.now, strict=True):
+            value.value = now
+        self.counts: Counts | None = None
+        self._write(torch.zeros((), dtype=torch.int64, device=device))
+
+    def follow(self, counts: Counts) -> None:
+        """Whose committed steps they go by: those of the step, or of the iteration around several."""
+        self.counts = counts
+
+    def look_ahead(self) -> None:
+        if self.counts is not None:
+            self.cover(self.counts.attempted, self.counts.committed)
+
+    def refresh(self) -> None:
+        """Those of the step to come; also before validation and samples, which see what training saw last."""
+        if self.counts is not None:
+            self.look_ahead()
+            self._write(self.counts.committed)
+
+    @torch.no_grad()
+    def _write(self, committed: Tensor) -> None:
+        if self.now:
+            torch._foreach_copy_(self.now, list(self.at(committed).unbind()))
+
+    def ended(self, step: int, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"one of the values {', '.join(self.names)} has none for step {step}",
+            why=f"{type(error).__name__}: {error}",
+            fix="let each be a finite number for every step of the training, as in max(0, 1 - step / total)",
+        )
+
+
+def set_to_(values: Mapping[str, Value], step: int, device: torch.device) -> None:
+    """Outside of training: the values that a model of so many committed steps was trained with last."""
+    for value in values.values():
+        value.value = torch.tensor(value(step), dtype=torch.float32, device=device)

@@ -40,7 +40,6 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """The tree that was packed."""
     if isinstance(packed, list):
         return [unpack(value, tensors) for value in packed]
     if not isinstance(packed, dict):

@@ -52,13 +52,10 @@ class Share:
         return num // self.size + (rank < num % self.size)
 
     def place(self, num: int) -> int:
-        """Where this rank's samples begin in a global batch."""
         return self.rank * (num // self.size) + min(self.rank, num % self.size)
 
 
 class World(Share):
-    """The processes of a run, this one among them, and how they talk."""
-
     def __init__(self, *, limit_s: float = LIMIT_S) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size())
         self.limit_s = limit_s
@@ -77,7 +74,6 @@ class World(Share):
     # --- talking, host to host ---
 
     def gathered(self, own: Made) -> list[Made]:
-        """What every rank has, by rank."""
         found: list[Any] = [None] * self.size
         with self.listening():
             dist.all_gather_object(found, own)
@@ -115,7 +111,6 @@ class World(Share):
         return found
 
     def share_(self, tensors: Sequence[Tensor]) -> None:
-        """The first rank's values, in place."""
         with self.listening(), torch.no_grad():
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
@@ -244,7 +239,6 @@ class World(Share):
     # --- notices of other ranks ---
 
     def post(self, text: str) -> None:
-        """One line for the first rank's screen."""
         number = self._store.add("posts", 1)
         self._store.set(f"post/{number}", f"{self.rank} {text}")
 

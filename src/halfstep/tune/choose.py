@@ -13,19 +13,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.config.schema import RunConfig
+from halfstep.config.schema import PrecisionConfig, RunConfig
+from halfstep.disk import cache_directory
 from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
+from halfstep.hardware.facts import Hardware
+from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once
 from halfstep.measure.clock import Stopwatch
-from halfstep.precision.fp8_pays import after_whole_steps, without_fp8
+from halfstep.precision.fp8_pays import after_whole_steps, measured_gains, without_fp8
+from halfstep.precision.ladder import lacks
 from halfstep.precision.plan import Plan
-from halfstep.tune.memory_levers import by_predicted_peak, levers_of
-from halfstep.tune.memory_low import CannotRun, Cost, MemoryChoice, MemorySetting, choose_memory
+from halfstep.tune.memory_low import (
+    CannotRun,
+    Cost,
+    MemoryChoice,
+    MemorySetting,
+    by_predicted_peak,
+    choose_memory,
+    levers_of,
+)
 from halfstep.tune.mode_cache import CachedMode
 from halfstep.tune.mode_search import FoundMode, ModeSearch
 from halfstep.tune.modes import NEEDS_CUDA, asked_mode
 from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime, total_steps_of
-from halfstep.tune.trials import Rehearse, cost_in
+from halfstep.tune.trials import Rehearse, cost_in, first_batch
 from halfstep.workloads.workload import Workload
 
 FEWEST_STEPS = 300
@@ -79,8 +90,6 @@ def untuned(plan: Plan, *, keeps_memory: bool) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """One run that is about to be tuned, and what it takes to try it."""
-
     config: RunConfig
     workload: Workload
     say: Say
@@ -199,10 +208,34 @@ def _why_unmeasured(config: RunConfig, plan: Plan) -> str:
 
 
 def expected_steps(config: RunConfig, workload: Workload) -> int:
-    """Steps to the end of the run, before it has a loader."""
     return total_steps_of(config, math.ceil(len(workload.train_samples) / config.train.batch_size))
 
 
 def _memory_trials_s(run_s: float) -> float:
     """Until when a new setting may be begun, in a run that will take so long."""
     return min(MEMORY_TRIALS_S, max(SHARE * run_s, min(MEMORY_TRIALS_AT_LEAST_S, run_s)))
+
+
+# --- what fp8 gains in the layers of a run ---
+
+
+def fp8_gains(
+    config: RunConfig,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    measure: Callable[..., dict[LayerShape, Fp8Gain]] = gains_once,
+) -> dict[str, Fp8Gain]:
+    """Gain by module name, for `decide(..., fp8_gains=...)`; empty where nothing is to be measured."""
+    if not _is_to_measure(config.precision) or not hardware.device or lacks("fp8", hardware):
+        return {}
+    batch = workload.prepared(first_batch(config, workload), key=(), training=False)
+    directory = cache_directory()
+    return measured_gains(
+        workload.model, lambda: workload.forward(workload.model, batch), hardware, directory, measure=measure
+    )
+
+
+def _is_to_measure(wish: PrecisionConfig) -> bool:
+    asked = "fp8" in (wish.default, *wish.modules.values())
+    return asked and not wish.simulate and not wish.force

@@ -55,7 +55,6 @@ def memory_error(
     num_ranks: int = 1,
     planned: Iterable[str] = (),
 ) -> MemoryLimitError:
-    """What happened, the memory picture, and the ways out with the exact words to type."""
     size, accumulate = config.train.batch_size, config.train.accumulate * pieces
     smaller = max(size // (2 * pieces), num_ranks)
     ways = list(planned)
@@ -100,7 +99,6 @@ def first_line(error: BaseException) -> str:
 
 
 def announce(pieces: int, config: RunConfig, model: Any) -> str:
-    """What auto_batch did, and what it changes."""
     micro = -(-config.train.batch_size // pieces)
     has_batch_norm = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
     note = "; BatchNorm now sees smaller batches" if has_batch_norm else ""

@@ -20,11 +20,10 @@ from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.disk import cache_directory
 from halfstep.hardware.cache import read_json, write_json
-from halfstep.precision.gain import Gain
 from halfstep.precision.plan import Plan, with_current_names
-from halfstep.tune.cudnn_trials import CUDNN_TRIALS_S
+from halfstep.precision.row import Gain
 from halfstep.tune.mode_search import FoundMode
-from halfstep.tune.modes import COMPILE_S, KERNEL_TUNING_S, WARM_START_S, compiled_code
+from halfstep.tune.modes import COMPILE_S, CUDNN_TRIALS_S, KERNEL_TUNING_S, WARM_START_S, compiled_code
 from halfstep.workloads.workload import Workload
 
 MUCH_LONGER = 2.0
@@ -32,8 +31,6 @@ MUCH_LONGER = 2.0
 
 
 class CachedMode:
-    """A decision on disk, under everything it depends on."""
-
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan) -> None:
         rows = (*plan.rows, *plan.frozen)
         identity = (

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.config.schema import RunConfig
-from halfstep.precision.gain import Gain
 from halfstep.precision.plan import Plan
-from halfstep.tune.cudnn_trials import CUDNN_TRIALS_S, has_convolutions
+from halfstep.precision.row import Gain
 from halfstep.tune.layout import convolves_images, wants_channels_last
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
-from halfstep.tune.modes import COMPILE_S, KERNEL_TUNING_S, Mode
+from halfstep.tune.modes import COMPILE_S, CUDNN_TRIALS_S, KERNEL_TUNING_S, Mode, has_convolutions
 from halfstep.tune.trial_time import TrialTime
 from halfstep.tune.trials import Rehearse, Trial
 from halfstep.workloads.workload import Workload
@@ -34,8 +33,6 @@ WORTH_SEARCHING = 1.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundMode:
-    """What trials decided."""
-
     fields: dict[str, Any]
     """Of the plan."""
     eager_ms: float | None
@@ -49,8 +46,6 @@ class FoundMode:
 
 
 class ModeSearch:
-    """One search, from the eager step on."""
-
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan, time: TrialTime, rehearse: Rehearse) -> None:
         self.config, self.workload, self.plan, self.time, self.rehearse = config, workload, plan, time, rehearse
         self.fields: dict[str, Any] = {
@@ -68,7 +63,6 @@ class ModeSearch:
         self.too_short_for: list[str] = []
 
     def found(self) -> FoundMode:
-        """Try everything there is time for."""
         eager = self._eager()
         with self._trial() as trial:
             best = self._compiled(trial, eager)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from halfstep.config.schema import RunConfig
 from halfstep.disk import cache_directory, variable
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
-from halfstep.tune.memory_levers import activation_budget as budget
+from halfstep.tune.memory_low import activation_budget as budget
 from halfstep.tune.repeated import Blocks, by_blocks
 from halfstep.workloads.workload import Workload
 
@@ -108,5 +110,25 @@ def keep_compiled_code() -> None:
 
 
 def compiled_code() -> Path:
-    """The folder of the compiler's cache."""
     return Path(variable("TORCHINDUCTOR_CACHE_DIR") or cache_directory() / "inductor")
+
+
+# --- cudnn.benchmark ---
+
+CUDNN_TRIALS_S = 20.0
+"""What they add to a start: tens of seconds were seen for U-Net (docs/log.md). Nothing of it is kept on disk."""
+
+
+@contextmanager
+def cudnn_trials(wanted: bool) -> Iterator[None]:
+    """Algorithms are timed inside, or not; the process's own switch comes back afterwards."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    return any(isinstance(module, _ConvNd) for module in model.modules())

@@ -34,8 +34,6 @@ HALF_COPY_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Memory and arithmetic of one training step."""
-
     num_parameters: int
     fixed_bytes: int
     sample_bytes: int
@@ -53,8 +51,6 @@ class StepCost:
 
 
 class NoSamples:
-    """A data set that nobody reads."""
-
     def __len__(self) -> int:
         return SAMPLES
 

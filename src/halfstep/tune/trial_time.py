@@ -26,8 +26,6 @@ CANDIDATES = 4
 
 
 class TrialTime:
-    """How much of the time for trials is left."""
-
     def __init__(
         self, num_steps: float = math.inf, *, most_s: float = math.inf, clock: Clock = time.perf_counter
     ) -> None:
@@ -68,7 +66,6 @@ class TrialTime:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """A candidate's first step."""
         start = Stopwatch(clock=self.clock)
         try:
             yield

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from halfstep.config.schema import RunConfig
+from halfstep.data.loader import Loader
+from halfstep.errors import MemoryLimitError
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.measure.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
@@ -61,8 +63,6 @@ class Steps(Protocol):
 
 
 class Rehearsed(Protocol):
-    """A run that is put together and not begun."""
-
     config: RunConfig
     plan: Plan
     device: torch.device
@@ -72,8 +72,6 @@ class Rehearsed(Protocol):
 
 
 class Capturable(Protocol):
-    """A guarded step, or those of several phases."""
-
     def why_never_captured(self) -> str: ...
 
 
@@ -96,8 +94,6 @@ def _cost_in(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehe
 
 
 class Trial:
-    """Steps on one window of real data, over and over."""
-
     def __init__(self, parts: Rehearsed, engine: Callable[[Any, Mode, Notice], Steps], batch: Batch) -> None:
         self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
@@ -165,3 +161,36 @@ class Trial:
     def _finish(self) -> None:
         if self.parts.device.type == "cuda":
             torch.cuda.synchronize(self.parts.device)
+
+
+def first_batch(config: RunConfig, workload: Workload) -> Batch:
+    """As it is loaded, on the host."""
+    train = config.train
+    loader = Loader(workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)
+    try:
+        return next(loader.epoch(0))
+    finally:
+        loader.close()
+
+
+# --- train.auto_batch of several processes ---
+
+
+def fitting_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
+    """How many micro-batches a batch must be cut into; 1 where it fits as it is."""
+    size, pieces = config.train.batch_size, 1
+    while True:
+        part = config.train.model_copy(update={"batch_size": -(-size // pieces)})
+        try:
+            cost_in(plan.mode or "eager", config.model_copy(update={"train": part}), workload, plan, rehearse)
+        except DoesNotFit as error:
+            problem = str(error)
+        else:
+            return pieces
+        if pieces >= size:
+            raise MemoryLimitError(
+                f"a step with one sample does not fit: {problem}",
+                why="train.auto_batch has tried micro-batches down to that",
+                fix="train.memory=low, --precision bf16, a smaller model, or a smaller data.image_size",
+            )
+        pieces *= 2

@@ -14,7 +14,7 @@ from typing import Any
 from halfstep.config.load import Loaded
 from halfstep.errors import TrainingStopped
 from halfstep.report.metrics_file import read
-from halfstep.run.summary import read_summary
+from halfstep.run.ending import read_summary
 from halfstep.run.train import train
 from halfstep.workloads import load
 

@@ -20,9 +20,9 @@ from halfstep.precision.plan import Plan
 from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
+from halfstep.run.folder import with_absolute_paths, with_data_found
 from halfstep.run.frozen import naming_lost_files
-from halfstep.run.hints import hint_about
-from halfstep.run.places import with_absolute_paths, with_data_found
+from halfstep.run.journal import hint_about
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating, validate
 from halfstep.step.randomness import algorithms

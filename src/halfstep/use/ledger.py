@@ -14,11 +14,10 @@ from halfstep.evidence.ledger import Ledger
 from halfstep.evidence.trace import Event
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
-from halfstep.run.captured import Recording
+from halfstep.run.folder import with_data_found
 from halfstep.run.frozen import identified
-from halfstep.run.ledger import AnyEngine, ledgers_of
+from halfstep.run.ledger import AnyEngine, Recording, ledgers_of
 from halfstep.run.phased_engine import engine_for
-from halfstep.run.places import with_data_found
 from halfstep.run.plan import data_at_hand
 from halfstep.step.randomness import algorithms
 from halfstep.tune.modes import Batch, Level

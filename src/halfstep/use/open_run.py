@@ -25,7 +25,7 @@ from halfstep.run.folder import RunFolder
 from halfstep.run.frozen import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
-from halfstep.step.values import Value, set_to_
+from halfstep.step.tabulated import Value, set_to_
 from halfstep.workloads import load as load_config
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.using import Trained

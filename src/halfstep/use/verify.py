@@ -18,9 +18,9 @@ from halfstep.evidence.proofs import (
 from halfstep.measure.memory import format_bytes
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
-from halfstep.run.busy import SHORTEST_S, Times, busy_line
 from halfstep.run.engine import prepared_window
 from halfstep.run.ledger import AnyEngine, engines_of, ledgers_of, loss_alone
+from halfstep.run.pace import SHORTEST_S, Waiting, busy_line
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.memory_limit import split_window
 from halfstep.tune.modes import Batch
@@ -114,12 +114,8 @@ def _gpu(record: RunRecord) -> Line:
         return Line(name="GPU use", holds=None, text="no NVML record: not on an NVIDIA GPU, or too short")
     if elapsed_s < SHORTEST_S:
         return Line(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
-    times = Times(
-        elapsed_s=elapsed_s,
-        trained_s=float(record.summary.get("trained_s", elapsed_s)),
-        waited_s=float(record.summary.get("waited_s", 0.0)),
-    )
-    line = busy_line(sum(busy) / len(busy), times)
+    trained_s, waited_s = (float(record.summary.get(*key)) for key in (("trained_s", elapsed_s), ("waited_s", 0.0)))
+    line = busy_line(sum(busy) / len(busy), Waiting(trained_s=trained_s, waited_s=waited_s), elapsed_s)
     return Line(name="GPU use", holds="under" not in line, text=line)
 
 

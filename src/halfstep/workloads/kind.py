@@ -32,8 +32,6 @@ BUILD = "build(config, store) -> halfstep.workloads.workload.Workload"
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What throughput is counted in."""
-
     name: str = "sample"
     per_sample: int = 1
     flops_per_sample: float = 0.0
@@ -46,8 +44,6 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A family, or a workload of the user's own."""
-
     builder: Part
     """(config, store) -> Workload; `store` of an earlier run fixes what was found in the data."""
     config: type[RunConfig] = RunConfig

@@ -123,7 +123,6 @@ class Workload:
         object.__setattr__(self, "about", tuple((name, printable(value)) for name, value in self.about))
 
     def modules(self) -> tuple[nn.Module, ...]:
-        """The model and its frozen parts."""
         return (self.model, *(part.module for part in self.frozen.values()))
 
     def prepared(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:

@@ -63,8 +63,6 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
 
 
 def loss_of(config: ClassifierConfig) -> Loss:
-    """Cross-entropy with smoothed labels, by images."""
-
     def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
         return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
 
@@ -120,7 +118,6 @@ def model_from_store(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.M
 
 
 def start_from_(model: nn.Module, path: str, *, replace_head: bool) -> None:
-    """The weights of a file into a new model."""
     weights, _ = read_weights(Path(path))
     if isinstance(model, Classifier):
         load_classifier_(model, weights, source=path, replace_head=replace_head)

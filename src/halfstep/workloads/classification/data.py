@@ -58,7 +58,6 @@ STORED = (
 
 
 def has_stored_images(root: Path) -> bool:
-    """Whether a data folder is one of those."""
     return any(kind.folder(root) is not None for kind in STORED)
 
 
@@ -92,7 +91,6 @@ def open_image_data(
 
 
 def evaluation_size(config: ImageDataConfig) -> int:
-    """The side of a validation image."""
     return config.eval_size or config.image_size
 
 

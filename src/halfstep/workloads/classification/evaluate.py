@@ -20,8 +20,6 @@ SHOWN_MISTAKES = 24
 
 
 class ClassificationEvaluation:
-    """Counts every class and keeps every mistake."""
-
     ranking = "accuracy"
     scored_at = ""
 

@@ -15,8 +15,6 @@ from halfstep.workloads.classification.scores import ClassificationMetrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mistake:
-    """One wrong answer."""
-
     index: int
     label: int
     predicted: int
@@ -32,7 +30,6 @@ class ClassificationDetails(ClassificationMetrics):
         self._answers: list[Tensor] = []
 
     def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch of logits; no host wait."""
         super().update(outputs, batch)
         predicted = outputs.argmax(dim=1)
         confidence = probabilities(outputs).gather(1, predicted.unsqueeze(1)).squeeze(1)
@@ -52,6 +49,5 @@ class ClassificationDetails(ClassificationMetrics):
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Softmax in fp32."""
     with fp32_island():
         return to_fp32(logits).softmax(dim=1)

@@ -25,8 +25,6 @@ from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 
 
 class ClassPredictor:
-    """The top classes of every file."""
-
     endings = PICTURES
 
     def __init__(self, config: ClassifierConfig, store: Store) -> None:

@@ -38,7 +38,6 @@ class Mixing:
 
     @property
     def is_on(self) -> bool:
-        """Whether any batch can be mixed."""
         return self.chance > 0 and (self.mixup > 0 or self.cutmix > 0)
 
 
@@ -114,7 +113,6 @@ class ClassificationMetrics:
         self._state = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
 
     def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch of logits; no host wait."""
         label, rank = batch["label"], ranks(outputs, batch["label"])
         if self._state["counts"].device != label.device:
             self._state = {name: sent(count, label.device) for name, count in self._state.items()}

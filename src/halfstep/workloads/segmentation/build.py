@@ -99,7 +99,6 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
 
 
 def loss_of(config: UNetConfig) -> Loss:
-    """Cross-entropy and Dice as the config weighs them, by images."""
     wish = config.model
 
     def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
@@ -121,7 +120,6 @@ def unit_range(pixels: Tensor) -> Tensor:
 
 
 def table_of_store(store: Mapping[str, Any]) -> MaskTable:
-    """Which mask value is which class."""
     return table_from(store["mask_values"], ignored=store["ignored_value"])
 
 

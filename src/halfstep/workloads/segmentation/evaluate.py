@@ -29,8 +29,6 @@ SHOWN_EACH = 3
 
 
 class SegmentationEvaluation:
-    """Counts every class and every image."""
-
     ranking = "IoU"
 
     def __init__(self, workload: Workload) -> None:
@@ -101,7 +99,6 @@ class SegmentationEvaluation:
         )
 
     def draw(self, folder: Path, look: Look) -> list[Path]:
-        """The contact sheet."""
         rows = [self._row(kind, index, score, look) for kind, index, score in _chosen(self.metrics.per_image())]
         path = folder / "contact_sheet.png"
         names = [f"{number}: {value}" for number, value in enumerate(self.values)]
@@ -124,8 +121,6 @@ class SegmentationEvaluation:
 
 
 class FullSize:
-    """Validation pairs at the size of their files."""
-
     def __init__(self, samples: SegmentationData, images: WholeImages, bar: Bar) -> None:
         self._samples, self._images, self._bar = samples, images, bar
 

@@ -37,14 +37,11 @@ class ClassPixels:
 
 
 class SegmentationDetails(SegmentationMetrics):
-    """The metrics of validation, and the IoU of every single image."""
-
     def __init__(self, num_classes: int, background: int | None = 0) -> None:
         super().__init__(num_classes, background)
         self._scored: list[Tensor] = []
 
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch; no host wait."""
         self._add(pixel_counts(predicted_classes(logits), batch["mask"], self.num_classes), batch["index"])
 
     def count(self, classes: Tensor, truth: Tensor, index: int) -> None:

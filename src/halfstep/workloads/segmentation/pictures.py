@@ -36,8 +36,6 @@ LEGEND_COLUMNS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SheetRow:
-    """One line of the contact sheet; pictures of one size."""
-
     name: str
     image: Array
     """(H, W, 1 or 3), uint8, or floats in 0..1."""

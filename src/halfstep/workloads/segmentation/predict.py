@@ -23,8 +23,6 @@ from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 
 
 class MaskPredictor:
-    """One mask and one overlay a file."""
-
     endings = READABLE
 
     def __init__(self, config: UNetConfig, store: Store) -> None:
@@ -32,7 +30,6 @@ class MaskPredictor:
         self.model = model_from_store(config, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """Each file's mask, written as it is found."""
         assert wishes.out is not None
         images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=wishes.options["tile"])
         for item in inputs:

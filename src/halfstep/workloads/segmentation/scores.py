@@ -102,7 +102,6 @@ class SegmentationMetrics:
         self._counts: Tensor | None = None
 
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch; no host wait."""
         self.add(pixel_counts(predicted_classes(logits), batch["mask"], self.num_classes).sum(1))
 
     def add(self, counts: Tensor) -> None:
@@ -131,7 +130,6 @@ class SegmentationMetrics:
         return {} if self._counts is None else {"counts": self._counts}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on counting from there."""
         self._counts = state.get("counts")
 
 

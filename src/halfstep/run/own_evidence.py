@@ -1,4 +1,4 @@
-"""Capsules of loops of one's own: `hs.Step(capsules=DIR)` keeps the step of a fault, `hs.replay` finds its cause."""
+"""Evidence of loops of one's own: `hs.Step(capsules=DIR)`, `hs.replay` and `hs.ledger`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from halfstep.data.prefetch import RecentWindows
-from halfstep.errors import CheckpointError, HardwareError
+from halfstep.errors import CheckpointError, ConfigError, HardwareError
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
+from halfstep.evidence.ledger import Ledger, Weights, ledger_of
+from halfstep.evidence.observer import Observer
 from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
+from halfstep.evidence.side import seen_by
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.run.user_line import warn_user
+from halfstep.run.own_warnings import warn_user
 from halfstep.step.facts import restore_rng, rng_state
 from halfstep.step.guard import LAG, Guard
 from halfstep.step.step import Step
 
 
 class OwnCapsules:
-    """Keeps the last windows, and the step of a fault."""
-
     def __init__(self, folder: str | os.PathLike[str], step: Step, guard: Guard, *, spikes: bool) -> None:
         self.recent = RecentWindows(LAG + 1)
         context = CapsuleContext(
@@ -110,3 +112,49 @@ def _other_plan(own: Plan, model: nn.Module, precision: str, modules: Mapping[st
 
 def _parts(plan: Plan) -> dict[str, str]:
     return {row.module: row.precision for row in plan.rows if row.kind == "module"}
+
+
+# --- hs.ledger ---
+
+NOT_COMPILED = (
+    "the model is compiled: inside the ledger its steps ran uncompiled, so this is what its code asks for, "
+    "not what the compiler made of it"
+)
+
+
+class SeenSteps:
+    """The ledger of the steps made so far inside `with hs.ledger(step) as seen`; print it."""
+
+    def __init__(self, step: Step, observer: Observer) -> None:
+        self._step, self._observer = step, observer
+
+    @property
+    def ledger(self) -> Ledger:
+        if not self._observer.seen.calls and not self._observer.seen.casts:
+            raise ConfigError(
+                "the ledger has seen no step", fix="call step(loss_fn, window) inside `with hs.ledger(step) as seen`"
+            )
+        model = self._step.model
+        is_compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
+        weights = Weights.of(model, self._step.optimizers)
+        notes = [NOT_COMPILED] if is_compiled else []
+        return ledger_of(self._step.plan, self._observer, model, weights, notes=notes, step=self._step.attempted)
+
+    def __str__(self) -> str:
+        return str(self.ledger)
+
+
+@contextmanager
+def ledger(step: object) -> Iterator[SeenSteps]:
+    """Watch the steps made inside, forward and backward; they compute the same to the bit.
+
+    with hs.ledger(step) as seen:
+        step(loss_fn, window)
+    print(seen)
+    """
+    guarded = getattr(step, "_step", step)
+    if not isinstance(guarded, Step):
+        raise ConfigError(f"hs.ledger takes an hs.Step, not {type(step).__name__}", fix="with hs.ledger(step) as seen:")
+    observer = Observer(guarded.model)
+    with seen_by(guarded, observer.watching):
+        yield SeenSteps(guarded, observer)
