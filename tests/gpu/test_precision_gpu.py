@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from capture import captured
 from halfstep.hardware.probe import probe
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.precision.backend import effective_leaves, read_flags, strict_fp32, tf32
+from halfstep.precision.backend import effective_leaves, fp32_mode, read_flags
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.precision.rounding import round_to
@@ -108,9 +108,9 @@ def relative_error(pair: tuple[Tensor, Tensor]) -> float:
 def test_flags_do_on_the_chip_what_they_say(name: str) -> None:
     product = products()[name]
     before = read_flags()
-    with strict_fp32():
+    with fp32_mode("ieee"):
         strict = relative_error(product())
-    with tf32():
+    with fp32_mode("tf32"):
         loose = relative_error(product())
     # fp32 rounds at 2^-24, tf32 operands at 2^-11; sums of random signs keep the relative error near that.
     assert strict < 2e-6 < 1e-4 < loose < 2e-3
@@ -120,7 +120,7 @@ def test_flags_do_on_the_chip_what_they_say(name: str) -> None:
 @needs_bf16
 def test_tf32_of_the_chip_is_within_one_spacing_of_round_to() -> None:
     x = torch.randn(256, 256, device="cuda")
-    with tf32():
+    with fp32_mode("tf32"):
         chip = x @ torch.eye(256, device="cuda")
     ours = round_to(x, "tf32")
     spacing = 2.0**-10 * 2.0 ** ours.abs().log2().floor()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.precision.backend import LEAVES, effective_leaves, read_flags, strict_fp32, tf32, write_flags
+from halfstep.precision.backend import LEAVES, Fp32Mode, effective_leaves, fp32_mode, read_flags, write_flags
 
 set_leaf = torch._C._set_fp32_precision_setter
 get_leaf = torch._C._get_fp32_precision_getter
@@ -28,15 +28,15 @@ def test_the_leaves_are_matmul_convolution_and_rnn_of_both_backends() -> None:
     assert set(LEAVES) == {(b, op) for b in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")}
 
 
-@pytest.mark.parametrize(("context", "value"), [(strict_fp32, "ieee"), (tf32, "tf32")])
-def test_every_leaf_is_set_inside(context: type, value: str) -> None:
-    with context():
-        assert set(effective_leaves().values()) == {value}
+@pytest.mark.parametrize("mode", ["ieee", "tf32"])
+def test_every_leaf_is_set_inside(mode: Fp32Mode) -> None:
+    with fp32_mode(mode):
+        assert set(effective_leaves().values()) == {mode}
 
 
-@pytest.mark.parametrize(("context", "is_tf32"), [(strict_fp32, False), (tf32, True)])
-def test_the_old_switches_can_be_read_and_agree(context: type, is_tf32: bool) -> None:
-    with context():
+@pytest.mark.parametrize(("mode", "is_tf32"), [("ieee", False), ("tf32", True)])
+def test_the_old_switches_can_be_read_and_agree(mode: Fp32Mode, is_tf32: bool) -> None:
+    with fp32_mode(mode):
         assert torch.backends.cuda.matmul.allow_tf32 is is_tf32
         assert torch.backends.cudnn.allow_tf32 is is_tf32
         assert torch.get_float32_matmul_precision() == ("high" if is_tf32 else "highest")
@@ -57,7 +57,7 @@ def test_everything_is_put_back_exactly(state: str) -> None:
     for backend, op, value in start_states()[state]:
         set_leaf(backend, op, value)
     raw, effective, parents = read_flags(), effective_leaves(), [get_leaf(*parent) for parent in PARENTS]
-    with strict_fp32(), tf32(), strict_fp32():
+    with fp32_mode("ieee"), fp32_mode("tf32"), fp32_mode("ieee"):
         pass
     assert (read_flags(), effective_leaves(), [get_leaf(*parent) for parent in PARENTS]) == (raw, effective, parents)
 
@@ -67,7 +67,7 @@ def test_everything_is_put_back_exactly(state: str) -> None:
 def test_old_switches_are_put_back(precision: str, cudnn: bool) -> None:
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = cudnn
-    with tf32():
+    with fp32_mode("tf32"):
         pass
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.cudnn.allow_tf32 is cudnn
@@ -75,7 +75,7 @@ def test_old_switches_are_put_back(precision: str, cudnn: bool) -> None:
 
 def test_a_leaf_that_followed_its_parent_still_does() -> None:
     set_leaf("cuda", "conv", "none")
-    with strict_fp32():
+    with fp32_mode("ieee"):
         pass
     set_leaf("cuda", "all", "tf32")
     assert get_leaf("cuda", "conv") == "tf32"
@@ -83,6 +83,6 @@ def test_a_leaf_that_followed_its_parent_still_does() -> None:
 
 def test_flags_are_put_back_after_an_exception() -> None:
     before = read_flags()
-    with pytest.raises(ZeroDivisionError), tf32():
+    with pytest.raises(ZeroDivisionError), fp32_mode("tf32"):
         _ = 1 / 0
     assert read_flags() == before

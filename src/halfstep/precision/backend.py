@@ -59,16 +59,6 @@ def fp32_mode(mode: Fp32Mode) -> Iterator[None]:
         write_flags(before)
 
 
-def strict_fp32() -> contextlib.AbstractContextManager[None]:
-    """True fp32 everywhere: no TF32 in matmul, convolution or RNN, on any backend."""
-    return fp32_mode("ieee")
-
-
-def tf32() -> contextlib.AbstractContextManager[None]:
-    """TF32 in every matmul, convolution and RNN that can."""
-    return fp32_mode("tf32")
-
-
 def effective_leaves() -> dict[tuple[str, str], str]:
     """What each operation computes in right now, inherited values included."""
     return {leaf: _read(*leaf) for leaf in LEAVES}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from halfstep.config.aliases import precision_name
 from halfstep.errors import PrecisionError
@@ -15,26 +15,12 @@ from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, Row
 if TYPE_CHECKING:
     import torch
 
+    from halfstep.config.schema import PrecisionConfig
     from halfstep.hardware.fp8_layers import Fp8Gain
 
 
-class PrecisionRequest(Protocol):
-    """What the config says of precision (`config.schema.PrecisionConfig`)."""
-
-    @property
-    def default(self) -> str: ...
-    @property
-    def modules(self) -> Mapping[str, str]: ...
-    @property
-    def strict(self) -> bool: ...
-    @property
-    def simulate(self) -> bool: ...
-    @property
-    def force(self) -> bool: ...
-
-
 def decide(
-    request: str | PrecisionRequest,
+    request: str | PrecisionConfig,
     hardware: Hardware,
     model: torch.nn.Module | None = None,
     *,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -23,13 +23,12 @@ from halfstep.run.ledger import RunLedger
 from halfstep.run.pace import Waiting
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.planned_batch import ways_out_of
-from halfstep.run.ranked import seed_of
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import averaged, sample, validate
 from halfstep.step.facts import Facts, PhasedFacts, Reading
 from halfstep.step.guard import Action, Verdict
-from halfstep.step.randomness import generator_states, restore_generators, seed_everything
+from halfstep.step.randomness import restore_generators
 from halfstep.tune.memory_limit import OutOfMemory, explaining_out_of_memory
 
 Looked = TypeVar("Looked")
@@ -44,7 +43,10 @@ class Loop:
         self.parts, self.checkpoints, self.journal, self.interrupts = parts, checkpoints, journal, interrupts
         self.position = Position()
         self.train_metrics = parts.workload.metrics()
-        self.engine = engine_for(parts, parts.mode or "eager", journal.notice, self._count, journal.compiling)
+        self.engine = engine_for(
+            parts, parts.mode or "eager", journal.notice, lambda *found: self.train_metrics.update(*found),
+            journal.compiling,
+        )  # fmt: skip
         journal.train_metric = self._trained
         self.ledger: RunLedger | None = None
         if parts.config.log.ledger or parts.config.log.ledger_every:
@@ -69,17 +71,14 @@ class Loop:
             journal.notice(f"train.sample_every does nothing: {parts.workload.name} has no sample()", "warning")
 
     @property
-    def is_done(self) -> bool:
-        limit = self.parts.config.train.max_steps
-        return bool(limit) and self.parts.step.attempted >= limit
-
-    @property
     def is_over(self) -> bool:
-        return self.is_done or self.parts.stopping.should_stop
+        limit = self.parts.config.train.max_steps
+        return 0 < limit <= self.parts.step.attempted or self.parts.stopping.should_stop
 
     def run(self) -> None:
         epochs = self.parts.config.train.epochs
-        self._keep_a_way_back()
+        if self.parts.snapshots is not None and not self.parts.snapshots.states:
+            self.parts.snapshots.take(self.parts.model, self.parts.step)
         while self.position.epoch < epochs and not self.is_over:
             num_ranks = 1 if self.parts.world is None else self.parts.world.size
             with explaining_out_of_memory(
@@ -108,10 +107,6 @@ class Loop:
         """Whether the run was asked to end; of several processes all find it so at the same step."""
         return bool(self.interrupts) if self.parts.world is None else self._is_asked
 
-    def _pass_on(self, attempted: int) -> None:
-        if attempted % self.journal.report_every == 0:
-            self.hear_others()
-
     def hear_others(self) -> None:
         """Their warnings, on the one screen there is."""
         world = self.parts.world
@@ -125,9 +120,6 @@ class Loop:
         own = self.train_metrics.state_dict()
         return own if self.parts.world is None else self.parts.world.summed(own, self.parts.device)
 
-    def _count(self, outputs: Any, batch: dict[str, Tensor]) -> None:
-        self.train_metrics.update(outputs, batch)
-
     # --- one epoch ---
 
     def _train_epoch(self) -> None:
@@ -135,19 +127,16 @@ class Loop:
         feed = prefetch(parts.train_loader.epoch(self.position.epoch, self.position.batch), parts.device)
         windows = parts.step.windows(feed)
         self._pause()  # what was due when the run was stopped
-        while not self.is_over and (left := self._num_windows_left()):
-            self._train_until_pause(windows, feed, left)
+        while not self.is_over and (left := len(parts.train_loader) - self.position.batch) > 0:
+            self._train_until_pause(windows, feed, -(-left // parts.step.accumulate))
             self._pause()
 
-    def _num_windows_left(self) -> int:
-        return -(-(len(self.parts.train_loader) - self.position.batch) // self.parts.step.accumulate)
-
-    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher, left: int) -> None:
+    def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher, num_windows: int) -> None:
         """The windows of an epoch, up to the next look at the model."""
         parts = self.parts
         self.throughput.restart()
         clock, waited_s = Stopwatch(), feed.waited_s
-        with self.journal.training(self.position.epoch, left):
+        with self.journal.training(self.position.epoch, num_windows):
             for window in windows:
                 facts = self._one_step(window)
                 samples = sum(parts.train_loader.sizes(self.position.batch, len(window)))
@@ -155,7 +144,7 @@ class Loop:
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
                 self._after_step(samples, Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s))
-                if self.is_over or self._is_pause_due():
+                if self.is_over or self._samples_are_due() or self._validation_is_due():
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
 
@@ -204,7 +193,8 @@ class Loop:
         self.num_samples += samples
         self.throughput.add(samples)
         self.journal.stepped(attempted, self.throughput.per_s(), waiting)
-        self._pass_on(attempted)
+        if attempted % self.journal.report_every == 0:
+            self.hear_others()
         if parts.snapshots is not None and parts.snapshots.due(attempted):
             parts.guard.let_go()
             parts.snapshots.take(parts.model, parts.step)
@@ -229,10 +219,6 @@ class Loop:
                 why=f"the weights are as they were before those steps, saved in {path}",
                 fix=verdict.fix,
             )
-
-    def _keep_a_way_back(self) -> None:
-        if self.parts.snapshots is not None and not self.parts.snapshots.states:
-            self.parts.snapshots.take(self.parts.model, self.parts.step)
 
     def _roll_back(self, verdict: Verdict) -> None:
         """Weights, buffers, optimizer, average and scale go back; data and generators go forward; the rate is cut."""
@@ -260,9 +246,6 @@ class Loop:
     def _is_due(self, every: int, done_at: int) -> bool:
         attempted = self.parts.step.attempted
         return every > 0 and attempted > 0 and attempted % every == 0 and done_at != attempted
-
-    def _is_pause_due(self) -> bool:
-        return self._samples_are_due() or self._validation_is_due()
 
     def _samples_are_due(self) -> bool:
         wanted = self.parts.config.train.sample_every if self.parts.workload.sample is not None else 0
@@ -391,8 +374,6 @@ class Loop:
             "journal": self.journal.state_dict(),
             "is_best": is_best,
         }
-        if self.parts.world is not None:
-            own["rank_generators"] = self.parts.world.gathered(generator_states())
         path = self.checkpoints.save(self.parts.step.attempted, stored(self.parts, own))
         if is_best:
             self._mark_best(path)
@@ -409,22 +390,10 @@ class Loop:
         self.validated_at, self.sampled_at = (int(state.get(name, -1)) for name in ("validated_at", "sampled_at"))
         if self.parts.world is None or self.parts.world.is_first:
             self.train_metrics.load_state_dict(state["train_metrics"])
-        self._restore_own_generators(state)
         self.journal.load_state_dict(state["journal"])
         self.journal.attempted = self.parts.step.attempted
         if state["is_best"]:
             self._mark_best(path)  # a kill may have come between the checkpoint and its mark
-
-    def _restore_own_generators(self, state: Mapping[str, Any]) -> None:
-        """Of several processes each has its own; another number of them begins with new ones."""
-        world = self.parts.world
-        if world is None:
-            return
-        kept = state.get("rank_generators", ())
-        if len(kept) == world.size:
-            restore_generators(kept[world.rank])
-        else:
-            seed_everything(seed_of(self.parts.config.train.seed, self.parts.step.attempted, world.rank))
 
     def _mark_best(self, path: Path) -> None:
         self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)

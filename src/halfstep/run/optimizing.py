@@ -112,32 +112,43 @@ def _by_group(
     found: list[tuple[Group | None, tuple[str, ...]]] = []
     for group in groups:
         for part in group.modules:
-            if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
-                known = [name for name, _ in model.named_modules() if name]
-                raise ConfigError(f"a group names {part!r}, and the model has no such part", fix=nearest(part, known))
+            refuse_unknown(part, model, "a group names")
         found.append((group, tuple(name for name in trained if is_within(name, group.modules))))
         trained = [name for name in trained if not is_within(name, group.modules)]
     return [(None, tuple(trained)), *found]
+
+
+def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
+    """A part that holds no parameter of the model."""
+    if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
+        known = [name for name, _ in model.named_modules() if name]
+        raise ConfigError(f"{who} {part!r}, and the model has no such part", fix=nearest(part, known))
 
 
 def _with_group(config: RunConfig, group: Group | None) -> RunConfig:
     """The run's config with what a group says otherwise; its learning rate stands in the group itself."""
     if group is None:
         return config
-    if group.schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
-        raise ConfigError(
-            f"the group of {', '.join(group.modules)} asks for the schedule plateau",
-            why="a plateau of the validation metric cuts all rates alike",
-            fix="schedule.name=plateau in the config, or another schedule for the group",
-        )
     decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-    where = f"the group of {', '.join(group.modules)}"
-    changes = {"optimizer": decay, "schedule": group.schedule}
-    return config.model_copy(update={name: changed(getattr(config, name), own, where) for name, own in changes.items()})
+    return with_own(config, f"the group of {', '.join(group.modules)}", decay, group.schedule)
 
 
-def changed(section: Section, changes: Mapping[str, Any], where: str) -> Section:
-    """A config section with some values of a workload's own, checked as the user's are."""
+def with_own(config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]) -> RunConfig:
+    """The run's config with what a phase or a group of a workload says otherwise."""
+    if schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
+        raise ConfigError(
+            f"{who} asks for the schedule plateau",
+            why="a plateau of the validation metric cuts all rates alike",
+            fix="schedule.name=plateau in the config, or another schedule here",
+        )
+    sections = {"optimizer": optimizer, "schedule": schedule}
+    return config.model_copy(
+        update={name: _changed(getattr(config, name), own, f"{who}: {name}") for name, own in sections.items()}
+    )
+
+
+def _changed(section: Section, changes: Mapping[str, Any], where: str) -> Section:
+    """Checked as the user's are."""
     try:
         return type(section).model_validate({**section.model_dump(), **changes})
     except ValidationError as error:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
-from halfstep.run.optimizing import Length, changed, make_step, taken
+from halfstep.run.optimizing import Length, make_step, refuse_unknown, taken, with_own
 from halfstep.run.ranked import connected
 from halfstep.step.ema import Ema
 from halfstep.step.optimizers import is_within
@@ -98,17 +98,7 @@ def phased_step(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
 
 
 def phase_config(config: RunConfig, phase: Phase) -> RunConfig:
-    if phase.schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
-        raise ConfigError(
-            f"phase {phase.name} asks for the schedule plateau",
-            why="a plateau of the validation metric cuts the rates of all phases alike",
-            fix="schedule.name=plateau in the config, or another schedule for the phase",
-        )
-    changes = {"optimizer": phase.optimizer, "schedule": phase.schedule}
-    sections = {
-        name: changed(getattr(config, name), own, f"phase {phase.name}: {name}") for name, own in changes.items()
-    }
-    return config.model_copy(update=sections)
+    return with_own(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
 
 
 def all_due(phases: Sequence[Phase]) -> tuple[Phase, ...]:
@@ -121,19 +111,11 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
     names = [phase.name for phase in phases]
     if len(set(names)) < len(names):
         raise ConfigError(f"two phases have the same name: {', '.join(names)}", fix="give each a name of its own")
-    parameters = dict(model.named_parameters())
     for phase in phases:
         for part in phase.parameters:
-            if not any(is_within(name, (part,)) for name in parameters):
-                modules = [name for name, _ in model.named_modules() if name]
-                raise ConfigError(
-                    f"phase {phase.name} trains {part!r}, and the model has no such part", fix=nearest(part, modules)
-                )
-    idle = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and not any(trains(phase, name) for phase in phases)
-    ]
+            refuse_unknown(part, model, f"phase {phase.name} trains")
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    idle = [name for name in trained if not any(trains(phase, name) for phase in phases)]
     if idle:
         raise ConfigError(
             f"no phase trains {idle[0]}" + (f" and {len(idle) - 1} more" if len(idle) > 1 else ""),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HalfstepError, counted
+from halfstep.run.frozen import checksum
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import without_gradients_of_others
@@ -125,7 +126,7 @@ def refuse_differences(config: RunConfig, workload: Workload, world: World) -> N
         **settings,
         "the number of training samples": str(len(workload.train_samples)),
         "the number of validation samples": str(len(workload.val_samples)),
-        "the first weights": checksum(workload.model),
+        "the first weights": checksum(workload.model)[:12],
     }
     first, *others = world.gathered(own)
     for rank, other in enumerate(others, 1):
@@ -139,14 +140,6 @@ def refuse_differences(config: RunConfig, workload: Workload, world: World) -> N
                     fix="give every process the same command, data and versions",
                 )
             )
-
-
-def checksum(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else b"")
-    return digest.hexdigest()[:12]
 
 
 def with_all_samples(world: World, reading: Reading) -> Reading:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from halfstep.errors import CheckpointError, counted
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.frozen import identities
+from halfstep.run.ranked import seed_of
 from halfstep.run.resume import Changes
 from halfstep.run.snapshots import loose_buffers, put_back
-from halfstep.step.adamw_bf16 import HalfWeights
+from halfstep.step.adamw_bf16 import JudgedAdamW
 from halfstep.step.half_weights import is_kept_in_half
-from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.randomness import generator_states, restore_generators, seed_everything
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.moment_bits", "optimizer.decay_norms_and_biases")
 """Changes after which the stored moments belong to other parameters or to nothing."""
@@ -45,6 +46,8 @@ def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
         "torch": torch.__version__,
         **own,
     }
+    if parts.world is not None:
+        state["rank_generators"] = parts.world.gathered(generator_states())
     return Checkpoint(model=dict(parts.model.state_dict()), ema=average, state=state)
 
 
@@ -69,7 +72,18 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
     # Snapshots hold the former settings; after a change the run keeps new ones from here on.
     if parts.snapshots is not None and state["snapshots"] and not changes.touch("optimizer.", "precision."):
         parts.snapshots.load_state_dict(state["snapshots"])
-    return [*notes, *restore_generators(state["generators"]), *_use_threads(parts, int(state["threads"]))]
+    notes += restore_generators(state["generators"])
+    _restore_own_generators(parts, state.get("rank_generators", ()))
+    return [*notes, *_use_threads(parts, int(state["threads"]))]
+
+
+def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) -> None:
+    """Of several processes each has its own; another number of them begins with new ones."""
+    world = parts.world
+    if world is not None and len(kept) == world.size:
+        restore_generators(kept[world.rank])
+    elif world is not None:
+        seed_everything(seed_of(parts.config.train.seed, parts.step.attempted, world.rank))
 
 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -147,23 +161,23 @@ def rounding_warnings(optimizers: Iterable[Optimizer]) -> list[str]:
     found = []
     for optimizer in optimizers:
         half = [p for group in optimizer.param_groups for p in group["params"] if is_kept_in_half(p)]
-        if half and not isinstance(optimizer, HalfWeights):
+        if half and not isinstance(optimizer, JudgedAdamW):
             name = type(optimizer).__name__
             found.append(
                 f"{name} rounds {counted(len(half), 'parameter')} in bf16 to nearest: {LOSES}; "
                 "optimizer.name=adamw keeps the bits that bf16 drops, precision=bf16 keeps fp32 weights"
             )
-        elif half and isinstance(optimizer, HalfWeights) and optimizer.rounding == "nearest":
+        elif half and isinstance(optimizer, JudgedAdamW) and optimizer.rounding == "nearest":
             found.append(f"precision.rounding=nearest: {LOSES}; the summary counts them")
     return found
 
 
 def resumed_without_low(optimizers: Iterable[Optimizer]) -> list[str]:
-    ours = (optimizer for optimizer in optimizers if isinstance(optimizer, HalfWeights))
+    ours = (optimizer for optimizer in optimizers if isinstance(optimizer, JudgedAdamW))
     return [WITHOUT_LOW] if any(optimizer.was_stored_without_low for optimizer in ours) else []
 
 
 def lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
     """A row of the summary for each optimizer that counted; waits for the device."""
-    shares = (o.lost_share() for o in optimizers if isinstance(o, HalfWeights))
+    shares = (o.lost_share() for o in optimizers if isinstance(o, JudgedAdamW))
     return [("lost updates", f"{share:.1%} of all, rounded away") for share in shares if share is not None]

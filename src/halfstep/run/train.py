@@ -271,18 +271,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     config, world = loaded.config, parts.world
     writes = world is None or world.is_first
     report = _report(folder, config, world)
-    journal = Journal(
-        report,
-        parts.plan,
-        epochs=config.train.epochs,
-        report_every=_report_every(parts),
-        metric=parts.workload.metric,
-        samples=parts.workload.train_samples,
-        phases=[own.phase.name for own in parts.phases],
-        hint=partial(hint_about, config.workload),
-        unit=parts.unit,
-    )
-    parts.guard.observers.append(journal.observe)
+    journal = _journal(parts, report)
     record_faults(parts, folder, journal.notice)
     with ExitStack() as watch, algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
@@ -337,10 +326,17 @@ def _report(folder: RunFolder, config: RunConfig, world: World | None) -> RunRep
     return RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
 
 
-def _report_every(parts: Assembly) -> int:
-    """Ten lines at least: the curves of a run of five steps are five points."""
-    asked = parts.config.train.report_every
-    return max(1, min(10, parts.total_steps // 10)) if asked == "auto" else asked
+def _journal(parts: Assembly, report: RunReport) -> Journal:
+    train, workload = parts.config.train, parts.workload
+    # Ten lines at least: the curves of a run of five steps are five points.
+    every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every
+    journal = Journal(
+        report, parts.plan, epochs=train.epochs, report_every=every, metric=workload.metric,
+        samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],
+        hint=partial(hint_about, parts.config.workload), unit=parts.unit,
+    )  # fmt: skip
+    parts.guard.observers.append(journal.observe)
+    return journal
 
 
 def _say_unless(quiet: bool) -> Say:

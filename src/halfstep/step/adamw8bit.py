@@ -56,10 +56,6 @@ class AdamW8bit(JudgedAdamW):
         for piece in pieces:
             piece.put_back(scaled=setting.grad_scale is not None)
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        self.load_state(self, state_dict)
-
     def _update_exact(self, pieces: Sequence[Piece], setting: Setting) -> None:
         """All at once; half-precision parameters as fp32 copies, since the kernel wants one dtype."""
         if not pieces:

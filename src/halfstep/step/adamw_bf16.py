@@ -27,18 +27,50 @@ VALUES_AT_ONCE = 2**26
 """fp32 copies of so many weights and gradients are there at a time: half a gigabyte."""
 
 
-class HalfWeights:
-    """What AdamW and AdamW8bit share of weights in bf16: which rounding, and what was lost by it."""
+class JudgedAdamW(Optimizer):
+    """`torch.optim.AdamW` by its arguments, and how weights in bf16 are rounded. A subclass says how an update is made,
+    and what its moments are."""
 
-    rounding: Rounding
-    seed: int
-    was_stored_without_low: bool = False
+    takes_fp32_gradients = True
+    was_stored_without_low = False
     """A run that kept none goes on without: what was lost cannot be made up."""
 
-    def begin(self, rounding: Rounding, seed: int, parameters: Iterator[Tensor]) -> None:
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        rounding: Rounding = "split",
+        seed: int = 0,
+    ) -> None:
+        if not (float(lr) >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ConfigError(f"AdamW with lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999")
+        # `fused` says that step() reads found_inf on the device.
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
         self.rounding, self.seed = rounding, seed
+        parameters = (p for group in self.param_groups for p in group["params"])
         self.numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self.lost: dict[torch.device, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; nothing changes where the attribute `found_inf`, a device tensor, is not 0. Gradients are divided
+        by `grad_scale`, where there is one, and written back: torch's fused optimizers do so."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for device in dict.fromkeys(parameter.device for parameter in trained):
+                self._update_on(device, [p for p in trained if p.device == device], group)
+        return loss
+
+    def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
     def low_of(self, parameter: Tensor) -> dict[str, Tensor]:
         if self.rounding != "split" or not is_kept_in_half(parameter):
@@ -78,59 +110,20 @@ class HalfWeights:
         moved = sum(count[1] for count in facts)
         return sum(count[0] for count in facts) / moved if moved else None
 
-    def load_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """torch casts all state to the parameter's dtype, which codes, scales, low halves and moments must not be."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
         for index, stored in state_dict["state"].items():
             parameter = parameters[index]
             own = {name: value.to(parameter.device, copy=True) for name, value in stored.items()}
             if self.rounding != "split":
                 own.pop(LOW, None)  # of a run that rounds otherwise from here on
-                optimizer.state[parameter].pop(LOW, None)
+                self.state[parameter].pop(LOW, None)
             kept = {n: v.float() if v.dtype == torch.bfloat16 else v for n, v in own.items()}
-            optimizer.state[parameter].update(kept)
+            self.state[parameter].update(kept)
             if self.rounding == "split" and is_kept_in_half(parameter) and LOW not in stored:
                 self.rounding, self.was_stored_without_low = "nearest", True
-
-
-class JudgedAdamW(Optimizer, HalfWeights):
-    """`torch.optim.AdamW` by its arguments; how an update is made, and what its moments are, a subclass says."""
-
-    takes_fp32_gradients = True
-
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        rounding: Rounding = "split",
-        seed: int = 0,
-    ) -> None:
-        if not (float(lr) >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
-            raise ConfigError(f"AdamW with lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999")
-        # `fused` says that step() reads found_inf on the device.
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
-        self.begin(rounding, seed, (p for group in self.param_groups for p in group["params"]))
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; nothing changes where the attribute `found_inf`, a device tensor, is not 0. Gradients are divided
-        by `grad_scale`, where there is one, and written back: torch's fused optimizers do so."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for device in dict.fromkeys(parameter.device for parameter in trained):
-                self._update_on(device, [p for p in trained if p.device == device], group)
-        return loss
-
-    def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class AdamWBf16(JudgedAdamW):
@@ -165,10 +158,6 @@ class AdamWBf16(JudgedAdamW):
     def _empty_state(self, parameter: Tensor) -> dict[str, Tensor]:
         moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), device=parameter.device)} | moments | self.low_of(parameter)
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        self.load_state(self, state_dict)
 
 
 def at_once(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

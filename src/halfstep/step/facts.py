@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,10 +108,8 @@ class Facts:
 
     def replayed(self, attempted: int) -> Facts:
         """The facts of a later step that a graph wrote into the same device tensors; to be sent before the next."""
-        facts = Facts(attempted=attempted, loss=self.loss, grad_norm=self.grad_norm, scale=self.scale)
-        facts.bad, facts.spike, facts.empty, facts.ruined = self.bad, self.spike, self.empty, self.ruined
-        facts.held, facts.holds = self.held, self.holds
-        facts.packed, facts.said, facts.wait = self.packed, self.said, self.wait
+        facts = copy.copy(self)
+        facts.attempted, facts.factor = attempted, None
         return facts
 
     def send(self) -> None:
@@ -137,15 +136,9 @@ class Facts:
         fell_to = slowest(said)
         return Reading(
             attempted=self.attempted,
-            loss=v["loss"],
-            grad_norm=v["grad_norm"],
-            is_bad=bool(v["bad"]),
-            is_spike=bool(v["spike"]),
-            is_empty=bool(v["empty"]),
-            is_ruined=bool(v["ruined"]),
-            scale=v["scale"],
+            **{name: v[name] for name in ("loss", "grad_norm", "scale", "lr")},
+            **{f"is_{name}": bool(v[name]) for name in ("bad", "spike", "empty", "ruined")},
             committed=int(v["committed"]),
-            lr=v["lr"],
             sample_ids=tuple(int(i) for ids in self.ids for i in ids.tolist()),
             epoch=self.epoch,
             window=self.window,
@@ -223,11 +216,10 @@ class PhasedFacts:
         return PhasedReading(
             **dataclasses.asdict(first)
             | {
-                "is_bad": any(reading.is_bad for reading in own.values()),
-                "is_spike": any(reading.is_spike for reading in own.values()),
+                **{
+                    k: any(getattr(r, k) for r in own.values()) for k in ("is_bad", "is_spike", "is_ruined", "is_asked")
+                },
                 "is_empty": all(reading.is_empty for reading in own.values()),
-                "is_ruined": any(reading.is_ruined for reading in own.values()),
-                "is_asked": any(reading.is_asked for reading in own.values()),
                 "committed": int(self._committed),
                 "epoch": self.epoch,
                 "window": self.window,

@@ -11,7 +11,7 @@ micro-batch counts by its weight, whatever the others have, and a rank of weight
 What one rank alone cannot do, such as capture its step or compile it, it does in the next best mode in the same step,
 whose collectives are the same in every mode; its flags tell the others, who follow after the same later step.
 
-Refused here: FSDP and its kind (spread.py). They would change this file.
+Refused here: FSDP and its kind (refusals.py). They would change this file.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ class Ranks:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found > 0
 
-    def refuse_unreduced(self, parameters: Sequence[Tensor], names: Callable[[], Mapping[int, str]]) -> None:
+    def refuse_unreduced(self, parameters: Sequence[Tensor], model: nn.Module) -> None:
         """DDP leaves a bucket as it is where one of its parameters got no gradient: ranks would part in silence."""
         missing = [p for p in parameters if p.requires_grad and p.grad is None]
         if missing and not all(wrapped.find_unused_parameters for wrapped in self.wrapped):
-            known = names()
+            known = {id(parameter): name for name, parameter in model.named_parameters()}
             named = ", ".join(known.get(id(p), f"one of shape {tuple(p.shape)}") for p in missing[:4])
             raise ModelError(
                 f"{len(missing)} trained parameters took no part in the loss: {named}",

@@ -35,7 +35,7 @@ from halfstep.step.facts import Facts, Hold, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
 from halfstep.step.ranks import BAD, RUINED, Ranks, ranks_of
 from halfstep.step.rates import Rates
-from halfstep.step.refusals import refuse_spread
+from halfstep.step.refusals import checked, refuse_half_sums, refuse_no_window, refuse_sparse, refuse_spread, single
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
@@ -85,7 +85,7 @@ class Step:
             scaler = Scaler(self.device, enabled=plan.needs_loss_scaling, options=scaler, accumulate=accumulate)
         self.scaler = scaler
         self.spikes = spikes or SpikeMeter(self.device)
-        self._refuse_half_sums()
+        refuse_half_sums(trained, accumulate, self.ranks)
         self.attempted = 0
         self.generation = 0
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
@@ -122,12 +122,7 @@ class Step:
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
         """Forward, backward, norm and verdict. Gradients are there afterwards, nothing else has changed for good: a
         window that is not committed is undone by the next compute(). To edit gradients, see `on_gradients`."""
-        if isinstance(window, (Tensor, Mapping)):
-            raise ConfigError(
-                f"a step takes a window, a list of batches, not one {type(window).__name__}",
-                why="iterating over a batch would train on its rows or its keys",
-                fix="step(loss_fn, [batch]), or loop over step.windows(loader)",
-            )
+        refuse_no_window(window)
         if self._rng:
             self.abandon()
         self._rng = rng_state(self.device)
@@ -256,7 +251,7 @@ class Step:
                     continue
                 unit = _positive(weight) if unit is None else unit
                 share = weight / unit
-                loss = _single(loss).to(self.device, torch.float32)
+                loss = single(loss).to(self.device, torch.float32)
                 loss = loss if _is_one(share) else loss * share
                 self._backward(loss)
             if total_loss is None:
@@ -278,7 +273,7 @@ class Step:
     @torch.no_grad()
     def _judge(self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        _refuse_sparse(gradients)
+        refuse_sparse(gradients)
         scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         ruined = self.writes.became_non_finite(self.device)
         agreed = None
@@ -286,7 +281,7 @@ class Step:
             loss = loss_sum if _is_one(weight) else loss_sum / weight
             unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
         else:
-            self.ranks.refuse_unreduced(parameters, self._names)
+            self.ranks.refuse_unreduced(parameters, self.model)
             agreed = self.ranks.agree(loss_sum, weight, ruined)
             loss, weight, ruined = agreed.loss, agreed.weight, agreed.any_said(RUINED)
             unscale = self.ranks.size / (scale * weight)  # DDP has divided by the number of ranks
@@ -319,19 +314,6 @@ class Step:
         elif factor is not None:
             torch._foreach_mul_(gradients, factor)
         return facts
-
-    def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.model.named_parameters()}
-
-    def _refuse_half_sums(self) -> None:
-        """DDP knows gradients of a parameter's own type only, and a window's sum in bf16 loses what is small in it."""
-        half = any(p.dtype == torch.bfloat16 for p in self.trained_parameters())
-        if self.ranks is not None and self.accumulate > 1 and half:
-            raise ConfigError(
-                f"accumulate={self.accumulate} with bf16 weights on several ranks",
-                why="DDP would sum the window's gradients in bf16",
-                fix="a larger batch without accumulation, or fp32 weights (precision bf16)",
-            )
 
     def _unscale_and_edit(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor | None:
         """Let the hook edit unscaled gradients. With loss scaling an overflow counts as one whatever the hook makes of
@@ -370,7 +352,7 @@ class Step:
                 "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
             )
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return _checked(list({id(p): p for group in groups for p in group["params"]}.values()))
+        return checked(list({id(p): p for group in groups for p in group["params"]}.values()))
 
     def clear_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)  # also of weights that no optimizer holds: they would only pile up
@@ -425,36 +407,3 @@ def _positive(weight: Weight) -> Weight:
         weight = weight.detach().float()
         return torch.where(weight > 0, weight, torch.ones_like(weight))
     return weight
-
-
-def _checked(parameters: list[Tensor]) -> list[Tensor]:
-    if not parameters:
-        raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
-    half = [p for p in parameters if p.dtype == torch.float16 and p.requires_grad]
-    if half:
-        raise ConfigError(
-            f"{len(half)} trained parameters are stored in fp16, the first of shape {tuple(half[0].shape)}",
-            why="their gradients cannot be unscaled, and updates below 6e-8 vanish",
-            fix="keep weights in fp32 (model.float()); precision 'fp16' casts what it computes with by itself",
-        )
-    return parameters
-
-
-def _single(loss: Tensor) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise ConfigError(
-            f"the loss is {'None' if loss is None else 'a ' + type(loss).__name__}, not a tensor",
-            fix="return loss, or (loss, weight); without .item()",
-        )
-    if loss.numel() != 1:
-        raise ConfigError(f"the loss has the shape {tuple(loss.shape)}", fix="return one number: loss.mean() or .sum()")
-    return loss.reshape(())
-
-
-def _refuse_sparse(gradients: list[Tensor]) -> None:
-    if any(gradient.is_sparse for gradient in gradients):
-        raise ConfigError(
-            "a gradient is sparse",
-            why="a bad step could not be judged or undone without making it dense",
-            fix="nn.Embedding(..., sparse=False)",
-        )

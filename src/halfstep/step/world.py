@@ -96,12 +96,9 @@ class World(Share):
 
     def summed(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """The sums over all ranks by name; a name that a rank lacks counts as zero there."""
-        shapes = {
-            name: (tuple(tensor.shape), tensor.dtype)
-            for ranks in self.gathered({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
-            for name, (shape, dtype) in ranks.items()
-            for tensor in (torch.empty(shape, dtype=dtype, device="meta"),)
-        }
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for theirs in self.gathered({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}):
+            shapes |= theirs
         found: dict[str, Tensor] = {}
         for name, (shape, dtype) in sorted(shapes.items()):
             own = tensors.get(name)

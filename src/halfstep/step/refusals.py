@@ -1,0 +1,91 @@
+"""What a step refuses: a model that is spread otherwise than by DDP, losses, gradients and windows of other kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import ConfigError
+
+SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+"""By name: importing them takes seconds, and who has such a model has imported them."""
+
+
+def refuse_spread(model: nn.Module, trained: Sequence[Tensor]) -> None:
+    """Models over several devices of one process, and sharded ones."""
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise _refusal(
+                f"DataParallel spreads the model over {len(module.device_ids)} devices",
+                "statistics that its copies write are lost, and no verdict is about them",
+            )
+        if names := SHARDED & {kind.__name__ for kind in type(module).__mro__}:
+            raise _refusal(f"the model is sharded by {names.pop()}", "each process sees a part of its gradients only")
+    devices = {p.device for p in trained} | {p.device for p in model.parameters() if p.is_cuda}
+    if len(devices) > 1:
+        raise _refusal(
+            f"the model lies on {', '.join(sorted(map(str, devices)))}", "a step has one verdict, on one device"
+        )
+
+
+def _refusal(what: str, why: str) -> ConfigError:
+    return ConfigError(
+        what,
+        why=why,
+        fix="one process a device, each with the whole model: torchrun --nproc_per_node=NUM_GPUS train.py, with "
+        "model = DistributedDataParallel(model)",
+    )
+
+
+def checked(parameters: list[Tensor]) -> list[Tensor]:
+    if not parameters:
+        raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
+    half = [p for p in parameters if p.dtype == torch.float16 and p.requires_grad]
+    if half:
+        raise ConfigError(
+            f"{len(half)} trained parameters are stored in fp16, the first of shape {tuple(half[0].shape)}",
+            why="their gradients cannot be unscaled, and updates below 6e-8 vanish",
+            fix="keep weights in fp32 (model.float()); precision 'fp16' casts what it computes with by itself",
+        )
+    return parameters
+
+
+def single(loss: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the loss is {'None' if loss is None else 'a ' + type(loss).__name__}, not a tensor",
+            fix="return loss, or (loss, weight); without .item()",
+        )
+    if loss.numel() != 1:
+        raise ConfigError(f"the loss has the shape {tuple(loss.shape)}", fix="return one number: loss.mean() or .sum()")
+    return loss.reshape(())
+
+
+def refuse_sparse(gradients: list[Tensor]) -> None:
+    if any(gradient.is_sparse for gradient in gradients):
+        raise ConfigError(
+            "a gradient is sparse",
+            why="a bad step could not be judged or undone without making it dense",
+            fix="nn.Embedding(..., sparse=False)",
+        )
+
+
+def refuse_no_window(window: object) -> None:
+    if isinstance(window, (Tensor, Mapping)):
+        raise ConfigError(
+            f"a step takes a window, a list of batches, not one {type(window).__name__}",
+            why="iterating over a batch would train on its rows or its keys",
+            fix="step(loss_fn, [batch]), or loop over step.windows(loader)",
+        )
+
+
+def refuse_half_sums(trained: Sequence[Tensor], accumulate: int, ranks: object) -> None:
+    """DDP knows gradients of a parameter's own type only, and a window's sum in bf16 loses what is small in it."""
+    if ranks is not None and accumulate > 1 and any(p.dtype == torch.bfloat16 for p in trained):
+        raise ConfigError(
+            f"accumulate={accumulate} with bf16 weights on several ranks",
+            why="DDP would sum the window's gradients in bf16",
+            fix="a larger batch without accumulation, or fp32 weights (precision bf16)",
+        )
