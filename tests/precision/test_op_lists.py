@@ -8,7 +8,7 @@ import pytest
 import torch
 from autocast_samples import FP32, FP32_BY_DTYPE, LOWER, PROMOTE, binary_cross_entropy, first, maker
 
-from halfstep.precision import autocast_lists
+from halfstep.precision import op_lists
 from halfstep.precision.simulate import simulate
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:UserWarning")
 
 @pytest.mark.parametrize("name", ["LOWER", "FP32", "FP32_BY_DTYPE", "PROMOTE"])
 def test_every_entry_of_the_lists_has_a_sample(name: str) -> None:
-    assert set(getattr(autocast_lists, name)) == set(globals()[name])
+    assert set(getattr(op_lists, name)) == set(globals()[name])
 
 
 @pytest.mark.parametrize("format", HALF)

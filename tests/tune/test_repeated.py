@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from halfstep.kernels.fast_forms import chains, decided
-from halfstep.tune.repeated import Blocks, by_blocks
+from halfstep.tune.modes import Blocks, by_blocks
 
 
 class Block(nn.Module):

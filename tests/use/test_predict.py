@@ -22,7 +22,7 @@ from halfstep.workloads.classification.config import ImageDataConfig
 from halfstep.workloads.classification.data import evaluation_share
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.predict import MaskPredictor
-from halfstep.workloads.segmentation.whole_images import smallest_good_tile
+from halfstep.workloads.segmentation.tiles import smallest_good_tile
 from halfstep.workloads.using import Input, Wishes
 from tiny_runs import Told, copied, resnet_run, unet_run
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from halfstep.data.masks import IGNORED
-from halfstep.workloads.classification.per_image import ClassificationDetails
-from halfstep.workloads.segmentation.per_image import SegmentationDetails
-from halfstep.workloads.segmentation.scores import SegmentationMetrics, predicted_classes
+from halfstep.workloads.classification.scores import ClassificationDetails
+from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes
 
 NUM = 3
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.kernels.layout import CHANNELS, PIXELS
 from halfstep.kernels.normalise import Norm, dense_like
-from halfstep.kernels.row_tile import CHANNELS, PIXELS
 
 LEAST_FILLED = 0.85
 """Of a strip's pixels that must lie in the image: what lies beside it is multiplied in vain."""

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from halfstep.kernels.row_tile import CHANNELS, PIXELS
+from halfstep.kernels.layout import CHANNELS, PIXELS
 
 STAGES, WARPS = 2, 8
 VARYING = ["num_rows_each", "height", "width", "num_strips"]

@@ -34,8 +34,8 @@ from halfstep.run.own_arguments import (
 )  # fmt: skip
 from halfstep.run.own_evidence import OwnCapsules
 from halfstep.run.own_loss import OwnLoss, Strangers
-from halfstep.run.own_rollback import Rollback
 from halfstep.run.own_warnings import committing, watch_for_hands
+from halfstep.run.snapshots import Rollback
 from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
 from halfstep.step.commit import READS_FLAG_IN_KERNEL
@@ -189,35 +189,23 @@ class Step:
         capsules: str | os.PathLike[str] | None = None,
     ) -> None:
         model, optimizers = model_and_optimizers(model, optimizer)
-        device, precision = device_of(model), precision_of(precision)
+        device, options = device_of(model), guard_options(guard)
         decay, limit = number("ema_decay", ema_decay, below=1.0), number("clip_norm", clip_norm)
-        options, accumulate = guard_options(guard), count("accumulate", accumulate)
-        clip = Clip(limit=limit, kind=clip_type)
-        hardware = probe(str(device))
-        plan = decide(precision, hardware, model, modules=modules, strict=strict, simulate=simulate, force=force)
+        accumulate, clip = count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
+        plan = decide(
+            precision_of(precision), probe(str(device)), model, modules=modules, strict=strict, simulate=simulate,
+            force=force,
+        )  # fmt: skip
         refuse_recast(model, plan)
         refuse_strangers(model, optimizers)
         self._schedules = OwnSchedules(schedule, optimizers, device)
-        for warning in plan.warnings:
-            warnings.warn(warning, stacklevel=2)
         self._step = GuardedStep(
-            apply(plan, model, casts_storage=False),
-            optimizers,
-            plan,
-            accumulate=accumulate,
-            clip=clip,
-            schedules=self._schedules.rates or (),
-            ema=Ema(model, decay=decay) if decay else None,
-            spikes=SpikeMeter(device, skips=skip_spikes),
-            also=also,
-            on_gradients=on_gradients,
-        )
-        self._guard = Guard(
-            options,
-            scaling=plan.needs_loss_scaling,
-            min_scale=self._step.scaler.options.min_scale,
-            advice=OF_OWN_LOOPS,
-        )
+            apply(plan, model, casts_storage=False), optimizers, plan, accumulate=accumulate, clip=clip,
+            schedules=self._schedules.rates or (), ema=Ema(model, decay=decay) if decay else None,
+            spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
+        )  # fmt: skip
+        floor = self._step.scaler.options.min_scale
+        self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=OF_OWN_LOOPS)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._capsules = OwnCapsules(capsules, self._step, self._guard, spikes=skip_spikes) if capsules else None
@@ -226,7 +214,7 @@ class Step:
         self._strangers = Strangers(self._step.writes)
         self._passes = 0
         watch_for_hands(optimizers)
-        for hint in self._hints():
+        for hint in (*plan.warnings, *self._hints()):
             warnings.warn(hint, stacklevel=2)
 
     # --- training ---

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.run.own_warnings import warn_user
 from halfstep.step.flat import is_writable_in_place
-from halfstep.step.guard import LAG
+from halfstep.step.guard import LAG, Guard, Verdict
 from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
 
@@ -105,3 +106,45 @@ def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         else:
             place, _, leaf = name.rpartition(".")
             model.get_submodule(place).register_buffer(leaf, value.to(device, copy=True), persistent=False)
+
+
+# --- going back in a loop of one's own ---
+
+
+class Rollback:
+    def __init__(self, model: nn.Module, step: Step, guard: Guard) -> None:
+        self.model, self.step, self.guard = model, step, guard
+        self.snapshots = Snapshots(every=guard.options.snapshot_every, margin=guard.options.margin)
+
+    def keep(self) -> None:
+        """Take a copy where one is due: before the first step, then every `snapshot_every` steps."""
+        if not self.snapshots.states or self.snapshots.due(self.step.attempted):
+            self.snapshots.take(self.model, self.step)
+
+    def forget(self) -> None:
+        """After a state was loaded: the copies are of another past."""
+        self.snapshots.states.clear()
+
+    def to_before(self, verdict: Verdict) -> bool:
+        """Go back to well before the first fault and cut the learning rate; False where no copy is old enough."""
+        state = self.snapshots.before(verdict.first_fault_committed)
+        if state is None:
+            return False
+        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.step.optimizers]
+        self.snapshots.go_back(state, self.model, self.step)
+        self.guard.rolled_back()
+        self._cut(rates)
+        warn_user(
+            f"rolled back to committed step {state['step']['committed']} ({verdict.reason}); learning rate now "
+            f"x{self.guard.rate_factor:g}"
+        )
+        return True
+
+    def _cut(self, rates: list[list[float]]) -> None:
+        """By the schedule's factor; where the learning rate is the user's own, in the groups themselves."""
+        if self.step.rates is not None:
+            self.step.set_rate_factor(self.guard.rate_factor)
+        for optimizer, before in zip(self.step.optimizers, rates, strict=True):
+            if self.step.rates is None or not self.step.rates.drives(optimizer):
+                for group, lr in zip(optimizer.param_groups, before, strict=True):
+                    group["lr"] = lr * self.guard.options.lr_cut

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.config.schema import RunConfig
 from halfstep.report.class_pictures import ShownMistake, draw_confusion, draw_mistakes
 from halfstep.report.evaluation_view import Cell
-from halfstep.workloads.classification.per_image import ClassificationDetails, Mistake
+from halfstep.workloads.classification.scores import ClassificationDetails, Mistake
 from halfstep.workloads.other_data import classes_folder
 from halfstep.workloads.using import Look
 from halfstep.workloads.workload import Workload

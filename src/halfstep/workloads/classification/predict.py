@@ -19,7 +19,7 @@ from halfstep.workloads.classification.build import Prepared, model_from_store
 from halfstep.workloads.classification.config import ClassifierConfig
 from halfstep.workloads.classification.data import evaluation_share, evaluation_size
 from halfstep.workloads.classification.evaluate import class_names
-from halfstep.workloads.classification.per_image import probabilities
+from halfstep.workloads.classification.scores import probabilities
 from halfstep.workloads.kind import Store
 from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 

@@ -6,7 +6,7 @@ parameters of the reference at two classes. `classes: 1` asks for its other form
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from halfstep.data.augment import Augmentation, augment
 from halfstep.data.files import BadFiles, some_of
+from halfstep.data.layouts import PairLayout
 from halfstep.data.loader import Batch
-from halfstep.data.masks import MaskTable, table_from, table_of
+from halfstep.data.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
+from halfstep.data.pairs import FoundPairs, Split, find_split
 from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.errors import ConfigError, DataError, counted
 from halfstep.models.unet import UNet
 from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.pair_data import MANY_VALUES, find_data, ignored_value, image_side, scores_all_classes
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.workload import Loss, Workload
@@ -39,27 +40,19 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     """The workload for `config.data.dir`; `store` of an earlier run fixes classes and image format."""
     bad_files = BadFiles(config.data.on_bad_file)
     found = find_data(config, bad_files)
-    train_pairs, val_pairs = found.train, found.val
-    scan = scan_pairs([*train_pairs, *val_pairs], bad_files=bad_files)
-    usable, num_val = set(scan.pairs), len(val_pairs)
-    train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (train_pairs, val_pairs))
+    scan = scan_pairs([*found.train, *found.val], bad_files=bad_files)
+    usable = set(scan.pairs)
+    train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (found.train, found.val))
     if not train_pairs:
         raise DataError("no usable pair is left to train on", why=f"{counted(len(bad_files.skipped), 'file')} left out")
-    bad_files.refuse_empty_validation(num_val, len(val_pairs))
+    bad_files.refuse_empty_validation(len(found.val), len(val_pairs))
     is_new = store is None
-    about = [("layout", found.layout)]
+    about = {"layout": found.layout}
     settled: dict[str, Any] = {}
     if store is None:
-        seen = discover_values(scan.pairs, bad_files=bad_files)
-        ignored, why_ignored = ignored_value(config, found, seen)
-        side, why_side = image_side(config, scan)
-        store = _store(config, scan, table_of(seen, ignored=ignored), side)
-        settled = {"data.image_size": side}
-        about += [("ignored mask value", why_ignored)] if why_ignored else []
-        about += [("image size", why_side)] if why_side else []
-        if scores_all_classes(config, found):
-            settled["model.background"] = None
-            about.append(("background", "none in this data set, all classes count (model.background)"))
+        store, settled, why = _decided(config, found, scan, bad_files)
+        about |= why
+        if "model.background" in settled:
             config = config.model_copy(update={"model": config.model.model_copy(update={"background": None})})
     table, image = table_of_store(store), image_format_of_store(store)
     _check_class_weights(config, num_classes=store["num_classes"])
@@ -93,9 +86,25 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         store=store,
         notes=(*_many_values(table), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
         val_names=tuple(pair.image.name for pair in val_pairs),
-        about=tuple(about),
+        about=tuple(about.items()),
         settled=settled,
     )
+
+
+def _decided(
+    config: UNetConfig, found: FoundPairs, scan: Scan, bad_files: BadFiles
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The store of a new run, the settings that its data decided, and why."""
+    seen = discover_values(scan.pairs, bad_files=bad_files)
+    ignored, why_ignored = ignored_value(config, found, seen)
+    side, why_side = image_side(config, scan)
+    settled: dict[str, Any] = {"data.image_size": side}
+    why = {"ignored mask value": why_ignored, "image size": why_side}
+    if scores_all_classes(config, found):
+        settled["model.background"] = None
+        why["background"] = "none in this data set, all classes count (model.background)"
+    store = _store(config, scan, table_of(seen, ignored=ignored), side)
+    return store, settled, {name: text for name, text in why.items() if text}
 
 
 def loss_of(config: UNetConfig) -> Loss:
@@ -228,3 +237,61 @@ def model_from_store(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
         bilinear=config.model.bilinear,
         checkpointing=config.train.activation_checkpointing,
     )
+
+
+# --- what the data decide ---
+
+MANY_VALUES = 64
+"""More classes than common data sets of masks have (Cityscapes 34, VOC 22): rather grey edges than classes."""
+
+
+def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
+    """The pairs at `data.dir`."""
+    data = config.data
+    if data.dir is None:
+        raise DataError("no data folder", why="building U-Net's data needs data.dir", fix="--data-dir DIR")
+    layout = PairLayout(**{name: getattr(data, name) for name in PairLayout.__dataclass_fields__})
+    split = Split(
+        val_fraction=data.val_fraction,
+        seed=data.split_seed,
+        train_list=Path(data.train_list) if data.train_list else None,
+        val_list=Path(data.val_list) if data.val_list else None,
+    )
+    return find_split(Path(data.dir), layout=layout, split=split, bad_files=bad_files)
+
+
+def ignored_value(config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]) -> tuple[MaskValue | None, str]:
+    """The mask value that counts nowhere, and why where nobody asked for it."""
+    asked = config.model.ignore_index
+    if asked != "auto":
+        return asked, ""
+    numbers = sorted(value for value in seen if isinstance(value, int))
+    if len(numbers) < len(seen) or not numbers or config.model.classes == len(numbers):
+        return None, ""
+    way_out = "model.ignore_index=null makes it a class"
+    # A void value is the first or the last: with other classes than usual the same number may mean something.
+    if found.ignored in (numbers[0], numbers[-1]):
+        return found.ignored, f"{found.ignored}, which marks pixels without a label in this data set; {way_out}"
+    *classes, last = numbers
+    if last == IGNORED and 1 < len(classes) <= MANY_VALUES and classes == list(range(len(classes))):
+        return last, f"{last}: beside the classes 0 to {classes[-1]} it marks pixels without a label; {way_out}"
+    return None, ""
+
+
+def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
+    """Whether the data set has no background and nobody named one."""
+    return not found.has_background and "background" not in config.model.model_fields_set
+
+
+def image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
+    """The side of the images, and why where nobody asked for it: the usual one, less where the pictures have less."""
+    usual = config.data.image_size
+    if "image_size" in config.data.model_fields_set:
+        return usual, ""
+    height, width = (median(size[axis] for size in scan.sizes) for axis in (0, 1))
+    step = 2**config.model.depth  # what the levels divide without a rest
+    side = max(2 * step, -(-round(max(height, width)) // step) * step)
+    pictures = f"the pictures have {width:g}×{height:g} pixels"
+    if side >= usual:
+        return usual, f"{usual}, the default; {pictures}"
+    return side, f"{side}: {pictures}, and more would be blown up (data.image_size)"

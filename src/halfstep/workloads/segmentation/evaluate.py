@@ -17,10 +17,9 @@ from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
 from halfstep.workloads.other_data import pairs_folder, with_all_pairs
 from halfstep.workloads.segmentation.config import UNetConfig
-from halfstep.workloads.segmentation.per_image import SegmentationDetails
 from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
-from halfstep.workloads.segmentation.scores import SegmentationMetrics, predicted_classes
-from halfstep.workloads.segmentation.whole_images import WholeImages
+from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes
+from halfstep.workloads.segmentation.tiles import WholeImages
 from halfstep.workloads.using import Look, Phase, Trained
 from halfstep.workloads.workload import Workload
 

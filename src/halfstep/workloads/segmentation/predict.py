@@ -17,8 +17,7 @@ from halfstep.workloads.kind import Store
 from halfstep.workloads.segmentation.build import background_class, model_from_store, table_of_store
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.pictures import overlay
-from halfstep.workloads.segmentation.tiles import Array
-from halfstep.workloads.segmentation.whole_images import WholeImages, any_size
+from halfstep.workloads.segmentation.tiles import Array, WholeImages, any_size
 from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 
 
