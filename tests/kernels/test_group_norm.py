@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.kernels.fast_forms import forced
-from halfstep.kernels.group_norm import fits, group_norm_silu
+from halfstep.kernels.group_norm import add_branch, fits, group_norm_silu
 
 pytest.importorskip("triton", reason="Triton is not installed: NOT tested")
 
@@ -27,18 +27,22 @@ def made(channels: int, side: int, groups: int, *, scaled: bool) -> tuple[nn.Gro
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize(("channels", "side", "groups"), [(80, 9, 8), (64, 8, 32), (6, 1, 6)])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_values_and_all_gradients_are_torchs(channels: int, side: int, groups: int, scaled: bool) -> None:
+@pytest.mark.parametrize(("channels", "side", "groups"), [(80, 9, 8), (32, 4, 16), (6, 1, 6)])
+@pytest.mark.parametrize(("scaled", "is_added"), [(False, False), (True, True)])
+def test_values_and_all_gradients_are_torchs(
+    channels: int, side: int, groups: int, scaled: bool, is_added: bool
+) -> None:
     norm, x, between = made(channels, side, groups, scaled=scaled)
+    added = torch.randn(2, channels, device=DEVICE, requires_grad=True) if is_added else None
     scale, shift = between or (None, None)
     # In fp64: torch's own sums cancel in fp32.
-    plain = F.group_norm(x.double(), groups, norm.weight.double(), norm.bias.double(), norm.eps)
+    map_ = x.double() if added is None else x.double() + added.double()[:, :, None, None]
+    plain = F.group_norm(map_, groups, norm.weight.double(), norm.bias.double(), norm.eps)
     if scale is not None and shift is not None:
         plain = plain * (1 + scale[:, :, None, None]) + shift[:, :, None, None]
-    expected, found = F.silu(plain).float(), group_norm_silu(norm, x, scale, shift)
+    expected, found = F.silu(plain).float(), group_norm_silu(norm, x, scale, shift, added=added)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    wanted = [x, norm.weight, norm.bias, *between]
+    wanted = [x, norm.weight, norm.bias, *between, *([] if added is None else [added])]
     ahead = torch.randn_like(expected)
     for one, other in zip(
         torch.autograd.grad(found, wanted, ahead), torch.autograd.grad(expected, wanted, ahead), strict=True
@@ -56,3 +60,18 @@ def test_it_runs_where_it_is_asked_for_and_the_map_and_its_layer_are_plain() -> 
         assert not fits(x, nn.GroupNorm(4, 8, affine=False).to(DEVICE))
         norm.register_forward_hook(lambda *_: None)
         assert not fits(x, norm)
+
+
+@pytest.mark.parametrize(("channels", "side"), [(80, 9), (6, 1)])
+def test_a_branch_is_added_with_its_bias_and_all_gradients(channels: int, side: int) -> None:
+    torch.manual_seed(0)
+    shape = (3, channels, side, side)
+    x, branch = (torch.randn(shape, device=DEVICE).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    bias, wanted = torch.randn(channels, device=DEVICE), torch.randn(shape, device=DEVICE)
+    inputs = [one.requires_grad_() for one in (x, branch, bias)]
+    found, expected = add_branch(*inputs), x + branch + bias[:, None, None]
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(
+        torch.autograd.grad(found, inputs, wanted), torch.autograd.grad(expected, inputs, wanted), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)

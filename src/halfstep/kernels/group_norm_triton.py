@@ -4,8 +4,9 @@ x is [images, num_rows, num_channels]. A tile is [ROWS, COLUMNS] of one image. S
 parts, one for ROWS rows, and added in a fixed order by a program for each group, so that results repeat to the bit. A
 part holds its own mean and the squares around it: nothing cancels where a map's mean is large.
 
-What normalising a channel comes to is z = A·(x - mean) + B; `table` [images, 4, num_channels] holds A, B, mean and
-1 / deviation.
+What normalising a channel comes to is z = A·(x - mean) + B; `table` [images, 5, num_channels] holds A, B, mean,
+1 / deviation and the mean of x̂ over the image. `added` [images, num_channels] is what was to be added to x before: it
+moves means and nothing else, so x + added is never written.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from torch import Tensor
 ROWS, COLUMNS, WARPS = 64, 64, 4
 PARTS = 32
 """Parts that a program of a group adds at once."""
+MOST_PARTS = 256
+"""Of a sum over all rows: enough programs to fill the device, few enough to be added quickly."""
+FIELDS = tl.constexpr(5)
+"""Of `table`, and of the sums that the gradient takes."""
 
 
 @triton.jit
@@ -30,7 +35,7 @@ def _place(num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _of_channels(table, field, column, num_channels, FIELDS: tl.constexpr):
+def _of_channels(table, field, column, num_channels):
     """One field's values of these channels, of this program's image."""
     base = (tl.program_id(2) * FIELDS + field) * num_channels
     return tl.load(table + base + column, column < num_channels, 0.0)[None, :]
@@ -51,29 +56,31 @@ def _group_parts(x, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: 
 
 @triton.jit
 def _group_table(
-    parts, weight, bias, scale, shift, table, num_parts, num_rows, num_channels, channels_each, eps,
-    IS_SCALED: tl.constexpr, PART_ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    parts, weight, bias, added, scale, shift, table, num_parts, num_rows, num_channels, channels_each, eps,
+    IS_ADDED: tl.constexpr, IS_SCALED: tl.constexpr, PART_ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The table of one group of one image, from its parts; z = x̂·w·(1 + scale) + b·(1 + scale) + shift."""
     image, lane = tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
     column, is_channel = tl.program_id(0) * channels_each + lane, lane < channels_each
     base = parts + image * num_parts * 2 * num_channels
-    total = 0.0
+    total, before = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    if IS_ADDED:
+        before = tl.load(added + image * num_channels + column, is_channel, 0.0).to(tl.float32)
     for start in range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
         inside = (part < num_parts)[:, None] & is_channel[None, :]
         count = tl.maximum(tl.minimum(PART_ROWS, num_rows - part * PART_ROWS), 0).to(tl.float32)
         means = tl.load(base + part[:, None] * 2 * num_channels + column[None, :], inside, 0.0)
-        total += tl.sum(tl.sum(means * count[:, None], 1), 0)
-    number = tl.cast(num_rows * channels_each, tl.float32)
-    mean = total / number
+        total += tl.sum(means * count[:, None], 0)
+    number, average = tl.cast(num_rows * channels_each, tl.float32), total / num_rows + before
+    mean = tl.sum(tl.where(is_channel, average, 0.0), 0) / channels_each
     squares = 0.0
     for start in range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
         inside = (part < num_parts)[:, None] & is_channel[None, :]
         count = tl.maximum(tl.minimum(PART_ROWS, num_rows - part * PART_ROWS), 0).to(tl.float32)
         place = base + part[:, None] * 2 * num_channels + column[None, :]
-        off = tl.where(inside, tl.load(place, inside, 0.0) - mean, 0.0)
+        off = tl.where(inside, tl.load(place, inside, 0.0) + before[None, :] - mean, 0.0)
         squares += tl.sum(tl.sum(tl.load(place + num_channels, inside, 0.0) + off * off * count[:, None], 1), 0)
     inverse = 1.0 / tl.sqrt(squares / number + eps)
     w = tl.load(weight + column, is_channel, 0.0).to(tl.float32)
@@ -82,32 +89,33 @@ def _group_table(
         factor = 1.0 + tl.load(scale + image * num_channels + column, is_channel, 0.0).to(tl.float32)
         b = b * factor + tl.load(shift + image * num_channels + column, is_channel, 0.0).to(tl.float32)
         w = w * factor
-    row = table + image * 4 * num_channels + column
+    row = table + image * FIELDS * num_channels + column
     tl.store(row, inverse * w, is_channel)
     tl.store(row + num_channels, b, is_channel)
-    tl.store(row + 2 * num_channels, mean + tl.zeros([WIDTH], tl.float32), is_channel)
+    tl.store(row + 2 * num_channels, mean - before, is_channel)
     tl.store(row + 3 * num_channels, inverse + tl.zeros([WIDTH], tl.float32), is_channel)
+    tl.store(row + 4 * num_channels, (average - mean) * inverse, is_channel)
 
 
 @triton.jit
 def _group_silu(x, table, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """y = silu(A·(x - mean) + B)."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
-    a = _of_channels(table, 0, column, num_channels, 4)
-    b = _of_channels(table, 1, column, num_channels, 4)
-    z = (tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels, 4)) * a + b
+    a = _of_channels(table, 0, column, num_channels)
+    b = _of_channels(table, 1, column, num_channels)
+    z = (tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels)) * a + b
     tl.store(y + at, (z * tl.sigmoid(z)).to(y.dtype.element_ty), inside)
 
 
 @triton.jit
 def _before_silu(x, dy, table, at, inside, column, num_channels):
     """dz, and x̂."""
-    deviation = tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels, 4)
-    a = _of_channels(table, 0, column, num_channels, 4)
-    z = deviation * a + _of_channels(table, 1, column, num_channels, 4)
+    deviation = tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels)
+    a = _of_channels(table, 0, column, num_channels)
+    z = deviation * a + _of_channels(table, 1, column, num_channels)
     s = tl.sigmoid(z)
     dz = tl.load(dy + at, inside, 0.0).to(tl.float32) * s * (1.0 + z * (1.0 - s))
-    return dz, deviation * _of_channels(table, 3, column, num_channels, 4), a
+    return dz, deviation * _of_channels(table, 3, column, num_channels), a
 
 
 @triton.jit
@@ -125,8 +133,8 @@ def _group_gradient_parts(x, dy, table, parts, num_rows, num_channels, ROWS: tl.
 def _group_gradient_table(
     parts, table, sums, num_parts, num_rows, num_channels, channels_each, PARTS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """sums [images, 4, num_channels]: Σ dz and Σ dz·x̂ of each channel, and of its group what is taken from dx: the mean
-    of w·dz and of w·dz·x̂, times 1 / deviation."""
+    """sums [images, 5, num_channels]: Σ dz and Σ dz·x̂ of each channel; of its group what is taken from dx, the mean of
+    w·dz and of w·dz·x̂, times 1 / deviation; and Σ dx of each channel."""
     image, lane = tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
     column, is_channel = tl.program_id(0) * channels_each + lane, lane < channels_each
     base = parts + image * num_parts * 2 * num_channels
@@ -138,13 +146,16 @@ def _group_gradient_table(
         first += tl.sum(tl.load(place, inside, 0.0), 0)
         second += tl.sum(tl.load(place + num_channels, inside, 0.0), 0)
     # A is w / deviation already.
-    a = tl.load(table + image * 4 * num_channels + column, is_channel, 0.0)
-    number = tl.cast(num_rows * channels_each, tl.float32)
-    row, none = sums + image * 4 * num_channels + column, tl.zeros([WIDTH], tl.float32)
+    at = table + image * FIELDS * num_channels + column
+    a, unit = tl.load(at, is_channel, 0.0), tl.load(at + 4 * num_channels, is_channel, 0.0)
+    number, none = tl.cast(num_rows * channels_each, tl.float32), tl.zeros([WIDTH], tl.float32)
+    flat, along = tl.sum(a * first, 0) / number, tl.sum(a * second, 0) / number
+    row = sums + image * FIELDS * num_channels + column
     tl.store(row, first, is_channel)
     tl.store(row + num_channels, second, is_channel)
-    tl.store(row + 2 * num_channels, tl.sum(a * first, 0) / number + none, is_channel)
-    tl.store(row + 3 * num_channels, tl.sum(a * second, 0) / number + none, is_channel)
+    tl.store(row + 2 * num_channels, flat + none, is_channel)
+    tl.store(row + 3 * num_channels, along + none, is_channel)
+    tl.store(row + 4 * num_channels, a * first - num_rows * (flat + along * unit), is_channel)
 
 
 @triton.jit
@@ -152,9 +163,7 @@ def _group_gradient(x, dy, table, sums, dx, num_rows, num_channels, ROWS: tl.con
     """dx = A·dz less the group's means."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     dz, unit, a = _before_silu(x, dy, table, at, inside, column, num_channels)
-    found = (
-        dz * a - _of_channels(sums, 2, column, num_channels, 4) - unit * _of_channels(sums, 3, column, num_channels, 4)
-    )
+    found = dz * a - _of_channels(sums, 2, column, num_channels) - unit * _of_channels(sums, 3, column, num_channels)
     tl.store(dx + at, found.to(dx.dtype.element_ty), inside)
 
 
@@ -172,6 +181,7 @@ def normalised_silu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    added: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
     y: Tensor,
@@ -181,24 +191,24 @@ def normalised_silu(
     """Writes y, and returns the table that its gradient needs."""
     (images, rows, channels), grid = _sizes(x), _grid(x)
     parts = torch.empty(images, grid[0], 2, channels, device=x.device, dtype=torch.float32)
-    table = torch.empty(images, 4, channels, device=x.device, dtype=torch.float32)
+    table = torch.empty(images, FIELDS.value, channels, device=x.device, dtype=torch.float32)
     tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
     _group_parts[grid](x, parts, rows, channels, **tile)
     each = channels // groups
     _group_table[(groups, images)](
-        parts, weight, bias, weight if scale is None else scale, bias if shift is None else shift, table,
-        grid[0], rows, channels, each, eps,
-        IS_SCALED=scale is not None, PART_ROWS=ROWS, PARTS=PARTS, WIDTH=triton.next_power_of_2(each), num_warps=WARPS,
+        parts, weight, bias, *(bias if one is None else one for one in (added, scale, shift)), table,
+        grid[0], rows, channels, each, eps, IS_ADDED=added is not None, IS_SCALED=scale is not None,
+        PART_ROWS=ROWS, PARTS=PARTS, WIDTH=triton.next_power_of_2(each), num_warps=WARPS,
     )  # fmt: skip
     _group_silu[grid](x, table, y, rows, channels, **tile)
     return table
 
 
-def gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: int) -> Tensor:
-    """Writes dx, and returns Σ dz and Σ dz·x̂ [images, 2, channels]."""
+def gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes dx, and returns Σ dz, Σ dz·x̂ and Σ dx, each [images, channels]."""
     (images, rows, channels), grid = _sizes(x), _grid(x)
     parts = torch.empty(images, grid[0], 2, channels, device=x.device, dtype=torch.float32)
-    sums = torch.empty(images, 4, channels, device=x.device, dtype=torch.float32)
+    sums = torch.empty(images, FIELDS.value, channels, device=x.device, dtype=torch.float32)
     tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
     _group_gradient_parts[grid](x, dy, table, parts, rows, channels, **tile)
     each = channels // groups
@@ -207,4 +217,42 @@ def gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: int) -> T
         PARTS=PARTS, WIDTH=triton.next_power_of_2(each), num_warps=WARPS,
     )  # fmt: skip
     _group_gradient[grid](x, dy, table, sums, dx, rows, channels, **tile)
-    return sums[:, :2]
+    return sums[:, 0], sums[:, 1], sums[:, 4]
+
+
+@triton.jit
+def _add_branch(x, branch, bias, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y = x + branch + bias."""
+    column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
+    found = tl.load(x + at, inside, 0.0).to(tl.float32) + tl.load(branch + at, inside, 0.0).to(tl.float32)
+    found += tl.load(bias + column, column < num_channels, 0.0).to(tl.float32)[None, :]
+    tl.store(y + at, found.to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def _row_sums(dy, parts, num_rows, num_channels, turns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Σ dy of each channel over `turns` times ROWS rows, which are those of all images in one."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for turn in range(turns):
+        row = (tl.program_id(0) * turns + turn).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = (row < num_rows)[:, None] & (column < num_channels)[None, :]
+        total += tl.load(dy + row[:, None] * num_channels + column[None, :], inside, 0.0).to(tl.float32)
+    tl.store(parts + tl.program_id(0) * num_channels + column, tl.sum(total, 0), column < num_channels)
+
+
+def add_branch(x: Tensor, branch: Tensor, bias: Tensor, y: Tensor) -> None:
+    """Writes y = x + branch + bias."""
+    (_, rows, channels), grid = _sizes(x), _grid(x)
+    _add_branch[grid](x, branch, bias, y, rows, channels, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+
+
+def sums_of_channels(dy: Tensor) -> Tensor:
+    """Σ over images and rows, in fp32."""
+    images, rows, channels = _sizes(dy)
+    turns = max(1, triton.cdiv(images * rows, ROWS * MOST_PARTS))
+    num_parts = triton.cdiv(images * rows, ROWS * turns)
+    parts = torch.empty(num_parts, channels, device=dy.device, dtype=torch.float32)
+    grid = (num_parts, triton.cdiv(channels, COLUMNS))
+    _row_sums[grid](dy, parts, images * rows, channels, turns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return parts.sum(0)

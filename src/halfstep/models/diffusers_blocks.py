@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.kernels.group_norm import fits, group_norm_silu
+from halfstep.kernels.group_norm import add_branch, fits, group_norm_silu
 from halfstep.models.diffusers_nets import Net
 
 
 def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
-    """Its residual blocks, and with text its transformers, which are compiled."""
+    """Its residual blocks and attention; with text its transformers, which are compiled."""
+    from diffusers.models.attention_processor import Attention
     from diffusers.models.resnet import ResnetBlock2D
     from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
@@ -25,8 +27,10 @@ def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
             return found
         return residual(block, input_tensor, temb)
 
-    is_told = any(isinstance(module, Transformer2DModel) for module in net.modules())
-    return {ResnetBlock2D: forward} | ({Transformer2DModel: None} if is_told else {})
+    found: dict[type[nn.Module], Callable[..., Any] | None] = {ResnetBlock2D: forward}
+    if any(isinstance(module, Transformer2DModel) for module in net.modules()):
+        return found | {Transformer2DModel: None}
+    return found | {Attention: attention(Attention.forward)}
 
 
 def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
@@ -35,20 +39,54 @@ def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
     # The blocks of a VAE's decoder name another ("group"), and are told no time.
     told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
     knows = told and isinstance(block.nonlinearity, nn.SiLU)
-    return knows and not resizes and fits(x, block.norm1) and type(block.norm2) is nn.GroupNorm
+    convolves = is_plain_convolution(block.conv1) and is_plain_convolution(block.conv2)
+    return knows and convolves and not resizes and fits(x, block.norm1) and type(block.norm2) is nn.GroupNorm
 
 
 def residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
-    hidden = block.conv1(group_norm_silu(block.norm1, x))
+    hidden, bias = unbiased(block.conv1, group_norm_silu(block.norm1, x))
     if block.time_emb_proj is not None and temb is not None:
         temb = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))
     if block.time_embedding_norm == "scale_shift":
         assert temb is not None
         scale, shift = torch.chunk(temb, 2, dim=1)
-        hidden = group_norm_silu(block.norm2, hidden, scale, shift)
+        hidden = group_norm_silu(block.norm2, hidden, scale, shift, added=bias.expand(len(x), -1))
     else:
-        hidden = group_norm_silu(block.norm2, hidden if temb is None else hidden + temb[:, :, None, None])
-    hidden = block.conv2(block.dropout(hidden))
+        added = bias.expand(len(x), -1) if temb is None else bias + temb
+        hidden = group_norm_silu(block.norm2, hidden, added=added)
+    hidden, bias = unbiased(block.conv2, block.dropout(hidden))
     straight = x if block.conv_shortcut is None else block.conv_shortcut(x)
-    found: Tensor = straight + hidden
+    found = add_branch(straight, hidden, bias)
     return found if block.output_scale_factor == 1 else found / block.output_scale_factor
+
+
+def unbiased(convolution: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Its output without the bias, and the bias: who reads the map next adds it on the way."""
+    assert convolution.bias is not None
+    return convolution._conv_forward(x, convolution.weight, None), convolution.bias
+
+
+def is_plain_convolution(layer: nn.Module) -> bool:
+    return (
+        type(layer) is nn.Conv2d and layer.bias is not None and not (layer._forward_hooks or layer._forward_pre_hooks)
+    )
+
+
+WIDEST_HEAD = 256
+"""That flash attention has kernels for; beyond it torch's choice takes five times as long as matmuls (a VAE's)."""
+MOST_SCORES = 2**25
+"""That are kept: 128 MiB in fp32."""
+
+
+def attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """By matmuls and a softmax in fp32 where one head has all channels, and scores are few."""
+
+    def forward(layer: Any, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:
+        tokens = hidden_states[0, 0].numel() if hidden_states.ndim == 4 else hidden_states.shape[1]
+        is_wide = layer.inner_dim // layer.heads > WIDEST_HEAD
+        if is_wide and len(hidden_states) * layer.heads * tokens**2 <= MOST_SCORES:
+            with sdpa_kernel(SDPBackend.MATH):
+                return own(layer, hidden_states, *rest, **more)
+        return own(layer, hidden_states, *rest, **more)
+
+    return forward
