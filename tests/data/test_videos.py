@@ -40,6 +40,10 @@ def test_frames_and_masks_side_by_side_are_read_and_videos_held_out_by_name(tmp_
     assert (found.val.videos.masks(1, 0, 4) == clip(2, frames=4)[1]).all()
     with pytest.raises(DataError, match="fits 0 of 2 videos"):
         find_videos(tmp_path, val_videos=["03"], bad_files=ERROR)
+    next((tmp_path / "01" / "frames").iterdir()).write_bytes(b"")
+    with pytest.raises(DataError, match="fits 1 of 1 video") as raised:
+        find_videos(tmp_path, val_videos=["02"], bad_files=BadFiles("skip"))
+    assert "1 left out: cannot read" in raised.value.why
 
 
 def test_train_and_val_are_told_apart_by_shard_names_and_folders(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from PIL import Image, ImageSequence
 
 from halfstep.data.files import UNREADABLE, BadFiles, natural_key, some_of, unreadable
 from halfstep.data.frame_folders import FrameFolders
-from halfstep.data.videos import Array, ShardVideos, Video, Videos
+from halfstep.data.videos import Array, ShardVideos, Video, Videos, what_was_left_out
 from halfstep.errors import DataError, counted
 
 DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
@@ -169,7 +169,7 @@ def find_videos(
         train = ShardVideos(root, train_shards, bad_files=bad_files)
         val = ShardVideos(root, val_shards, bad_files=bad_files) if val_shards else None
         if val is None:
-            return _split(train, val_videos, val_fraction, "shards")
+            return _split(train, val_videos, val_fraction, "shards", bad_files)
         return _two(train, val, "shards by pattern")
     if not root.is_dir():
         raise DataError(f"no folder {root}", why="it does not exist or is a file", fix="check data.dir")
@@ -180,7 +180,7 @@ def find_videos(
     if (root / "train").is_dir() and val_folder is not None:
         train_set, val_set = (open_videos(path, bad_files=bad_files) for path in (root / "train", val_folder))
         return _two(train_set, val_set, f"train/ and {val_folder.name}/")
-    return _split(open_videos(root, bad_files=bad_files), val_videos, val_fraction, "one set of videos")
+    return _split(open_videos(root, bad_files=bad_files), val_videos, val_fraction, "one set of videos", bad_files)
 
 
 def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
@@ -201,7 +201,7 @@ def _tars(
     if train and val:
         train_set, val_set = (ShardVideos(root, names, bad_files=bad_files) for names in (train, val))
         return _two(train_set, val_set, "shards by name")
-    return _split(ShardVideos(root, tars, bad_files=bad_files), val_videos, val_fraction, "shards")
+    return _split(ShardVideos(root, tars, bad_files=bad_files), val_videos, val_fraction, "shards", bad_files)
 
 
 def _two(train: Videos, val: Videos, layout: str) -> FoundVideos:
@@ -212,13 +212,16 @@ def _whole(videos: Videos) -> VideoPart:
     return VideoPart(videos=videos, members=tuple(range(len(videos.videos))))
 
 
-def _split(videos: Videos, val_videos: Sequence[str], val_fraction: float, layout: str) -> FoundVideos:
+def _split(
+    videos: Videos, val_videos: Sequence[str], val_fraction: float, layout: str, bad_files: BadFiles
+) -> FoundVideos:
     names = [video.name for video in videos.videos]
     if val_videos:
         held = [place for place, name in enumerate(names) if any(fnmatchcase(name, wish) for wish in val_videos)]
         if len(held) in (0, len(names)):
             raise DataError(
                 f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {counted(len(names), 'video')}",
+                why=what_was_left_out(bad_files),
                 fix=f"the videos are {some_of(names)}",
             )
         how = "data.val_videos"

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from halfstep.data.files import BadFiles
+from halfstep.data.files import BadFiles, some_of
 from halfstep.data.shards import ShardSample, StoredArray, find_shards, index_shard, stored_array
 from halfstep.errors import DataError
 
 Array = np.ndarray[Any, Any]
 
 VIDEO_PART, MASK_PARTS = "video.npy", ("segmentations.npy", "segmentation.npy", "masks.npy")
+WRITE_VIDEO = "write NAME.video.npy with uint8 frames (T, H, W, 3)"
 NO_OBJECT = 0
 """The label of background, or of pixels that nobody labelled."""
 
@@ -72,7 +73,8 @@ class ShardVideos:
                 except DataError as error:
                     bad_files.report(error)
         if not self._videos:
-            raise DataError(f"no video is in the shards of {patterns} below {root}", why=_why(bad_files))
+            named = some_of([patterns] if isinstance(patterns, str) else patterns)
+            raise DataError(f"no video is in {named} below {root}", why=what_was_left_out(bad_files), fix=WRITE_VIDEO)
 
     def _take(self, path: Path, sample: ShardSample) -> None:
         where = f"sample {sample.name} of {path}"
@@ -81,7 +83,7 @@ class ShardVideos:
             raise DataError(
                 f"{where} has {'masks but no' if has_masks else 'no'} {VIDEO_PART}",
                 why=f"its parts are {', '.join(sample.parts)}",
-                fix="write NAME.video.npy with uint8 frames (T, H, W, 3), or data.on_bad_file=skip",
+                fix=f"{WRITE_VIDEO}, or data.on_bad_file=skip",
             )
         frames = stored_array(sample.parts[VIDEO_PART], f"{sample.name}.{VIDEO_PART}")
         if len(frames.shape) != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
@@ -157,5 +159,6 @@ def from_planes(planes: Array, name: str) -> Array:
     return np.where(is_there.any(-1), is_there.argmax(-1) + 1, NO_OBJECT).astype(np.uint8)
 
 
-def _why(bad_files: BadFiles) -> str:
-    return f"{len(bad_files.skipped)} were left out: {bad_files.skipped[0].what}" if bad_files.skipped else ""
+def what_was_left_out(bad_files: BadFiles) -> str:
+    """Why there may be less than is expected; nothing where all was taken."""
+    return f"{len(bad_files.skipped)} left out: {bad_files.skipped[0].what}" if bad_files.skipped else ""

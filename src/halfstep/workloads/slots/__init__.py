@@ -1,25 +1,32 @@
 """Slots: objects in video, found without labels. SlotContrast."""
 
+from functools import partial
+
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.slots.config import SlotContrastConfig
 
-_HERE = "halfstep.workloads.slots"
+HERE = "halfstep.workloads.slots"
 
-KIND = Kind(
-    builder=f"{_HERE}.build:build",
-    config=SlotContrastConfig,
-    demo=f"{_HERE}.demo:write_demo",
-    random_store=f"{_HERE}.random_data:random_store",
-    random_batch=f"{_HERE}.random_data:random_batch",
-    over=f"{_HERE}.random_data:over",
-    evaluation=f"{_HERE}.evaluate:SlotEvaluation",
-    predictor=f"{_HERE}.predict:SlotPredictor",
+slot_kind = partial(
+    Kind,
+    demo=f"{HERE}.demo:write_demo",
+    random_store=f"{HERE}.random_data:random_store",
+    random_batch=f"{HERE}.random_data:random_batch",
+    evaluation=f"{HERE}.evaluate:SlotEvaluation",
     writes_files=True,
-    foreign=f"{_HERE}.foreign:claim",
     unit="frame",
-    units_per_sample=f"{_HERE}.random_data:frames_per_clip",
-    sample_size=f"{_HERE}.random_data:sample_size",
+    units_per_sample=f"{HERE}.random_data:frames_per_clip",
+    sample_size=f"{HERE}.random_data:sample_size",
     task="objects in video",
+)
+"""What all slot models have in common."""
+
+KIND = slot_kind(
+    builder=f"{HERE}.build:build",
+    config=SlotContrastConfig,
+    over=f"{HERE}.random_data:over",
+    predictor=f"{HERE}.predict:SlotPredictor",
+    foreign=f"{HERE}.foreign:claim",
     about="objects found without labels: tar shards (NAME.video.npy), folders of frames, .gif or .mp4 files",
     models={"slotcontrast": "slots over frozen DINOv2 features"},
 )

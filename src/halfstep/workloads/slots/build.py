@@ -17,9 +17,9 @@ from halfstep.models.filter_bank import FilterBank
 from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.parts import FrozenPart, Group
-from halfstep.workloads.slots.clip_data import open_clips
+from halfstep.workloads.slots.clip_data import open_clips, unit_pixels
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
-from halfstep.workloads.slots.data import normalised, notes_on, prepared_masks, unit_pixels
+from halfstep.workloads.slots.data import normalised, notes_on, prepared_masks
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.slots.metrics import SlotMetrics
 from halfstep.workloads.slots.pictures import sample_pictures
@@ -158,7 +158,7 @@ def prepare_of(config: SlotContrastConfig) -> Prepare:
     data, m = config.data, config.model
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        pixels = unit_pixels(batch["video"], data.image_size)
+        pixels = unit_pixels(batch["video"], data.image_size, mode="bicubic")  # as upstream
         if m.backbone != "filters":
             pixels = normalised(pixels, data.normalise)
         prepared = batch | {"video": pixels} | prepared_masks(batch, data)

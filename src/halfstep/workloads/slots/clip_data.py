@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.clips import ClipForm, ClipSamples, long_enough
+from halfstep.data.clips import ClipForm, ClipSamples, Crop, long_enough
 from halfstep.data.files import BadFiles
 from halfstep.data.video_layouts import VideoPart, find_videos
-from halfstep.errors import DataError, counted
+from halfstep.data.videos import what_was_left_out
+from halfstep.errors import DataError
 from halfstep.workloads.slots.video_config import VideoDataConfig
 
 
@@ -42,7 +44,11 @@ def open_clips(config: VideoDataConfig) -> ClipData:
     for error in errors:
         bad_files.report(error)
     if not members:
-        raise DataError("no video is left to train on", why=f"{counted(len(bad_files.skipped), 'video')} left out")
+        raise DataError(
+            "no video is left to train on",
+            why=what_was_left_out(bad_files),
+            fix="mend what was left out, or cut shorter clips: data.chunk_size",
+        )
     train_form = ClipForm(
         frames=config.chunk_size, size=_own_size(config, found.train), crop=config.crop, flip=config.flip
     )
@@ -65,7 +71,7 @@ def _validation(config: VideoDataConfig, part: VideoPart) -> ClipSamples:
     form = ClipForm(
         frames=min(wanted, *lengths, wanted) if wanted else max(lengths),
         size=_own_size(config, part),
-        crop="none" if config.crop == "none" else "central",
+        crop=steady(config.crop),
         with_masks=part.have_masks,
     )
     return ClipSamples(part.videos, part.members, form, cut="all" if wanted else "whole")
@@ -77,10 +83,14 @@ def _own_size(config: VideoDataConfig, part: VideoPart) -> int | None:
     return None if len(sizes) <= 1 and config.crop == "none" else config.image_size
 
 
-def unit_frames(video: Tensor, side: int) -> Tensor:
-    """Bytes (B, T, 3, H, W) as numbers in 0…1 at the model's size."""
-    frames = video.float().div_(255)
-    if frames.shape[3:] == (side, side):
-        return frames
-    resized = F.interpolate(frames.flatten(0, 1), (side, side), mode="bilinear", antialias=True)
-    return resized.reshape(*video.shape[:3], side, side)
+def steady(crop: Crop) -> Crop:
+    """Where nothing is drawn at random, the middle."""
+    return "none" if crop == "none" else "central"
+
+
+def unit_pixels(video: Tensor, side: int, **resized: Any) -> Tensor:
+    """Bytes (B, T, 3, h, w) as numbers in 0..1 at the model's size; `resized` is how, in words of F.interpolate."""
+    frames = video.flatten(0, 1).float().div_(255)
+    if frames.shape[-2:] != (side, side):
+        frames = F.interpolate(frames, (side, side), **resized).clamp_(0, 1)
+    return frames.view(*video.shape[:2], *frames.shape[1:])

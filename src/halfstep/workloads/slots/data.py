@@ -1,4 +1,4 @@
-"""Clips as SlotContrast sees them: resized and normalised as upstream does, masks at the size they are compared at."""
+"""Clips as SlotContrast sees them: normalised as upstream does, masks at the size they are compared at."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.clips import ClipForm, ClipSamples, Crop
+from halfstep.data.clips import ClipForm, ClipSamples
 from halfstep.data.loader import Batch
 from halfstep.data.video_layouts import VideoPart
 from halfstep.errors import counted
-from halfstep.workloads.slots.clip_data import ClipData
+from halfstep.workloads.slots.clip_data import ClipData, steady
 from halfstep.workloads.slots.config import SlotVideoConfig
 
 COLOURS = {
@@ -30,19 +30,6 @@ def notes_on(data: SlotVideoConfig, clips: ClipData) -> list[str]:
     if found and not clips.has_masks:
         notes.append("not all validation videos have masks: there is no FG-ARI, the loss alone is watched")
     return notes
-
-
-def steady(crop: Crop) -> Crop:
-    """Where nothing is drawn at random, the middle."""
-    return "none" if crop == "none" else "central"
-
-
-def unit_pixels(video: Tensor, side: int) -> Tensor:
-    """Bytes (B, T, 3, h, w) to floats in 0..1 at the model's size, as upstream resizes: bicubic, clamped."""
-    frames = video.flatten(0, 1).float() / 255
-    if frames.shape[-2:] != (side, side):
-        frames = F.interpolate(frames, (side, side), mode="bicubic").clamp(0, 1)
-    return frames.view(*video.shape[:2], *frames.shape[1:])
 
 
 def normalised(pixels: Tensor, how: str) -> Tensor:

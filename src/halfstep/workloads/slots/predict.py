@@ -25,8 +25,8 @@ from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
+from halfstep.workloads.slots.clip_data import steady
 from halfstep.workloads.slots.config import SlotContrastConfig
-from halfstep.workloads.slots.data import steady
 from halfstep.workloads.slots.metrics import slot_labels
 from halfstep.workloads.slots.pictures import sheet, write_gif
 from halfstep.workloads.slots.steve_config import SteveConfig

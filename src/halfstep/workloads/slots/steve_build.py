@@ -16,7 +16,7 @@ from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import Group
 from halfstep.workloads.scheduled import Scheduled
-from halfstep.workloads.slots.clip_data import ClipData, open_clips, unit_frames
+from halfstep.workloads.slots.clip_data import ClipData, open_clips, unit_pixels
 from halfstep.workloads.slots.steve_config import SteveConfig
 from halfstep.workloads.slots.steve_loss import SteveMetrics, settled_scale, temperature, total_loss
 from halfstep.workloads.slots.steve_pictures import sample_of
@@ -122,7 +122,7 @@ class Prepared:
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         video = batch["video"]
         return batch | {
-            "video": unit_frames(video, self.side),
+            "video": unit_pixels(video, self.side, mode="bilinear", antialias=True),
             "slot_draw": noise.normal(key, len(video), self.slots, video.device, stream="slots"),
             **word_keys(video, key),
         }
