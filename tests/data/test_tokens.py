@@ -191,6 +191,16 @@ def test_texts_that_are_none_are_refused_or_left_out(tmp_path: Path) -> None:
         texts_at(tmp_path / "pictures")
 
 
+def test_code_beside_texts_is_not_read_and_a_folder_of_code_is(tmp_path: Path) -> None:
+    (tmp_path / "prepare.py").write_text("print('made by this')")
+    (tmp_path / "more.py").write_text("pass")
+    assert {path.suffix for path in texts_at(tmp_path).all} == {".py"}
+    (tmp_path / "a.txt").write_text("a text")
+    texts = texts_at(tmp_path)
+    assert [path.name for path in texts.all] == ["a.txt"]
+    assert [path.name for path in texts.beside] == ["more.py", "prepare.py"]
+
+
 def test_documents_are_parted_by_their_end_and_a_text_is_tokenised_once(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text(name * 3)

@@ -127,10 +127,14 @@ def test_a_row_that_does_not_count_may_be_infinite() -> None:
     assert not logits[0].any()
 
 
-def test_a_chunk_of_gpt2s_logits_has_4096_rows_at_least_and_stays_below_half_a_gigabyte() -> None:
-    rows = rows_of_a_chunk(50304, torch.bfloat16)
-    assert rows >= 4096
-    assert rows * 50304 * 2 <= 2**29
+def test_chunks_of_gpt2s_logits_are_even_and_stay_below_half_a_gigabyte() -> None:
+    assert rows_of_a_chunk(16 * 1024, 50304, torch.bfloat16) == 4096
+    for num_rows in (1, 100, 5248, 5249, 12_345, 65_536):
+        chunk = rows_of_a_chunk(num_rows, 50304, torch.bfloat16)
+        assert chunk % 128 == 0
+        assert chunk * 50304 * 2 <= 2**29
+        last = num_rows % chunk or chunk
+        assert num_rows <= chunk or last > chunk / 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep.data.files import BadFiles, natural_key, some_of
 from halfstep.errors import DataError, counted
 
-ENDINGS = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
+PROSE = (".txt", ".text", ".md", ".rst", ".tex")
+CODE = (".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
+"""Taken from a folder that holds no prose: beside texts they are what made them, or a page about them."""
 TRAIN_NAMES, VAL_NAMES = ("train", "training"), ("val", "valid", "validation", "test")
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -25,6 +27,8 @@ class TextFiles:
     """Share of the only file that is kept for validation."""
     source: str = ""
     """Where the validation part comes from, in words."""
+    beside: tuple[Path, ...] = ()
+    """Code and markup that lies beside prose, and is not read."""
 
     @property
     def all(self) -> tuple[Path, ...]:
@@ -48,16 +52,21 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
         return _one(root, root, val_fraction)
     if not root.is_dir():
         raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
-    train, val = _named_part(root, TRAIN_NAMES), _named_part(root, VAL_NAMES)
+    prose, code = _below(root, PROSE), _below(root, CODE)
+    endings, beside = (PROSE, tuple(code)) if prose else (CODE, ())
+    train, val = _named_part(root, TRAIN_NAMES, endings), _named_part(root, VAL_NAMES, endings)
     if train and val:
         train, val = _check(train, bad_files), _check(val, bad_files)
-        return TextFiles(root=root, train=tuple(train), val=tuple(val), source=_place(root, val))
-    files = _check(_below(root), bad_files)
+        return TextFiles(root=root, train=tuple(train), val=tuple(val), source=_place(root, val), beside=beside)
+    files = _check(prose or code, bad_files)
     if not files:
         raise DataError(
-            f"no text in {root}", why="no file ends in " + " ".join(ENDINGS), fix="--data-dir: a text file or a folder"
+            f"no text in {root}",
+            why="no file ends in " + " ".join(PROSE + CODE),
+            fix="--data-dir: a text file or a folder",
         )
-    return _one(root, files[0], val_fraction) if len(files) == 1 else _split(root, files, val_fraction)
+    found = _one(root, files[0], val_fraction) if len(files) == 1 else _split(root, files, val_fraction)
+    return replace(found, beside=beside)
 
 
 def read_text(path: Path) -> str:
@@ -99,17 +108,17 @@ def _place(root: Path, files: list[Path]) -> str:
     return files[0].name if len(files) == 1 else f"{files[0].relative_to(root).parts[0]}, {len(files)} files"
 
 
-def _named_part(root: Path, names: tuple[str, ...]) -> list[Path]:
+def _named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...]) -> list[Path]:
     for name in names:
         if (root / name).is_dir():
-            return _below(root / name)
-        if files := [root / f"{name}{ending}" for ending in ENDINGS if (root / f"{name}{ending}").is_file()]:
+            return _below(root / name, endings)
+        if files := [root / f"{name}{ending}" for ending in endings if (root / f"{name}{ending}").is_file()]:
             return files
     return []
 
 
-def _below(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file()]
+def _below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    found = [path for path in folder.rglob("*") if path.suffix.lower() in endings and path.is_file()]
     visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     return sorted(visible, key=lambda path: natural_key(path.relative_to(folder).as_posix()))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import BadFiles
+from halfstep.data.files import BadFiles, some_of
 from halfstep.data.text_files import TextFiles, find_texts, read_text
 from halfstep.data.token_cache import default_cache, open_or_tokenise, tokenised
 from halfstep.data.tokenizers import (
@@ -76,8 +76,14 @@ def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> Langua
             ("text", f"{counted(len(texts.all), 'file')}, {_in_words(train, val)}; validation: {texts.source}"),
             ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {place}"),
         ),
-        notes=tuple(f"left out: {error.what} ({error.why})" for error in bad_files.skipped),
+        notes=(*(f"left out: {error.what} ({error.why})" for error in bad_files.skipped), *_not_read(texts)),
     )
+
+
+def _not_read(texts: TextFiles) -> Iterator[str]:
+    if texts.beside:
+        names = some_of((path.relative_to(texts.root).as_posix() for path in texts.beside), 3)
+        yield f"not read: {counted(len(texts.beside), 'file')} of code or markup beside the texts: {names}"
 
 
 def _ids(
