@@ -44,7 +44,7 @@ def linear_cross_entropy(
 
 
 def rows_of_a_chunk(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
-    """Even chunks of at most CHUNK_BYTES, in whole tiles of a matmul: a short last one would cost a pass as others do."""
+    """Even chunks of at most CHUNK_BYTES, in whole tiles of a matmul: a short last one costs a whole pass too."""
     most = max(ROWS_MULTIPLE, CHUNK_BYTES // (num_columns * dtype.itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
     num_chunks = max(1, math.ceil(num_rows / most))
     return max(1, math.ceil(num_rows / num_chunks / ROWS_MULTIPLE)) * ROWS_MULTIPLE
