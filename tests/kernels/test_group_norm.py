@@ -40,7 +40,7 @@ def test_values_and_all_gradients_are_torchs(
     plain = F.group_norm(map_, groups, norm.weight.double(), norm.bias.double(), norm.eps)
     if scale is not None and shift is not None:
         plain = plain * (1 + scale[:, :, None, None]) + shift[:, :, None, None]
-    expected, found = F.silu(plain).float(), group_norm_silu(norm, x, scale, shift, added=added)
+    expected, found = F.silu(plain).float(), group_norm_silu(norm, x, added, scale, shift)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     wanted = [x, norm.weight, norm.bias, *between, *([] if added is None else [added])]
     ahead = torch.randn_like(expected)

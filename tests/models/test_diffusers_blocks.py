@@ -52,3 +52,8 @@ def test_every_residual_block_runs_by_our_kernels_and_computes_the_same(
 
     assert len(ours) == sum(isinstance(module, ResnetBlock2D) for module in net.modules())
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    wanted = [weight for weight in net.parameters() if weight.requires_grad]
+    ahead = torch.randn_like(expected)
+    pairs = zip(torch.autograd.grad(found, wanted, ahead), torch.autograd.grad(expected, wanted, ahead), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)

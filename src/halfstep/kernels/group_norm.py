@@ -2,7 +2,8 @@
 
 torch's own GroupNorm on a GPU copies such a map to the other layout first, and computes in fp32 maps under autocast.
 Here a map is read twice and written once, forward, and in its own format; with `scale` and `shift` (images, channels)
-between the two, as some networks have it. Twin: `F.silu(F.group_norm(x + added) * (1 + scale) + shift)`.
+between the two, as some networks have it, and with what was to be added to the map (images, channels). Twin:
+`F.silu(F.group_norm(x + added) * (1 + scale) + shift)`.
 """
 
 from __future__ import annotations
@@ -23,48 +24,96 @@ def fits(x: Tensor, norm: nn.Module) -> bool:
     return is_asked and is_plain and is_map and (not x.is_cuda or has_half_autocast(x))
 
 
-def group_norm_silu(
-    norm: nn.GroupNorm,
-    x: Tensor,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    *,
-    added: Tensor | None = None,
-) -> Tensor:
-    """SiLU of the normalised map, in autocast's format; `added` (images, channels) counts as part of the map."""
+def group_norm_silu(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> Tensor:
+    """SiLU of the normalised map, in autocast's format. `between` is `added`, `scale` and `shift`, or nothing."""
+    return _GroupNormSilu.apply(*_given(norm, x, *between))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _given(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> tuple[Any, ...]:
+    added, scale, shift = between or (None, None, None)
     assert (scale is None) == (shift is None)
-    given = (x, norm.weight, norm.bias, added, scale, shift, norm.num_groups, norm.eps)
-    return _GroupNormSilu.apply(*given)  # type: ignore[no-any-return, no-untyped-call]
+    return x, norm.weight, norm.bias, added, scale, shift, norm.num_groups, norm.eps
 
 
 class _GroupNormSilu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        from halfstep.kernels import group_norm_triton
-
-        x, weight, bias, added, scale, shift, groups, eps = given
-        added, scale, shift = (None if one is None else one.contiguous() for one in (added, scale, shift))
-        dtype = torch.get_autocast_dtype(x.device.type) if has_half_autocast(x) else x.dtype
-        y = torch.empty_like(x, dtype=dtype)
-        table = group_norm_triton.normalised_silu(x, weight, bias, added, scale, shift, y, groups, eps)
-        ctx.groups, ctx.added_dtype = groups, None if added is None else added.dtype
-        ctx.save_for_backward(x, weight, bias, scale, table)
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        y, table = _normalised(x, *given)
+        ctx.save_for_backward(x, *_kept(ctx, *given), table)
         return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, bias, scale, table = ctx.saved_tensors
+        return _gradients(ctx, (x, weight, bias, scale), table, gradients[0])
+
+
+def convolved(norm: nn.GroupNorm, layer: nn.Conv2d, x: Tensor, *between: Tensor | None) -> Tensor:
+    """The layer's output, without its bias, of `group_norm_silu`, which is not kept: backward writes it once more."""
+    dtype = torch.get_autocast_dtype(x.device.type) if has_half_autocast(x) else x.dtype
+    form = (layer.stride, layer.padding, layer.dilation, layer.groups)
+    given = _given(norm, x, *between)
+    return _NormalisedConvolution.apply(layer.weight.to(dtype), form, *given)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _NormalisedConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Tensor, form: Any, x: Tensor, *given: Any) -> Tensor:
+        y, table = _normalised(x, *given)
+        ctx.form, ctx.dtype = form, y.dtype
+        ctx.save_for_backward(kernel, x, *_kept(ctx, *given), table)
+        stride, padding, dilation, groups = form
+        with torch.autocast(x.device.type, enabled=False):
+            out: Tensor = torch.ops.aten.convolution(y, kernel, None, stride, padding, dilation, False, [0, 0], groups)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         from halfstep.kernels import group_norm_triton
 
-        x, weight, bias, scale, table = ctx.saved_tensors
-        dy = gradients[0].contiguous(memory_format=torch.channels_last)
-        dx = torch.empty_like(x)
-        db, dw, before = group_norm_triton.gradient(x, dy, table, dx, ctx.groups)
-        dadded = None if ctx.added_dtype is None else before.to(ctx.added_dtype)
-        if scale is None:
-            return dx, dw.sum(0), db.sum(0), dadded, None, None, None, None
-        factor = 1 + scale.float()
-        dscale = (dw * weight + db * bias).to(scale.dtype)
-        return dx, (dw * factor).sum(0), (db * factor).sum(0), dadded, dscale, db.to(scale.dtype), None, None
+        kernel, x, weight, bias, scale, table = ctx.saved_tensors
+        y = torch.empty_like(x, dtype=ctx.dtype)
+        group_norm_triton.silu_again(x, table, y)
+        stride, padding, dilation, groups = ctx.form
+        wanted = [True, ctx.needs_input_grad[0], False]
+        at_y, at_kernel, _ = torch.ops.aten.convolution_backward(
+            gradients[0], y, kernel, None, stride, padding, dilation, False, [0, 0], groups, wanted
+        )
+        return at_kernel, None, *_gradients(ctx, (x, weight, bias, scale), table, at_y)
+
+
+def _normalised(x: Tensor, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    """What is made of x, and the table that its gradient needs."""
+    from halfstep.kernels import group_norm_triton
+
+    added, scale, shift, groups, eps = more
+    added, scale, shift = (None if one is None else one.contiguous() for one in (added, scale, shift))
+    dtype = torch.get_autocast_dtype(x.device.type) if has_half_autocast(x) else x.dtype
+    y = torch.empty_like(x, dtype=dtype)
+    return y, group_norm_triton.normalised_silu(x, weight, bias, added, scale, shift, y, groups, eps)
+
+
+def _kept(ctx: Any, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
+    added, scale, _, groups, _ = more
+    ctx.groups, ctx.added_dtype = groups, None if added is None else added.dtype
+    return weight, bias, None if scale is None else scale.contiguous()
+
+
+def _gradients(ctx: Any, kept: tuple[Any, ...], table: Tensor, dy: Tensor) -> tuple[Any, ...]:
+    """Of x, weight, bias, added, scale and shift; none of the two numbers."""
+    from halfstep.kernels import group_norm_triton
+
+    x, weight, bias, scale = kept
+    dx = torch.empty_like(x)
+    db, dw, before = group_norm_triton.gradient(
+        x, dy.contiguous(memory_format=torch.channels_last), table, dx, ctx.groups
+    )
+    dadded = None if ctx.added_dtype is None else before.to(ctx.added_dtype)
+    if scale is None:
+        return dx, dw.sum(0), db.sum(0), dadded, None, None, None, None
+    factor = 1 + scale.float()
+    dscale = (dw * weight + db * bias).to(scale.dtype)
+    return dx, (dw * factor).sum(0), (db * factor).sum(0), dadded, dscale, db.to(scale.dtype), None, None
 
 
 def add_branch(x: Tensor, branch: Tensor, bias: Tensor) -> Tensor:

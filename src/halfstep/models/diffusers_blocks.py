@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.kernels.group_norm import add_branch, fits, group_norm_silu
+from halfstep.kernels.group_norm import add_branch, convolved, fits, group_norm_silu
 from halfstep.models.diffusers_nets import Net
 
 
@@ -40,30 +40,30 @@ def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
     told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
     knows = told and isinstance(block.nonlinearity, nn.SiLU)
     convolves = is_plain_convolution(block.conv1) and is_plain_convolution(block.conv2)
-    return knows and convolves and not resizes and fits(x, block.norm1) and type(block.norm2) is nn.GroupNorm
+    drops = block.training and block.dropout.p > 0
+    return (
+        knows and convolves and not drops and not resizes and fits(x, block.norm1) and type(block.norm2) is nn.GroupNorm
+    )
 
 
 def residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
-    hidden, bias = unbiased(block.conv1, group_norm_silu(block.norm1, x))
+    hidden, added = convolved(block.norm1, block.conv1, x), block.conv1.bias.expand(len(x), -1)
     if block.time_emb_proj is not None and temb is not None:
         temb = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))
+    between: tuple[Tensor | None, ...] = (added, None, None)
     if block.time_embedding_norm == "scale_shift":
         assert temb is not None
-        scale, shift = torch.chunk(temb, 2, dim=1)
-        hidden = group_norm_silu(block.norm2, hidden, scale, shift, added=bias.expand(len(x), -1))
+        between = (added, *torch.chunk(temb, 2, dim=1))
+    elif temb is not None:
+        between = (added + temb, None, None)
+    if block.training and block.dropout.p > 0:
+        dropped = block.dropout(group_norm_silu(block.norm2, hidden, *between))
+        hidden = block.conv2._conv_forward(dropped, block.conv2.weight, None)
     else:
-        added = bias.expand(len(x), -1) if temb is None else bias + temb
-        hidden = group_norm_silu(block.norm2, hidden, added=added)
-    hidden, bias = unbiased(block.conv2, block.dropout(hidden))
+        hidden = convolved(block.norm2, block.conv2, hidden, *between)
     straight = x if block.conv_shortcut is None else block.conv_shortcut(x)
-    found = add_branch(straight, hidden, bias)
+    found = add_branch(straight, hidden, block.conv2.bias)
     return found if block.output_scale_factor == 1 else found / block.output_scale_factor
-
-
-def unbiased(convolution: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Its output without the bias, and the bias: who reads the map next adds it on the way."""
-    assert convolution.bias is not None
-    return convolution._conv_forward(x, convolution.weight, None), convolution.bias
 
 
 def is_plain_convolution(layer: nn.Module) -> bool:

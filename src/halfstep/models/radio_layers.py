@@ -57,7 +57,8 @@ class ConvNormSilu(nn.Module):
     def forward(self, x: Tensor, scale_shift: tuple[Tensor, Tensor] | None = None) -> Tensor:
         x = self.proj(x)
         if fits(x, self.norm):
-            return group_norm_silu(self.norm, x, *(part.flatten(1) for part in scale_shift or ()))
+            between = (None, *(part.flatten(1) for part in scale_shift)) if scale_shift else ()
+            return group_norm_silu(self.norm, x, *between)
         x = self.norm(x)
         if scale_shift is not None:
             scale, shift = scale_shift
