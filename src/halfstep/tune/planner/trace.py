@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.models.chunked import TURN
+from halfstep.tune.planner.convolutions import Shape, workspace_bytes
 
 Owner = Literal["", "half copies", "gradients"]
 """What a piece of memory is known to be; activations and working memory are told apart by their lives."""
@@ -25,8 +25,6 @@ Owner = Literal["", "half copies", "gradients"]
 BLOCK_BYTES = 512
 """CUDA's allocator hands out multiples of it."""
 HALF = (torch.bfloat16, torch.float16)
-STRICT_COPIES = 3.2
-"""A U-Net's step in strict fp32 took 42.2 GB on an H200, and 12.4 in TF32 (benchmarks/results/unet_eager.json)."""
 DISABLED = torch.compiler.disable(lambda: None).__code__
 """The code of every function that `torch.compiler.disable` wraps: all of them are one closure."""
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -165,15 +163,19 @@ def _workspace_bytes(name: str, args: Any, made: Any, *, is_strict: bool) -> int
     """What a kernel takes for itself while it runs, where that is known and large."""
     if name == ATTENTION_BACKWARD:
         return int(args[1].numel()) * 4  # FlashAttention sums the queries' gradients in fp32
-    if is_strict and name in ("convolution", "convolution_backward"):
-        image, weight = (made, args[1]) if name == "convolution" else (args[0], args[2])
-        return _unfolded_bytes(image, weight)
+    if is_strict and name == "convolution":
+        return _convolution_bytes(args[0], args[1], args[3:9], ("forward",))
+    if is_strict and name == "convolution_backward":
+        wanted = zip(("input gradient", "weight gradient"), args[10], strict=False)
+        return _convolution_bytes(args[1], args[2], args[4:10], [which for which, is_asked in wanted if is_asked])
     return 0
 
 
-def _unfolded_bytes(image: Tensor, weight: Tensor) -> int:
-    """cuDNN's default for strict fp32 writes out the input once for each tap of the kernel, three times and more."""
-    taps = math.prod(weight.shape[2:])
-    pixels = image.numel() // image.shape[1]
-    is_strict = image.dtype == torch.float32 and taps > 1
-    return int(STRICT_COPIES * 4 * pixels * math.prod(weight.shape[1:])) if is_strict else 0
+def _convolution_bytes(image: Tensor, weight: Tensor, how: Any, passes: Iterable[Any]) -> int:
+    stride, _, dilation, is_transposed, _, groups = how
+    is_plain = not is_transposed and groups == 1 and {*stride, *dilation} == {1} and image.dtype == torch.float32
+    if image.ndim != 4 or weight.shape[2] != weight.shape[3] or not is_plain:
+        return 0
+    (n, c, height, width), (k, _, taps, _) = image.shape, weight.shape
+    shape = Shape(n, c, k, height, width, taps)
+    return max((workspace_bytes(shape, which) for which in passes), default=0)
