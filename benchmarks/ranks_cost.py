@@ -13,7 +13,6 @@ import argparse
 import itertools
 import socket
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -27,10 +26,12 @@ from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.rehearse import rehearsal
+from halfstep.step.facts import Facts
+from halfstep.step.phase_facts import PhasedFacts
 from halfstep.step.randomness import seed_everything
 from halfstep.step.world import World
 from halfstep.tune.choose import tuned
-from recording import finish_device_work, store
+from recording import store, time_steps
 
 CASES = {
     "unet": ("U-Net 31M, 512×512, 8", {"batch_size": 8, "image_size": 512}),
@@ -54,19 +55,20 @@ class Training:
         self.remarks: list[str] = []
         self.engine = engine_for(parts, parts.mode, lambda text, level: self.remarks.append(text))
         self._batches = prefetch(itertools.repeat(problem_for(config, device).host_batch), device)
-        self.loss = float("nan")
+        self._facts: Facts | PhasedFacts
+
+    def step(self) -> None:
+        facts = self.engine([next(self._batches)])
+        self.engine.parts.guard.watch(facts)
+        self._facts = facts
 
     def window_ms(self, steps: int) -> float:
         """Milliseconds per step."""
-        finish_device_work()
-        start = time.perf_counter()
-        for batch in itertools.islice(self._batches, steps):
-            facts = self.engine([batch])
-            self.engine.parts.guard.watch(facts)
-        finish_device_work()
-        elapsed_s = time.perf_counter() - start
-        self.loss = facts.read().loss
-        return elapsed_s / steps * 1e3
+        return time_steps(self.step, warmup=0, steps=steps, windows=1)["ms"]
+
+    @property
+    def loss(self) -> float:
+        return self._facts.read().loss
 
 
 def main() -> None:

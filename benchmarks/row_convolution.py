@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,7 +27,7 @@ from halfstep.kernels.normalise import gradient_sums, normalisation
 from halfstep.kernels.row_convolution import convolved_rows, row_gradient, works_on
 from halfstep.measure.nvml import EnergyMeter
 from halfstep.models.unet import UNet
-from recording import store
+from recording import store, time_steps
 
 BATCH, SIDE = 8, 512
 LASTING_S, REPLAYS = 1.2, 20
@@ -100,21 +99,13 @@ def in_turns(library: Step, ours: Step) -> dict[str, Any]:
 
 def replayed(graph: torch.cuda.CUDAGraph) -> dict[str, float | None]:
     """Microseconds and millijoules of one replay."""
-    times: list[float] = []
-    graph.replay()
-    torch.cuda.synchronize()
-    meter, began = EnergyMeter(torch.device("cuda", 0)), time.monotonic()
-    while time.monotonic() - began < LASTING_S:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / REPLAYS)
+    a_window_ms = REPLAYS * time_steps(graph.replay, warmup=1, steps=REPLAYS, windows=1)["ms"]
+    windows = max(1, round(1e3 * LASTING_S / a_window_ms))
+    meter = EnergyMeter(torch.device("cuda", 0))
+    found = time_steps(graph.replay, warmup=0, steps=REPLAYS, windows=windows)
     joules = meter.joules()
-    used_mj = None if joules is None else 1e3 * joules / (REPLAYS * len(times))
-    return {"us": statistics.median(times), "us_min": min(times), "us_max": max(times), "mj": used_mj}
+    used_mj = None if joules is None else 1e3 * joules / (REPLAYS * windows)
+    return {**{f"us{end}": 1e3 * found[f"ms{end}"] for end in ("", "_min", "_max")}, "mj": used_mj}
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 from torch._dynamo.callback import on_compile_end, on_compile_start
 
-from halfstep.bench.measure_row import wait_for
 from halfstep.bench.problem import Problem
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
+from halfstep.measure.clock import wait_for
 from speed_turns import OneAtATime
 
 COMPILING_SHARE = 0.7

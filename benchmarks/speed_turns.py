@@ -27,11 +27,12 @@ from torch._dynamo.callback import on_compile_end, on_compile_start
 from torch._inductor import config as inductor_config
 
 from halfstep.bench.bench import Request, measured, runners
-from halfstep.bench.measure_row import Pause, Schedule, not_measured, wait_for
+from halfstep.bench.measure_row import Pause, Schedule, not_measured
 from halfstep.bench.problem import Problem
 from halfstep.bench.row import Row
 from halfstep.bench.settings import Mode
 from halfstep.hardware.facts import Hardware
+from halfstep.measure.clock import wait_for
 from speed_cases import Case, problem_of, row_requests
 from speed_processes import Facts, own_decisions
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +43,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def trained_unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that tests read; one that changes it copies it first."""
+    from tiny_runs import unet_run
+
+    return unet_run(tmp_path_factory.mktemp("unet") / "run")
+
+
+@pytest.fixture(scope="session")
+def trained_resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_runs import resnet_run
+
+    return resnet_run(tmp_path_factory.mktemp("resnet") / "run")

@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels": {"errors"},
     "models": {"kernels", "islands", "errors"},
     "config": {"formats", "errors"},
-    "hardware": {"formats", "errors"},
+    "hardware": {"measure", "formats", "errors"},
     "precision": {"config", "hardware", "formats", "islands", "errors"},
     "data": {"errors"},
     "workloads": {"config", "models", "data", "report", "islands", "errors"},

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.bench.explain import explained
-from halfstep.bench.explain_facts import Breakdown, KernelTime, StepFacts, breakdown
+from halfstep.bench.explain import Breakdown, StepFacts, breakdown, explained
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import Event, Trace, covered_us
+from halfstep.report.explain_view import KernelTime
 
 RELU = "void at::native::vectorized_elementwise_kernel<4, at::native::launch_clamp_scalar>"
 CONV = "sm90_xmma_fprop_implicit_gemm_bf16"

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.bench.explain import Explanation
 from halfstep.bench.explain_rows import NotExplained, explain_rows, facts_of, on_own_data, refuse_unexplainable
 from halfstep.bench.explain_trace import SETTLING_STEPS, WARM_UP_STEPS
 from halfstep.bench.ours import Ours
@@ -24,6 +23,7 @@ from halfstep.data.loader import BATCHES_A_THREAD, Samples
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.probe import probe
+from halfstep.report.explain_view import Explanation
 
 FLOPS = 10**6
 SIZE = ["model.base_channels=4", "model.depth=1", "train.batch_size=2", "data.image_size=16"]
@@ -152,7 +152,8 @@ def test_batches_that_come_in_bursts_do_not_hide_a_slow_loader(folder: Path, har
     found = explained_on(folder, hardware, workers=4, sample_s=0.2)
     assert found.num_steps == 8
     assert found.data_wait_ms is not None
-    assert 80 < found.step_ms < found.data_wait_ms + 60
+    assert found.step_ms > 80
+    assert found.data_wait_ms > found.step_ms / 3
 
 
 def test_batches_read_ahead_while_a_step_compiled_are_thrown_away(folder: Path, hardware: Hardware) -> None:

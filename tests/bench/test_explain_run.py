@@ -13,13 +13,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from halfstep.bench.explain import Explanation, KindTime, explain
-from halfstep.bench.explain_facts import StepFacts
+from halfstep.bench.explain import StepFacts, explain
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import WARM_UP_STEPS
 from halfstep.bench.problem import AfterStep
 from halfstep.errors import ConfigError, HardwareError
-from halfstep.report.explain_view import draw_explanations, explain_view
+from halfstep.report.explain_view import Explanation, KindTime, draw_explanations, explain_view
 from halfstep.report.picture_file import INK
 
 STEPS = 4

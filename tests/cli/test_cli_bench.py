@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -16,22 +15,31 @@ import torch
 from halfstep.bench import bench as bench_module
 from halfstep.bench.row import Row
 from halfstep.cli.main import main
-from halfstep.hardware.cache import measured_once
-from halfstep.hardware.measure import Sizes, measure
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 
 TINY = ("unet", "data.image_size=16", "model.base_channels=2", "model.depth=1", "--batch-size", "2", "--steps", "10")
 FP32 = (*TINY, "--precisions", "fp32", "--modes", "eager", "--device", "cpu")
+BOTH = (*TINY, "--precisions", "fp32,tf32", "--modes", "eager", "--device", "cpu")
 
 
-@pytest.fixture(autouse=True)
-def known_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured matmuls of small size in a cache of the test's own, so that no test takes ten seconds for them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    image = (1, 4, 8)
-    sizes = Sizes(small_matmul=8, small_image=image, full_matmul=16, full_image=image, copy_bytes=2**16, budget_s=0.5)
-    measured_once(probe("cpu"), tmp_path / "cache" / "halfstep", functools.partial(measure, sizes=sizes))
+pytestmark = pytest.mark.usefixtures("known_rates")
+
+
+@pytest.fixture(scope="module")
+def stored(known_rates: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `--save` wrote of an fp32 and a simulated tf32 row."""
+    file = tmp_path_factory.mktemp("stored") / "before.json"
+    assert exit_code(*BOTH, "--save", str(file)) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.fixture
+def saved(stored: dict[str, Any], tmp_path: Path) -> Path:
+    """A copy of it, with the fp32 row alone."""
+    file = tmp_path / "before.json"
+    file.write_text(json.dumps(stored | {"rows": stored["rows"][:1]}))
+    return file
 
 
 def exit_code(*words: str) -> int:
@@ -55,12 +63,20 @@ def test_modes_were_once_called_ways_and_are_still_understood(capsys: pytest.Cap
     assert "--modes takes no 'eagre'" in capsys.readouterr().err
 
 
-def test_without_a_workload_it_is_unet_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_workload_it_is_unet_though_a_folder_has_its_name_and_rows_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert FP32[0] == "unet"
-    assert exit_code(*FP32[1:], "--json") == 0
+    (tmp_path / "unet").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(*FP32[1:], "--json", f"data.dir={tmp_path}") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["problem"]["workload"] == "unet"
     assert "no workload named: this is unet" in said.err
+    assert f"data.dir={tmp_path} is not read" in said.err
+    first, again = [line for line in said.err.splitlines() if line.startswith("measuring")]
+    assert first == "measuring halfstep eager fp32 (row 1 of 2)"
+    assert again == "measuring halfstep eager fp32 again (row 2 of 2)"
 
 
 @pytest.mark.parametrize("option", ["--save", "--picture"])
@@ -74,36 +90,18 @@ def test_what_is_no_ordinary_file_is_never_replaced(
     assert pipe.is_fifo()
 
 
-def test_a_link_stays_and_the_file_it_names_is_written(tmp_path: Path) -> None:
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    target.write_text("old")
-    link.symlink_to(target)
-    assert exit_code(*FP32, "--save", str(link), "--force") == 0
-    assert link.is_symlink()
-    assert json.loads(target.read_text())["rows"]
-
-
-def test_a_workload_is_benched_where_a_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "unet").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert exit_code(*FP32) == 0
-
-
-def test_a_baseline_is_not_saved_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "b.json"
-    assert exit_code(*FP32, "--save", str(file)) == 0
-    before = file.read_text()
-    assert exit_code(*FP32, "--baseline", str(file), "--save", str(file), "--force") == 2
+def test_a_baseline_is_not_saved_over(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = saved.read_text()
+    assert exit_code(*FP32, "--baseline", str(saved), "--save", str(saved), "--force") == 2
     assert "would overwrite the baseline" in capsys.readouterr().err
-    assert file.read_text() == before
+    assert saved.read_text() == before
 
 
-def test_another_number_of_threads_is_another_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, before = tmp_path / "b.json", torch.get_num_threads()
-    assert exit_code(*FP32, "--save", str(file)) == 0
+def test_another_number_of_threads_is_another_problem(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        assert exit_code(*FP32, "--baseline", str(file)) == 2
+        assert exit_code(*FP32, "--baseline", str(saved)) == 2
     finally:
         torch.set_num_threads(before)
     assert f"threads was {before}, is {before + 1}" in capsys.readouterr().err
@@ -149,10 +147,8 @@ def test_a_row_that_compiles_nothing_says_that_it_has_no_cold_start(capsys: pyte
 
 
 def test_a_broken_baseline_ends_with_two_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = tmp_path / "before.json"
-    assert exit_code(*FP32, "--save", str(saved)) == 0
     before = json.loads(saved.read_text())
     before["rows"][0]["window_ms"] = "abc"
     saved.write_text(json.dumps(before))
@@ -163,11 +159,6 @@ def test_a_broken_baseline_ends_with_two_before_anything_is_measured(
     monkeypatch.setattr(bench_module, "measured", measured)
     assert exit_code(*FP32, "--baseline", str(saved)) == 2
     assert 'why: rows.0.window_ms is "abc"' in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*FP32, f"data.dir={tmp_path}") == 0
-    assert f"data.dir={tmp_path} is not read" in capsys.readouterr().err
 
 
 def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
@@ -216,10 +207,8 @@ def test_json_alone_is_on_standard_output_and_files_are_written(
 
 
 def test_a_baseline_that_was_faster_ends_with_one_and_an_equal_one_with_zero(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], saved: Path
 ) -> None:
-    saved = tmp_path / "before.json"
-    assert exit_code(*FP32, "--save", str(saved)) == 0
     before = json.loads(saved.read_text())
     for factor, expected in ((1e-3, 1), (1e3, 0)):
         changed = json.loads(json.dumps(before))
@@ -233,10 +222,8 @@ def test_a_baseline_that_was_faster_ends_with_one_and_an_equal_one_with_zero(
 
 
 def test_what_a_baseline_shows_as_slower_within_the_drift_is_warned_of(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], saved: Path
 ) -> None:
-    saved = tmp_path / "before.json"
-    assert exit_code(*FP32, "--save", str(saved)) == 0
     before = json.loads(saved.read_text())
     before["rows"][0]["window_ms"] = [1e-3 * ms for ms in before["rows"][0]["window_ms"]]
     before["repeated"]["window_ms"] = [1e3 * ms for ms in before["repeated"]["window_ms"]]
@@ -249,56 +236,53 @@ def test_what_a_baseline_shows_as_slower_within_the_drift_is_warned_of(
 
 
 def test_a_baselines_simulated_rows_are_named_and_not_compared(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], saved: Path, stored: dict[str, Any]
 ) -> None:
-    saved = tmp_path / "before.json"
-    both = (*TINY, "--precisions", "fp32,tf32", "--modes", "eager", "--device", "cpu")
-    assert exit_code(*both, "--save", str(saved)) == 0
-    before = json.loads(saved.read_text())
+    before = json.loads(json.dumps(stored))
     for row, factor in zip(before["rows"], (1e3, 1e-3), strict=True):
         row["window_ms"] = [factor * ms for ms in row["window_ms"]]
     saved.write_text(json.dumps(before))
-    assert exit_code(*both, "--baseline", str(saved)) == 0
+    assert exit_code(*BOTH, "--baseline", str(saved)) == 0
     said = capsys.readouterr().out
     assert "1 of 1 row of the baseline compared" in said
     assert "not compared: halfstep eager tf32: simulated" in said
 
 
 def test_another_problems_baseline_is_refused_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], saved: Path
 ) -> None:
-    saved = tmp_path / "before.json"
-    assert exit_code(*FP32, "--save", str(saved)) == 0
     larger = [word.replace("base_channels=2", "base_channels=4") for word in FP32]
     assert exit_code(*larger, "--baseline", str(saved)) == 2
     assert "parameters was" in capsys.readouterr().err
 
 
 def test_a_baseline_without_any_of_the_rows_is_refused_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    assert exit_code(*FP32, "--save", str(before)) == 0
+    after = tmp_path / "after.json"
     monkeypatch.setattr("halfstep.cli.bench_rows.bench", None)  # whoever calls it fails otherwise than asked for
-    words = (*TINY, "--precisions", "fp32,tf32", "--modes", "auto", "--device", "cpu", "--baseline", str(before))
+    words = (*TINY, "--precisions", "fp32,tf32", "--modes", "auto", "--device", "cpu", "--baseline", str(saved))
     assert exit_code(*words, "--save", str(after)) == 2
     assert "the baseline has none of these rows: halfstep auto fp32\n" in capsys.readouterr().err
     assert not after.exists()
 
 
-def test_a_bench_is_saved_whatever_becomes_of_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = tmp_path / "bench.json"
+def test_a_bench_is_saved_whatever_becomes_of_showing_it_where_its_link_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
     monkeypatch.setattr("halfstep.report.bench_view.show_bench", None)
     with pytest.raises(TypeError):
-        main(["bench", *FP32, "--save", str(saved)])
-    assert json.loads(saved.read_text())["rows"]
+        main(["bench", *FP32, "--save", str(link), "--force"])
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["rows"]
 
 
 def test_a_baseline_of_other_settings_is_refused_and_one_that_does_not_tell_them_is_warned_of(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], saved: Path
 ) -> None:
-    saved = tmp_path / "before.json"
-    assert exit_code(*FP32, "--save", str(saved)) == 0
     assert exit_code(*FP32, "optimizer.lr=1e-1", "train.channels_last=false", "--baseline", str(saved)) == 2
     said = capsys.readouterr().err
     assert "why: optimizer.lr was 0.0001, is 0.1; train.channels_last was auto, is False" in said
@@ -372,10 +356,3 @@ def test_what_no_memory_could_hold_is_refused_before_it_is_built(capsys: pytest.
     said = capsys.readouterr().err
     assert "error: unet at batch" in said
     assert "fix: a smaller model, or --device cuda" in said
-
-
-def test_rows_and_time_left_are_told_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*FP32) == 0
-    first, again = [line for line in capsys.readouterr().err.splitlines() if line.startswith("measuring")]
-    assert first == "measuring halfstep eager fp32 (row 1 of 2)"
-    assert again.startswith("measuring halfstep eager fp32 again (row 2 of 2, about 0:0")

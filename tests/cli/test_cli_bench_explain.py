@@ -14,21 +14,18 @@ import pytest
 import torch
 
 from halfstep.bench import explain_rows as explain_rows_module
-from halfstep.bench.explain import Explanation
 from halfstep.bench.explain_kernels import Kind
 from halfstep.cli.main import main
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
+from halfstep.report.explain_view import Explanation
 from halfstep.workloads.segmentation.demo import write_demo
 
 TINY = ["bench", "unet", "model.base_channels=4", "model.depth=1", "--batch-size", "2", "--image-size", "16"]
-EXPLAIN = [*TINY, "--device", "cpu", "--modes", "eager", "--explain"]
+EXPLAIN = [*TINY, "--device", "cpu", "--modes", "eager", "--steps", "3", "--explain"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured rates are kept; tests must not write into the user's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+pytestmark = pytest.mark.usefixtures("known_rates")
 
 
 def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
@@ -58,15 +55,14 @@ def test_an_explanation_is_shown_whatever_becomes_of_saving_it(
     assert "halfstep eager fp32" in capsys.readouterr().out
 
 
-def test_auto_and_no_precision_at_all_are_the_one_that_a_run_takes_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_precision_at_all_is_the_one_that_a_run_takes_here(capsys: pytest.CaptureFixture[str]) -> None:
     taken = decide("auto", probe("cpu"))
-    for words in (["--precisions", "auto"], []):
-        with pytest.raises(SystemExit) as ended:
-            main([*EXPLAIN, *words, "--json"])
-        assert ended.value.code == 0
-        said = capsys.readouterr()
-        assert [row["title"] for row in json.loads(said.out)["explained"]] == [f"halfstep eager {taken.granted}"]
-        assert f"auto is {taken.granted} here" in said.err
+    with pytest.raises(SystemExit) as ended:
+        main([*EXPLAIN, "--json"])
+    assert ended.value.code == 0
+    said = capsys.readouterr()
+    assert [row["title"] for row in json.loads(said.out)["explained"]] == [f"halfstep eager {taken.granted}"]
+    assert f"auto is {taken.granted} here" in said.err
 
 
 def test_the_profilers_own_log_is_not_on_the_terminal() -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli.main import main
-from tiny_runs import unet_run
 
 
 @pytest.fixture(scope="module")
-def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unet_run(tmp_path_factory.mktemp("unet") / "run")
+def unet(trained_unet: Path) -> Path:
+    return trained_unet
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

@@ -20,21 +20,16 @@ def printed(*arguments: str) -> str:
     return result.output
 
 
-def test_a_turing_card_gets_fp16_and_says_why_not_bf16() -> None:
+def test_a_turing_card_gets_fp16_and_says_once_why_not_bf16() -> None:
     said = printed("unet", *SMALL, "--precision", "bf16", "--gpu", "RTX 2080 Ti")
     assert "granted fp16" in said
     assert "emulates bf16" in said
-
-
-def test_a_warning_is_said_once() -> None:
-    said = printed("unet", *SMALL, "--precision", "bf16", "--gpu", "RTX 2080 Ti")
     assert said.count("bf16 asked for, running fp16") == 1
 
 
 def test_fp8_on_a_gpu_that_is_not_here_says_that_nothing_was_timed() -> None:
     said = printed("vit_s_16", "--precision", "fp8", "--gpu", "h100", "data.image_size=32")
     assert "warning: no layer was timed" in said
-    assert "no layer was timed" not in printed("vit_s_16", "--precision", "bf16", "--gpu", "h100", "data.image_size=32")
 
 
 def test_without_a_data_folder_it_says_that_the_model_is_the_demos(tmp_path: Path) -> None:
@@ -72,9 +67,6 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tm
     assert found["fits"][0]["largest_batch"] > 4
     assert found["fits"][0]["batch_size"] == 4
     assert picture.stat().st_size > 10_000
-    said = printed(*words, "--fit", "1GB")
-    assert "fits 1.0 GB, in order of predicted speed" in said
-    assert "traced for compile" in said
 
 
 @pytest.mark.parametrize(
@@ -98,9 +90,9 @@ def test_mistakes_in_a_memory_plan_are_clear_errors(
 
 
 def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager")
-    for columns, has_components in (("80", False), ("140", True)):
-        monkeypatch.setenv("COLUMNS", columns)
-        said = printed(*words)
-        assert "…" not in said
-        assert ("activations" in said) == has_components
+    monkeypatch.setenv("COLUMNS", "80")
+    said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager", "--fit", "1GB")
+    assert "…" not in said
+    assert "activations" not in said
+    assert "fits 1.0 GB, in order of predicted speed" in said
+    assert "traced for compile" in said

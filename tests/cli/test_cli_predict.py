@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli.main import main
-from tiny_runs import resnet_run, unet_run
 
 
 @pytest.fixture(scope="module")
-def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unet_run(tmp_path_factory.mktemp("unet") / "run", {"train.max_steps": 2})
+def unet(trained_unet: Path) -> Path:
+    return trained_unet
 
 
 @pytest.fixture(scope="module")
-def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resnet_run(tmp_path_factory.mktemp("resnet") / "run")
+def resnet(trained_resnet: Path) -> Path:
+    return trained_resnet
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

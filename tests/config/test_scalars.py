@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, JsonValue
 
-from halfstep.config.scalars import Plain, is_text_only, typed, typed_by_field
+from halfstep.config.section import Plain, is_text_only, typed, typed_by_field
 
 
 @pytest.mark.parametrize(

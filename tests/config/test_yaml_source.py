@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.config.scalars import Plain
+from halfstep.config.section import Plain
 from halfstep.config.yaml_source import MAX_BYTES, parse_flow, parse_yaml, read_yaml
 from halfstep.errors import ConfigError
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.bench.explain import Explanation, explain
-from halfstep.bench.explain_facts import StepFacts
+from halfstep.bench.explain import StepFacts, explain
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_rows import explain_rows, on_own_data
 from halfstep.bench.ours import Ours
@@ -20,6 +19,7 @@ from halfstep.bench.settings import bench_config
 from halfstep.data.loader import Samples
 from halfstep.hardware.probe import probe
 from halfstep.models.unet import UNet
+from halfstep.report.explain_view import Explanation
 from halfstep.workloads.segmentation.demo import write_demo
 
 pytestmark = pytest.mark.gpu

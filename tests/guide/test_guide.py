@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
+from halfstep.run.planned_batch import planned_bytes
 from halfstep.tune.step_cost import StepCost, step_cost
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
@@ -51,6 +53,25 @@ def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
 
 
 AMPERE = measured({"fp32": 10.0, "tf32": 40.0, "bf16": 100.0, "fp16": 90.0})
+UNTRACED = dataclasses.replace(AMPERE, kind="xpu", device="xpu:0")
+"""A device whose memory is counted, not traced: for tests of all but the memory."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def traced_once() -> Iterator[None]:
+    """A step is traced once for each model and precision, not once for each test."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def planned(config: Any, store: Any, hardware: Hardware, precision: str) -> tuple[int, int]:
+        parts = (config.workload, config.model, config.data.image_size, config.optimizer, config.train, config.ema)
+        key = repr((parts, store, hardware.kind, precision))
+        if key not in found:
+            found[key] = planned_bytes(config, store, hardware, precision)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halfstep.guide.suggest.planned_bytes", planned)
+        yield
 
 
 def a_look(num_train: int = 100_000, **changes: Any) -> DataLook:
@@ -117,13 +138,14 @@ def test_masks_are_looked_at_as_training_reads_them(tmp_path: Path) -> None:
     assert look.store["num_classes"] == 2
 
 
-def test_a_few_bad_files_are_left_out_and_named(tmp_path: Path) -> None:
+def test_a_few_bad_files_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ORDER, "fast", ("fast",))
     write_split(tmp_path)
     (tmp_path / "train" / "cat" / "bad.jpg").write_text("no picture")
     look = look_at("resnet18", tmp_path)
     assert (look.num_train, look.on_bad_file) == (8, "skip")
     assert "bad.jpg" in dict(describe(look))["bad files"]
-    chosen = suggestions(situation(look=look, data_dir=str(tmp_path)))[0]
+    chosen = suggestions(situation(look=look, data_dir=str(tmp_path), hardware=UNTRACED))[0]
     assert chosen.config.data.on_bad_file == "skip"
 
 
@@ -368,7 +390,8 @@ def test_a_real_trial_is_near_the_rate_of_real_training(tmp_path: Path) -> None:
 def test_every_suggestions_file_loads_as_the_config_that_was_shown(tmp_path: Path, workload: str, goal: str) -> None:
     store = {"num_classes": 2, "channels": 3} if workload == "unet" else {"classes": ["a", "b"]}
     look = None if ":" in workload else a_look(store=store)
-    found = suggestions(situation(workload=workload, goal=goal, look=look))
+    hardware = AMPERE if workload == "resnet18" else UNTRACED
+    found = suggestions(situation(workload=workload, goal=goal, look=look, hardware=hardware))
     assert [one.name for one in found] == list(ORDER[goal])
     for one in found:
         path = tmp_path / f"{one.name}.yaml"
@@ -393,16 +416,21 @@ def test_a_suggestion_is_tried_at_its_own_size_and_against_fp32() -> None:
     assert dict(stable.facts)["speed"] == "that of fp32, by definition"
 
 
-def test_speed_is_what_was_measured_and_no_promise() -> None:
+def test_speed_is_what_was_measured_and_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ORDER, "fast", ("fast",))
     facts = dict(suggestions(situation())[0].facts)
     assert "matmul 10.0x" in facts["speed"]
     assert "a whole training step gains less" in facts["speed"]
-    looked_up = dataclasses.replace(known_gpu("t4"), device="cuda:0")
+    looked_up = dataclasses.replace(known_gpu("t4"), kind="xpu", device="xpu:0")
     assert "published peak" in dict(suggestions(situation(hardware=looked_up))[0].facts)["speed"]
 
 
 def test_few_pictures_get_the_quick_recipe() -> None:
-    assert [one.name for one in suggestions(situation(look=a_look(1000)))] == ["quick", "lowmem", "stable"]
+    assert [one.name for one in suggestions(situation(look=a_look(1000), hardware=UNTRACED))] == [
+        "quick",
+        "lowmem",
+        "stable",
+    ]
 
 
 def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:
@@ -425,10 +453,12 @@ def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:
     ],
 )
 def test_images_are_not_larger_than_the_pictures(
-    workload: str, sides: tuple[int, int], expected: dict[str, object]
+    workload: str, sides: tuple[int, int], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(ORDER, "fast", ("fast",))
     store = {"channels": 3, "num_classes": 2, "classes": ["a", "b"], "image_size": 512}
-    for one in suggestions(situation(workload=workload, look=a_look(sides=sides, store=store))):
+    look = a_look(sides=sides, store=store)
+    for one in suggestions(situation(workload=workload, look=look, hardware=UNTRACED)):
         found = {key: getattr(getattr(one.config, key.split(".")[0]), key.split(".")[1]) for key in expected}
         assert found == expected
         shown = dict(one.facts).get("image size", "")

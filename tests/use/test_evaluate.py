@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -24,21 +25,27 @@ from halfstep.use.open_run import open_run, plan_for_use
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.using import Wishes
-from tiny_runs import Told, copied, resnet_run, unet_run
+from tiny_runs import Told, copied, unet_run
 
 
 @pytest.fixture(scope="module")
-def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unet_run(tmp_path_factory.mktemp("unet") / "run")
+def unet(trained_unet: Path) -> Path:
+    return trained_unet
 
 
 @pytest.fixture(scope="module")
-def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resnet_run(tmp_path_factory.mktemp("resnet") / "run")
+def resnet(trained_resnet: Path) -> Path:
+    return trained_resnet
 
 
 def evaluated(run: Path, **wishes: Any) -> Evaluation:
     return evaluate(run, report=Told(run).report, **wishes)
+
+
+@functools.cache
+def usual(run: Path) -> Evaluation:
+    """As evaluated without any wish, once for all tests."""
+    return evaluated(run)
 
 
 def logged(run: Path) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def read_names(run: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize("kind", ["unet", "resnet"])
 def test_evaluation_gives_exactly_the_numbers_that_training_logged(kind: str, request: pytest.FixtureRequest) -> None:
     run = request.getfixturevalue(kind)
-    found, expected = evaluated(run), logged(run)
+    found, expected = usual(run), logged(run)
     assert found.metrics == {name: expected[name] for name in found.metrics}
     assert {"loss", "iou" if kind == "unet" else "top1"} <= set(found.metrics)
     assert found.weights == ("averaged (EMA)" if kind == "unet" else "as trained")
@@ -93,7 +100,7 @@ def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_pat
     assert found.metrics["iou"] == pytest.approx(hit / union, abs=1e-12)
     assert "loss" not in found.metrics
     assert "own size" in found.scored_at
-    assert "32×32" in evaluated(unet).scored_at
+    assert "32×32" in usual(unet).scored_at
 
 
 def test_full_size_is_refused_where_it_means_nothing(unet: Path, resnet: Path) -> None:
@@ -104,7 +111,7 @@ def test_full_size_is_refused_where_it_means_nothing(unet: Path, resnet: Path) -
 
 
 def test_the_background_rule_is_the_runs_own_and_is_said(unet: Path, tmp_path: Path) -> None:
-    assert "without mask value 0" in evaluated(unet).scoring
+    assert "without mask value 0" in usual(unet).scoring
     run = unet_run(tmp_path / "run", {"model.background": None, "train.max_steps": 1})
     found = evaluated(run)
     assert found.metrics["iou"] == found.metrics["iou_all"] == (found.metrics["iou/0"] + found.metrics["iou/1"]) / 2
@@ -180,7 +187,7 @@ def test_of_another_folder_everything_counts_but_of_the_runs_own_only_what_was_h
     shutil.copytree(resnet / "data" / "val", split / "test")
     assert evaluated(unet, data=pairs).samples == 100
     assert evaluated(unet, data=unet / "data").samples == 20
-    expected = evaluated(resnet).metrics
+    expected = usual(resnet).metrics
     for data in (classes, split):
         found = evaluated(resnet, data=data)
         assert (found.samples, found.metrics) == (200, expected)
@@ -193,7 +200,7 @@ def test_data_that_were_moved_keep_their_validation_part(unet: Path, tmp_path: P
     (run / "config.yaml").write_text(config.replace(str(unet / "data"), str(tmp_path / "gone")))
     told = Told(run)
     found = evaluate(run, report=told.report, data=unet / "data")
-    assert (found.samples, found.metrics) == (20, evaluated(unet).metrics)
+    assert (found.samples, found.metrics) == (20, usual(unet).metrics)
     assert "only its validation part" in told.text
     shutil.copytree(unet / "data", tmp_path / "fewer")
     for part in ("imgs", "masks"):
@@ -213,7 +220,7 @@ def test_the_ways_out_of_full_memory_are_those_that_are_left(unet: Path) -> None
 
 def test_a_folder_of_one_known_class_is_evaluated_as_that_class(resnet: Path, tmp_path: Path) -> None:
     shutil.copytree(resnet / "data" / "val" / "rings_fine", tmp_path / "data" / "rings_fine")
-    whole = {row["class"]: row for row in evaluated(resnet).classes}
+    whole = {row["class"]: row for row in usual(resnet).classes}
     found = evaluated(resnet, data=tmp_path / "data")
     seen = {row["class"]: row["samples"] for row in found.classes if row["samples"]}
     assert seen == {"rings_fine": found.samples} == {"rings_fine": 20}
@@ -245,7 +252,7 @@ def test_a_moved_run_brings_its_demo_data_and_others_say_where_to_name_them(unet
     assert "--data" in missing.value.fix
     shutil.copytree(unet / "data", run / "data")
     told = Told(run)
-    assert evaluate(run, report=told.report).metrics == evaluated(unet).metrics
+    assert evaluate(run, report=told.report).metrics == usual(unet).metrics
     assert "using the demo data" in told.text
 
 

@@ -24,7 +24,7 @@ from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.predict import MaskPredictor
 from halfstep.workloads.segmentation.tiles import smallest_good_tile
 from halfstep.workloads.using import Input, Wishes
-from tiny_runs import Told, copied, resnet_run, unet_run
+from tiny_runs import Told, copied, unet_run
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return resnet_run(tmp_path_factory.mktemp("resnet") / "run")
+def resnet(trained_resnet: Path) -> Path:
+    return trained_resnet
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from halfstep.align.rules import severity_of
 from halfstep.align.runs import runs_of
 from halfstep.align.traps import traps
 from halfstep.align.versions import lightning_version
-from halfstep.config.workloads import is_import_path
+from halfstep.config.schema import is_import_path
 from halfstep.errors import ConfigError, HalfstepError
 
 LoadOwn = Callable[[Path], object]

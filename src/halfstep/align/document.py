@@ -15,7 +15,7 @@ import yaml
 
 from halfstep.align.findings import Edit, Place
 from halfstep.align.textlines import lines_of
-from halfstep.config.scalars import Plain, typed
+from halfstep.config.section import Plain, typed
 from halfstep.config.yaml_source import MAX_DEPTH, MAX_NODES, compose
 from halfstep.errors import ConfigError
 

@@ -2,65 +2,118 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from halfstep.bench.explain_facts import Breakdown, KernelTime, StepFacts, breakdown
-from halfstep.bench.explain_kernels import Kind
-from halfstep.bench.explain_trace import FeedOf, timed_steps, trace
+import torch
+
+from halfstep.bench.explain_kernels import MEMORY_BOUND, Kind, kind_of_kernel, kind_of_operator
+from halfstep.bench.explain_trace import FeedOf, Trace, timed_steps, trace
 from halfstep.bench.problem import Runner
+from halfstep.report.explain_view import Explanation, KernelTime, KindTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFacts:
+    """How the step was run, and what its device was measured to do."""
+
+    precision: str
+    """The canonical word: fp32, tf32, bf16, fp16, fp8."""
+    channels_last: bool
+    device: torch.device
+    device_name: str
+    num_workers: int = 0
+    """Processes that read data."""
+    faster_data: str = ""
+    """The setting that gets data faster; empty where none are read."""
+    flops: float | None = None
+    """Counted for one step, forward and backward."""
+    matmul_tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Measured rate by precision; a precision that is not there was not measured."""
+    bandwidth_gb_s: float | None = None
+
+    @property
+    def floor_ms(self) -> float | None:
+        """The step, were it matrix products alone at their measured rate."""
+        rate = self.matmul_tflops.get(self.precision)
+        return self.flops / rate / 1e9 if self.flops and rate else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breakdown:
+    """Where a step's time goes."""
+
+    kernels: tuple[KernelTime, ...]
+    """The longest first."""
+    step_ms: float
+    busy_ms: float
+    """In which anything runs."""
+    launch_gap_ms: float
+    """Nothing runs, but not for want of data: the host is late with its launches."""
+    data_wait_ms: float | None
+    """Host time blocked in fetching; None where no data were read."""
+    exposed_wait_ms: float
+    """That part of it in which nothing runs."""
+
+    @property
+    def kernel_ms(self) -> float:
+        """The sum over all kernels; more than `busy_ms` where streams overlap."""
+        return sum(kernel.ms for kernel in self.kernels)
+
+    @property
+    def launches(self) -> float:
+        return sum(kernel.launches for kernel in self.kernels)
+
+    @property
+    def idle_ms(self) -> float:
+        return self.launch_gap_ms + self.exposed_wait_ms
+
+    def ms(self, *kinds: str) -> float:
+        return sum(kernel.ms for kernel in self.kernels if kernel.kind in kinds)
+
+    def launches_of(self, *kinds: str) -> float:
+        return sum(kernel.launches for kernel in self.kernels if kernel.kind in kinds)
+
+    def share(self, *kinds: str) -> float:
+        """Of the time of all kernels."""
+        return self.ms(*kinds) / self.kernel_ms if self.kernel_ms else 0.0
+
+    @property
+    def memory_bound_share(self) -> float:
+        return self.share(*MEMORY_BOUND)
+
+
+def breakdown(trace: Trace, facts: StepFacts) -> Breakdown:
+    """Add up a trace by kernel, a step."""
+    kind_of = kind_of_kernel if facts.device.type == "cuda" else kind_of_operator
+    return Breakdown(
+        kernels=_by_kernel(trace, kind_of),
+        step_ms=trace.step_ms,
+        busy_ms=trace.busy_ms,
+        launch_gap_ms=trace.launch_gap_ms,
+        data_wait_ms=trace.data_wait_ms,
+        exposed_wait_ms=trace.exposed_wait_ms,
+    )
+
+
+def _by_kernel(trace: Trace, kind_of: Callable[[str], Kind]) -> tuple[KernelTime, ...]:
+    times_us: defaultdict[str, list[float]] = defaultdict(list)
+    for event in trace.events:
+        times_us[event.name].append(event.self_us)
+    kernels = [
+        KernelTime(name=name, kind=kind_of(name), ms=trace.a_step_ms(sum(us)), launches=len(us) / trace.num_steps)
+        for name, us in times_us.items()
+    ]
+    return tuple(sorted(kernels, key=lambda kernel: kernel.ms, reverse=True))
+
 
 TOP_KERNELS = 10
 WORTH_SAYING = 0.01
 """Share of the step; less is within the spread of a measurement."""
 HOST_BOUND = 0.1
 """Share of launch gaps in a step from which the host sets the pace."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KindTime:
-    """One kind's part of a step."""
-
-    kind: str
-    ms: float
-    share: float
-    """Of the time of all kernels."""
-    launches: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Explanation:
-    """One runner's step, taken apart."""
-
-    title: str
-    device_name: str
-    num_steps: int
-    """Timed by the clock."""
-    step_ms: float
-    """By the clock, without the profiler."""
-    kernel_ms: float
-    busy_ms: float
-    idle_ms: float
-    launch_gap_ms: float
-    data_wait_ms: float | None
-    """None where no data were read."""
-    floor_ms: float | None
-    launches: float
-    memory_bound_share: float
-    memory_gb: float | None
-    """What the memory-bound kernels move at most: their time at the measured bandwidth."""
-    cast_share: float
-    optimizer_share: float
-    kinds: tuple[KindTime, ...]
-    """The longest first; they add up to `kernel_ms`."""
-    top_kernels: tuple[KernelTime, ...]
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        content = asdict(self)
-        kernels = [{**kernel, "kind": str(kernel["kind"])} for kernel in content["top_kernels"]]
-        return {**content, "top_kernels": kernels}
 
 
 def explain(runner: Runner, *, steps: int, facts: StepFacts, feed: FeedOf | None = None) -> Explanation:

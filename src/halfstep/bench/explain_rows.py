@@ -13,8 +13,7 @@ from torch import nn
 
 from halfstep.bench.apart import apart
 from halfstep.bench.bench import STOPPED, Tell
-from halfstep.bench.explain import Explanation, explain
-from halfstep.bench.explain_facts import StepFacts
+from halfstep.bench.explain import StepFacts, explain
 from halfstep.bench.explain_trace import FeedOf, refuse_too_few, wake_profiler
 from halfstep.bench.measure_row import why_not
 from halfstep.bench.ours import Ours
@@ -25,6 +24,7 @@ from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
+from halfstep.report.explain_view import Explanation
 from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.pace import num_cores, way_out
 from halfstep.tune.fresh_thread import in_fresh_thread

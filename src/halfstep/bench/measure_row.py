@@ -23,6 +23,7 @@ from halfstep.bench.apart import CacheWatch, Found, apart, clean, clock_limits, 
 from halfstep.bench.problem import Problem, Runner
 from halfstep.bench.row import Row
 from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError
+from halfstep.measure.clock import wait_for
 from halfstep.measure.memory import format_bytes, peak_memory_bytes, reset_peak
 from halfstep.measure.nvml import EnergyMeter
 from halfstep.tune.fresh_thread import in_fresh_thread
@@ -169,16 +170,6 @@ def _between(start: Mark, end: Mark) -> float:
     assert isinstance(start, torch.cuda.Event)
     assert isinstance(end, torch.cuda.Event)
     return float(start.elapsed_time(end)) / 1e3
-
-
-def wait_for(device: torch.device) -> None:
-    """Until everything handed to the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "xpu":
-        torch.xpu.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 NOTHING_COMPILED = "it compiles nothing, so its start is the same with an empty cache: no cold start"

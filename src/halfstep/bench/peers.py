@@ -12,9 +12,13 @@ from typing import get_args
 
 import torch
 
-from halfstep.bench.peer_accelerate import import_accelerate, train_accelerate
-from halfstep.bench.peer_lightning import import_lightning, train_lightning
-from halfstep.bench.peer_plain import train_plain
+from halfstep.bench.peer_loops import (
+    import_accelerate,
+    import_lightning,
+    train_accelerate,
+    train_lightning,
+    train_plain,
+)
 from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant, float32_as_asked, isolated, quiet
 from halfstep.bench.problem import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, counted, nearest

@@ -8,59 +8,37 @@ from typing import Annotated, Any
 import typer
 
 from halfstep.cli.bench_request import Asked, Files, prepared, refuse_mistakes, with_workload
+from halfstep.cli.options import MaybeWords, option
 
-PIPE_WIDTH = 200
 WHAT, OUTPUT = "What is measured", "Output"
+PEER = "plain,lightning,accelerate: the same step elsewhere; plain:graphs names one variant."
+WORSE = "A file of --save; exit 1 where a row is now slower or takes more memory."
 
 
 def command(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What would be trained (default unet), then settings."
-        ),
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples per step.", rich_help_panel=WHAT)] = None,
-    image_size: Annotated[int | None, typer.Option(help="Image side in pixels.", rich_help_panel=WHAT)] = None,
+    words: MaybeWords = None,
+    batch_size: Annotated[int | None, option("Samples per step.", panel=WHAT)] = None,
+    image_size: Annotated[int | None, option("Image side in pixels.", panel=WHAT)] = None,
     precisions: Annotated[
-        str | None,
-        typer.Option(help="fp32,tf32,bf16,fp16,fp8,auto; default: those this device has.", rich_help_panel=WHAT),
+        str | None, option("fp32,tf32,bf16,fp16,fp8,auto; default: those this device has.", panel=WHAT)
     ] = None,
     modes: Annotated[
-        str | None,
-        typer.Option(
-            "--modes", "--ways", help="eager,compile,graph,auto; default: all that run here.", rich_help_panel=WHAT
-        ),
+        str | None, option("eager,compile,graph,auto; default: all that run here.", "--modes", "--ways", panel=WHAT)
     ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="plain,lightning,accelerate: the same step elsewhere; plain:graphs names one variant.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
+    against: Annotated[str | None, option(PEER, panel=WHAT)] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(help="Timed steps per row: 100, on a CPU 20; with --explain 10 and 5.", rich_help_panel=WHAT),
+        int | None, option("Timed steps per row: 100, on a CPU 20; with --explain 10 and 5.", panel=WHAT)
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1.", rich_help_panel=WHAT)] = None,
+    device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT)] = None,
     cold_start: Annotated[
-        bool,
-        typer.Option("--cold-start", help="Also time the start with an empty compiler cache.", rich_help_panel=WHAT),
+        bool, option("Also time the start with an empty compiler cache.", "--cold-start", panel=WHAT)
     ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Where the time of a step goes.", rich_help_panel=WHAT)
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw a bar chart.", rich_help_panel=OUTPUT)] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the result as JSON.", rich_help_panel=OUTPUT)] = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of --save; exit 1 where a row is now slower or takes more memory.", rich_help_panel=OUTPUT
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files.", rich_help_panel=OUTPUT)] = False,
+    explain: Annotated[bool, option("Where the time of a step goes.", "--explain", panel=WHAT)] = False,
+    as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,
+    picture: Annotated[Path | None, option("Draw a bar chart.", panel=OUTPUT)] = None,
+    save: Annotated[Path | None, option("Write the result as JSON.", panel=OUTPUT)] = None,
+    baseline: Annotated[Path | None, option(WORSE, panel=OUTPUT)] = None,
+    force: Annotated[bool, option("Overwrite files.", "--force", panel=OUTPUT)] = False,
 ) -> None:
     """How fast is a training step here, in which precision and mode, and against whom? No data are needed.
 
@@ -145,10 +123,7 @@ def show(found: dict[str, Any], *, as_json: bool) -> None:
 
         typer.echo(json.dumps(found, indent=2))
         return
-    from rich.console import Console
-
     from halfstep.report.bench_view import show_bench
+    from halfstep.report.evaluation_view import result_console
 
-    console = Console()
-    # A file or a pipe has no width; rich would squeeze the table into 80 columns.
-    show_bench(found, console if console.is_terminal else Console(width=PIPE_WIDTH))
+    show_bench(found, result_console(200))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 from halfstep.bench.baseline import Comparison, Earlier, compare, earlier_rows, refuse_without_common_rows
-from halfstep.bench.bench import STOPPED, Benched, Request, bench, runners
-from halfstep.bench.explain import Explanation
+from halfstep.bench.bench import STOPPED, Benched, Request, Tell, bench, runners
 from halfstep.bench.explain_rows import NotExplained, explain_rows, on_own_data, refuse_peers, refuse_unexplainable
 from halfstep.bench.problem import step_flops
 from halfstep.bench.record import circumstances, command_line, results
@@ -27,9 +28,9 @@ from halfstep.cli.bench_request import Files
 from halfstep.disk import cache_directory
 from halfstep.hardware.cache import measured_once
 from halfstep.hardware.measure import measure
-from halfstep.report.bench_progress import RowsLeft
 from halfstep.report.bench_view import title
-from halfstep.report.explain_view import draw_explanations, explain_view
+from halfstep.report.evaluation_view import result_console
+from halfstep.report.explain_view import Explanation, draw_explanations, explain_view
 
 if TYPE_CHECKING:
     from halfstep.bench.problem import Problem, Runner
@@ -47,15 +48,23 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
             refuse_without_common_rows(before.rows, asked)
         status.update("measuring matmuls")
         rated = measured_once(hardware, cache_directory(), measure)
-        left = RowsLeft(kinds_of(asked), console, repeats_first=request.repeat_first)
-        status.update(left)
-        benched = bench(problem, request, rated, flops, left.begin)
+        tell = telling(asked, console, status, repeats_first=request.repeat_first)
+        benched = bench(problem, request, rated, flops, tell)
     return about | results(benched) | compared(before, benched)
 
 
-def kinds_of(asked: Sequence[Runner | Row]) -> list[str]:
-    """Of each row that will be run; rows of a kind take alike, whatever their precision."""
-    return [f"{row.name} {row.variant}" for row in asked if not isinstance(row, Row)]
+def telling(asked: Sequence[Runner | Row], console: Console, status: Status, *, repeats_first: bool = False) -> Tell:
+    """Says which row of how many is measured: in a terminal's status line, a line per row elsewhere."""
+    total = sum(not isinstance(row, Row) for row in asked) + repeats_first
+    place = itertools.count(1)
+
+    def tell(row: str) -> None:
+        text = Text(f"measuring {row} (row {next(place)} of {total})")
+        status.update(text)
+        if not console.is_terminal:  # where a status is not shown
+            console.print(text, soft_wrap=True)
+
+    return tell
 
 
 @contextlib.contextmanager
@@ -83,7 +92,6 @@ ABOUT = ("command", "date", "device", "versions", "problem")
 """What a stored explanation needs to be made again."""
 STEPS = {"cuda": 10, "cpu": 5}
 """Timed, and then profiled, by default: kernels vary far less than whole steps."""
-PIPE_WIDTH = 120
 SILENT = "6"
 """Above every level of the profiler's own log (Kineto), whose highest, 5, announces each start and stop."""
 
@@ -118,9 +126,8 @@ def explain_request(
         flops = step_flops(problem)
         about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))
         asked = list(runners(problem, request, rated))
-        left = RowsLeft(kinds_of(asked), console)
-        status.update(left)
-        rows = list(explain_rows(asked, problem, rated, steps=steps, flops=flops, tell=left.begin))
+        tell = telling(asked, console, status)
+        rows = list(explain_rows(asked, problem, rated, steps=steps, flops=flops, tell=tell))
     return Found({name: about[name] for name in ABOUT} | {"steps": steps}, rows)
 
 
@@ -162,9 +169,7 @@ def show_explanations(found: Found, files: Files, *, as_json: bool) -> None:
 
 
 def _print(explained: list[Explanation], about: Mapping[str, Any]) -> None:
-    console = Console()
-    # A file or a pipe has no width; rich would squeeze the tables into 80 columns.
-    console = console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console = result_console(120)
     console.print(Text(f"{title(about)}\n", style="bold"), soft_wrap=True)
     for row in explained:
         console.print(explain_view(row), "")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfstep.cli.options import Json, option
 from halfstep.errors import ConfigError, suggested
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -30,18 +31,18 @@ def command(
     paths: Annotated[
         list[Path] | None, typer.Argument(metavar="FILE...", help="Configs, scripts, or folders of scripts.")
     ] = None,
-    env: Annotated[bool, typer.Option("--env", help="Also read this shell's environment variables.")] = False,
-    project: Annotated[Path | None, typer.Option(metavar="DIR", help="Find configs and scripts here.")] = None,
-    command_text: Annotated[
-        list[str] | None, typer.Option("--command", metavar="TEXT", help="A command line that starts training.")
+    env: Annotated[bool, option("Also read this shell's environment variables.", "--env")] = False,
+    project: Annotated[Path | None, option("Find configs and scripts here.", metavar="DIR")] = None,
+    commands: Annotated[
+        list[str] | None, option("A command line that starts training.", "--command", metavar="TEXT")
     ] = None,
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="Say what this GPU cannot do: v100, 4090.")] = "",
-    hardware: Annotated[bool, typer.Option("--hardware", help="Say what this machine cannot do.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Print the aligned files as a patch.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Apply the patch to the files named, with backups.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF, for annotations in CI.")] = False,
-    explain: Annotated[str, typer.Option(metavar="RULE", help="Explain a rule; `all` lists them.")] = "",
+    gpu: Annotated[str, option("Say what this GPU cannot do: v100, 4090.", metavar="NAME")] = "",
+    hardware: Annotated[bool, option("Say what this machine cannot do.", "--hardware")] = False,
+    fix: Annotated[bool, option("Print the aligned files as a patch.", "--fix")] = False,
+    write: Annotated[bool, option("Apply the patch to the files named, with backups.", "--write")] = False,
+    as_json: Json = False,
+    as_sarif: Annotated[bool, option("Print SARIF, for annotations in CI.", "--sarif")] = False,
+    explain: Annotated[str, option("Explain a rule; `all` lists them.", metavar="RULE")] = "",
 ) -> None:
     """Do these configs agree, and is this training script's AMP code right?
 
@@ -57,38 +58,15 @@ def command(
         halfstep check --explain clip-before-unscale
     """
     if explain:
-        print_rules(explain)
-        return
+        return print_rules(explain)
     named = paths or []
-    if not named and project is None and not env and not command_text:
+    if not named and project is None and not env and not commands:
         raise ConfigError("nothing to check", fix="name files, or --project DIR, --env, --command TEXT")
     if as_json and as_sarif:
         raise ConfigError("--json and --sarif are two formats for one output", fix="give one of them")
-    device = device_asked(gpu, hardware)
-
-    def run() -> Report:
-        from halfstep.align.check import check
-
-        variables = dict(os.environ) if env else None
-        with counting() as progress:
-            return check(
-                named,
-                project=project,
-                variables=variables,
-                commands=command_text or (),
-                device=device,
-                progress=progress,
-                load_own=load_own,
-            )
-
+    run = partial(checked, named, project, commands or (), device_asked(gpu, hardware), env=env)
     report = run()
-    if named and not (report.sources or report.num_scripts or report.silent or report.unreadable):
-        # "Nothing wrong" about nothing read would be a green light for nobody's code.
-        raise ConfigError(
-            f"nothing to check in {', '.join(map(str, named))}",
-            why="a folder is searched for Python files; it holds none",
-            fix=f"configs of a project are found with: {suggested('check', '--project', named[0])}",
-        )
+    refuse_nothing_read(named, report)
     if write:
         show_written(report, named)
         report = run()
@@ -101,6 +79,28 @@ def command(
     raise typer.Exit(report.exit_code)
 
 
+def checked(
+    named: list[Path], project: Path | None, commands: Sequence[str], device: Device | None, *, env: bool
+) -> Report:
+    from halfstep.align.check import check
+
+    variables = dict(os.environ) if env else None
+    return check(
+        named, project=project, variables=variables, commands=commands, device=device, progress=count_files(),
+        load_own=load_own,
+    )  # fmt: skip
+
+
+def refuse_nothing_read(named: list[Path], report: Report) -> None:
+    """ "Nothing wrong" about nothing read would be a green light for nobody's code."""
+    if named and not (report.sources or report.num_scripts or report.silent or report.unreadable):
+        raise ConfigError(
+            f"nothing to check in {', '.join(map(str, named))}",
+            why="a folder is searched for Python files; it holds none",
+            fix=f"configs of a project are found with: {suggested('check', '--project', named[0])}",
+        )
+
+
 def load_own(path: Path) -> object:
     from halfstep.workloads import load
 
@@ -111,8 +111,7 @@ MIN_COUNTED = 100
 """Fewer files are read before anybody wonders."""
 
 
-@contextlib.contextmanager
-def counting() -> Iterator[Callable[[int, int], None]]:
+def count_files() -> Callable[[int, int], None]:
     """A line on the terminal that says how far reading a large tree is; nothing where nobody looks."""
     from rich.console import Console
 
@@ -124,7 +123,7 @@ def counting() -> Iterator[Callable[[int, int], None]]:
             console.file.write(f"read {done:,} of {total:,} files{end}")
             console.file.flush()
 
-    yield show
+    return show
 
 
 def device_asked(gpu: str, here: bool) -> Device | None:
@@ -151,7 +150,7 @@ def print_rules(name: str) -> None:
     from rich.console import Console
 
     from halfstep.align.rules import RULES, rule_named
-    from halfstep.report.check_view import RuleText, rule_view
+    from halfstep.report.check_view import rule_view
     from halfstep.report.tables import rows_table
 
     if name == "all":
@@ -159,7 +158,7 @@ def print_rules(name: str) -> None:
         Console().print(rows_table(("rule", "severity", "what it finds"), rows))
         return
     rule = rule_named(name)
-    Console().print(rule_view(RuleText(**{**dataclasses.asdict(rule), "severity": rule.severity.value})))
+    Console().print(rule_view(**{**dataclasses.asdict(rule), "severity": rule.severity.value}))
 
 
 def lines_of(finding: Finding) -> FindingLines:
@@ -183,7 +182,7 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
     from rich.text import Text
 
     from halfstep.align.declarations import SHOWN_TOPICS
-    from halfstep.report.check_view import Said, says_table
+    from halfstep.report.check_view import says_table
 
     for source in sources[:MAX_SOURCES]:
         origin = f", named by {source.named_by}" if source.named_by else ""
@@ -191,7 +190,7 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
     if len(sources) > MAX_SOURCES:
         console.print(Text(f"… and {len(sources) - MAX_SOURCES} more, checked but not shown; --json lists them"))
     said = [
-        Said(topic=topic, value=s.value, spelled=s.spelled, place=str(s.place))
+        (topic, s.value, s.spelled, str(s.place))
         for topic in SHOWN_TOPICS
         for source in sources[:MAX_SOURCES]
         for s in source.declarations

@@ -9,45 +9,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfstep.cli.options import BatchSize, DataDir, Device, Epochs, Json, MaxSteps, MaybeWords, Simulate, option
 from halfstep.errors import ConfigError, Interrupted, counted, suggested
 
 if TYPE_CHECKING:
+    from halfstep.use.compare import Comparison
     from halfstep.use.compare_run import Row
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def command(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to train, then settings of all rows."),
-    ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data set.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples of one micro-batch.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training set.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Steps at most; 0: no limit.")] = None,
-    precisions: Annotated[
-        str, typer.Option(metavar="A,B,...", help="One row each; the first is the baseline.")
-    ] = "fp32,bf16",
+    words: MaybeWords = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    batch_size: BatchSize = None,
+    epochs: Epochs = None,
+    max_steps: MaxSteps = None,
+    precisions: Annotated[str, option("One row each; the first is the baseline.", metavar="A,B,...")] = "fp32,bf16",
     rows: Annotated[
         list[str] | None,
-        typer.Option("--rows", metavar='"NAME: KEY=VALUE ..."', help="Rows by settings instead; may be repeated."),
+        option("Rows by settings instead; may be repeated.", "--rows", metavar='"NAME: KEY=VALUE ..."'),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Paired seeds, one look; default: looks at 5, 8, 12, 20.")] = None,
+    seeds: Annotated[int | None, option("Paired seeds, one look; default: looks at 5, 8, 12, 20.")] = None,
     margin: Annotated[
-        float | None, typer.Option(help="What counts as the same, in the metric's unit; default: from a pilot.")
+        float | None, option("What counts as the same, in the metric's unit; default: from a pilot.")
     ] = None,
-    budget: Annotated[str | None, typer.Option(metavar="30m", help="Stop after this time: 90s, 30m, 8h.")] = None,
-    price: Annotated[float | None, typer.Option(help="Price of one hour of the device.")] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="Runs in parallel; gives metrics only, no times.")] = 1,
-    best: Annotated[bool, typer.Option("--best", help="Judge each run's best validation, not its last.")] = False,
-    simulate: Annotated[bool, typer.Option("--simulate", help="Simulate formats that this device lacks.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder.", show_default="runs/compare-WORKLOAD-TIME")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with an interrupted comparison.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+    budget: Annotated[str | None, option("Stop after this time: 90s, 30m, 8h.", metavar="30m")] = None,
+    price: Annotated[float | None, option("Price of one hour of the device.")] = None,
+    at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
+    best: Annotated[bool, option("Judge each run's best validation, not its last.", "--best")] = False,
+    simulate: Simulate = False,
+    out: Annotated[Path | None, option("Folder.", metavar="DIR", show_default="runs/compare-WORKLOAD-TIME")] = None,
+    resume: Annotated[Path | None, option("Go on with an interrupted comparison.", metavar="DIR")] = None,
+    as_json: Json = False,
 ) -> None:
     """Is the accuracy the same? Paired seeds, a margin fixed before the first run, and a table of what each row costs.
 
@@ -64,13 +59,7 @@ def command(
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
-    from rich.console import Console
-
-    from halfstep.report.comparison_view import draw_comparison, show_comparison
-    from halfstep.report.evaluation_view import result_console
-    from halfstep.use.compare import Request, new_comparison, open_comparison, run_comparison
-    from halfstep.use.compare_table import as_json as comparison_json
-    from halfstep.use.compare_table import lines_of, notes_of
+    from halfstep.use.compare import Request, new_comparison, open_comparison
     from halfstep.use.equivalence import LOOKS
 
     if resume is not None:
@@ -81,11 +70,10 @@ def command(
         target, overrides = _target_of(words or [])
         flags = {"data.dir": data_dir, "device": device, "train.batch_size": batch_size,
                  "train.epochs": epochs, "train.max_steps": max_steps}  # fmt: skip
-        overrides += [f"{key}={value}" for key, value in flags.items() if value is not None]
         request = Request(
             target=target,
-            overrides=tuple(overrides),
-            rows=tuple(_asked_rows(rows, precisions, simulate=simulate)),
+            overrides=(*overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)),
+            rows=tuple(_asked_rows(rows, precisions, simulate=bool(simulate))),
             looks=LOOKS if seeds is None else (seeds,),
             margin=margin,
             budget_s=None if budget is None else seconds_of(budget),
@@ -94,8 +82,19 @@ def command(
             best=best,
         )
         folder, comparison = new_comparison(request, out)
-    screen = Console(stderr=True)
-    screen.print(f"interrupted? go on with: {suggested('compare', '--resume', folder)}", style="dim", soft_wrap=True)
+    _run(folder, comparison)
+    _show(folder, comparison, as_json=as_json)
+    if any(verdict.word != "same" for verdict in comparison.verdicts().values()):
+        raise typer.Exit(1)
+
+
+def _run(folder: Path, comparison: Comparison) -> None:
+    from rich.console import Console
+
+    from halfstep.use.compare import run_comparison
+
+    screen, again = Console(stderr=True), suggested("compare", "--resume", folder)
+    screen.print(f"interrupted? go on with: {again}", style="dim", soft_wrap=True)
     try:
         run_comparison(
             folder, comparison, lambda line: screen.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -103,18 +102,25 @@ def command(
     except Interrupted as error:
         raise Interrupted(
             f"comparison stopped after {counted(len(comparison.runs), 'run')}; the run under way is saved as well",
-            fix=f"go on with: {suggested('compare', '--resume', folder)}",
+            fix=f"go on with: {again}",
             exit_code=error.exit_code,
         ) from error
-    lines = lines_of(comparison)
+
+
+def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
+    """The table, and beside the runs its curves and numbers."""
+    from halfstep.report.comparison_view import draw_comparison, show_comparison
+    from halfstep.report.evaluation_view import result_console
+    from halfstep.use.compare_table import as_json as comparison_json
+    from halfstep.use.compare_table import lines_of, notes_of
+
+    lines, content = lines_of(comparison), json.dumps(comparison_json(comparison), indent=2)
     draw_comparison(lines, comparison.metric, folder / "report" / "curves.png")
-    (folder / "report" / "comparison.json").write_text(json.dumps(comparison_json(comparison), indent=2) + "\n")
+    (folder / "report" / "comparison.json").write_text(content + "\n")
     if as_json:
-        typer.echo(json.dumps(comparison_json(comparison), indent=2))
+        typer.echo(content)
     else:
         show_comparison(lines, comparison.metric, notes_of(comparison), result_console())
-    if any(verdict.word != "same" for verdict in comparison.verdicts().values()):
-        raise typer.Exit(1)
 
 
 def _target_of(words: list[str]) -> tuple[str, list[str]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfstep.cli.options import Json, option
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,19 +25,13 @@ LIST = "list"
 def command(
     name: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="GPU|DEVICE", help="Same as --gpu or --device: v100, rtx 4090, cuda:1.", show_default=False
-        ),
+        typer.Argument(metavar="GPU|DEVICE", help="Same as --gpu or --device: v100, rtx 4090, cuda:1."),
     ] = None,
-    gpu: Annotated[
-        str, typer.Option(metavar="NAME", help="Answer for a known GPU instead: v100, 4090, M2 Max; list: all of them.")
-    ] = "",
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Only this device: cuda:1, cpu, mps, xpu, or auto for the best.")
-    ] = "",
-    no_measure: Annotated[bool, typer.Option("--no-measure", help="Only look, measure nothing.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever was stored.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    gpu: Annotated[str, option("Answer for a known GPU instead: v100, 4090; list: all of them.", metavar="NAME")] = "",
+    device: Annotated[str, option("Only this device: cuda:1, cpu, mps, xpu, or auto for the best.")] = "",
+    no_measure: Annotated[bool, option("Only look, measure nothing.", "--no-measure")] = False,
+    fresh: Annotated[bool, option("Measure again, whatever was stored.", "--fresh")] = False,
+    as_json: Json = False,
 ) -> None:
     """What can this machine (or a GPU I may rent) do, and what should I use?
 

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfstep.cli.options import BatchSize, DataDir, Device, Json, WordsOrRun, option
+
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judged
 
 
 def command(
-    words: Annotated[
-        list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What to judge, then settings.")
-    ],
-    target: Annotated[str, typer.Option(metavar="fp16|bf16-true|fp8", help="The format.")],
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data set; default: demo data.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples of one batch.")] = None,
-    batches: Annotated[int, typer.Option(min=1, help="Batches to look at.")] = 2,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a heat map, modules × kind.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Show modules that fit, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Every row, for scripts.")] = False,
+    words: WordsOrRun,
+    target: Annotated[str, option("The format.", metavar="fp16|bf16-true|fp8")],
+    data_dir: DataDir = None,
+    batch_size: BatchSize = None,
+    batches: Annotated[int, option("Batches to look at.", min=1)] = 2,
+    device: Device = None,
+    picture: Annotated[Path | None, option("Draw a heat map, modules × kind.", metavar="FILE.png")] = None,
+    every: Annotated[bool, option("Show modules that fit, too.", "--all")] = False,
+    as_json: Json = False,
 ) -> None:
     """Would this format hold: per module what would overflow, flush to zero or lose updates, before a GPU is rented.
 

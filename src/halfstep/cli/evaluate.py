@@ -7,24 +7,24 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.options import Checkpoint, Json, RunFolder, UsedDevice, UsedPrecision, option
+
 
 def command(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")],
+    run: RunFolder,
     data: Annotated[
         Path | None,
-        typer.Option(
-            "--data", "--data-dir", metavar="DIR", help="Other data; default: the validation part of the run's own."
-        ),
+        option("Other data; default: the validation part of the run's own.", "--data", "--data-dir", metavar="DIR"),
     ] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="best|last|NAME", help="Which checkpoint, or its step.")] = "best",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Default: the run's.")] = None,
+    checkpoint: Checkpoint = "best",
+    device: UsedDevice = None,
+    precision: UsedPrecision = None,
+    batch_size: Annotated[int | None, option("Default: the run's.", min=1)] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder for pictures.", show_default="RUN/report/evaluation")
+        Path | None, option("New folder for pictures.", metavar="DIR", show_default="RUN/report/evaluation")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+    as_json: Json = False,
 ) -> None:
     """How good is it: scores of the whole and of every class, and pictures of what went wrong.
 

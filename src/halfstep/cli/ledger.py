@@ -7,21 +7,18 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.options import BatchSize, DataDir, Device, Json, Precision, Simulate, WordsOrRun, option
+
 
 def command(
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What to observe, then settings."),
-    ],
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16, fp16, fp8, bf16-true.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data set; default: demo data.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples of one micro-batch.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
-    simulate: Annotated[
-        bool | None, typer.Option("--simulate", help="Simulate formats that this device lacks.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 where anything differs from the plan.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Every row, for scripts.")] = False,
+    words: WordsOrRun,
+    precision: Precision = None,
+    data_dir: DataDir = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    simulate: Simulate = None,
+    strict: Annotated[bool, option("Exit code 1 where anything differs from the plan.", "--strict")] = False,
+    as_json: Json = False,
 ) -> None:
     """What really ran: per module, what its matmuls, convolutions and attention computed in, held against the plan.
 

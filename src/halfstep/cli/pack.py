@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfstep.cli.options import Json, option
 from halfstep.errors import ConfigError, DataError, counted, suggested
 
 if TYPE_CHECKING:
@@ -24,23 +25,21 @@ def command(
             metavar="DIR|CONFIG.yaml", help="train/<class>/* and val/<class>/*, or <class>/*; or a config that caches."
         ),
     ],
-    size: Annotated[int, typer.Option(min=1, help="Pixels per side of a stored image.")] = 256,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; default: inside DIR.")] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Threads that decode; 0: one per core.")] = 0,
-    limit_gb: Annotated[float, typer.Option(min=0, help="Largest size of the file.")] = 64.0,
-    on_bad_file: Annotated[
-        str, typer.Option(metavar="error|skip", help="Stop at a bad file, or leave it out.")
-    ] = "error",
-    train_folder: Annotated[str, typer.Option(metavar="NAME", help="Training folder, if not train.")] = "",
-    val_folder: Annotated[str, typer.Option(metavar="NAME", help="Validation folder, if not val.")] = "",
-    val_fraction: Annotated[float, typer.Option(min=0, max=0.9, help="Share held out where no val folder is.")] = 0.1,
-    split_seed: Annotated[int, typer.Option(min=0, help="Seed of that split.")] = 0,
-    label_column: Annotated[str, typer.Option(metavar="NAME", help="Column of metadata.jsonl, if not label.")] = "",
-    force: Annotated[bool, typer.Option("--force", help="Pack again, even where the file fits the folder.")] = False,
+    size: Annotated[int, option("Pixels per side of a stored image.", min=1)] = 256,
+    out: Annotated[Path | None, option("Where to; default: inside DIR.", metavar="FILE")] = None,
+    workers: Annotated[int, option("Threads that decode; 0: one per core.", min=0)] = 0,
+    limit_gb: Annotated[float, option("Largest size of the file.", min=0)] = 64.0,
+    on_bad_file: Annotated[str, option("Stop at a bad file, or leave it out.", metavar="error|skip")] = "error",
+    train_folder: Annotated[str, option("Training folder, if not train.", metavar="NAME")] = "",
+    val_folder: Annotated[str, option("Validation folder, if not val.", metavar="NAME")] = "",
+    val_fraction: Annotated[float, option("Share held out where no val folder is.", min=0, max=0.9)] = 0.1,
+    split_seed: Annotated[int, option("Seed of that split.", min=0)] = 0,
+    label_column: Annotated[str, option("Column of metadata.jsonl, if not label.", metavar="NAME")] = "",
+    force: Annotated[bool, option("Pack again, even where the file fits the folder.", "--force")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Only check: every image of the packed file, and whether it fits DIR.")
+        bool, option("Only check: every image of the packed file, and whether it fits DIR.", "--verify")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Make my image folder fast: decode every image once into one file.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,11 @@ import typer
 from halfstep.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from halfstep.config.schema import RunConfig
     from halfstep.hardware.facts import Hardware
-    from halfstep.report.memory_view import FitRow, MemoryRow
+    from halfstep.report.memory_view import MemoryRow
     from halfstep.run.memory_fit import Fit
     from halfstep.run.memory_plan import MemoryPlanner
     from halfstep.tune.modes import Mode
@@ -32,20 +33,13 @@ TABLE_WIDTH = 125
 MADE_UP = "made-up data of the usual shape; yours with --data-dir DIR"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The options of the command."""
-
-    words: Sequence[str]
-    flags: Mapping[str, object]
-    gpu: str | None
-    fit: str | None
-    mode: str | None
-    picture: Path | None
-    as_json: bool
+Flags = Mapping[str, object]
 
 
-def show(asked: Asked) -> None:
+def show(
+    words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Print the plan, or write it as JSON; draw it where a picture is asked for."""
     from halfstep.report.memory_view import draw_memory, told_once
     from halfstep.report.picture_file import refuse_unknown_format
@@ -53,40 +47,40 @@ def show(asked: Asked) -> None:
     from halfstep.run.memory_plan import MemoryPlanner
     from halfstep.run.planned_step import planned_step
 
-    if asked.picture:
-        refuse_unknown_format(asked.picture)
-    hardware, memory, where = _device(asked)
-    config, is_made_up = _config(asked)
-    mode = _mode(asked, config)
+    if picture:
+        refuse_unknown_format(picture)
+    hardware, memory, where = _device(gpu, fit, flags)
+    config, is_made_up = _config(words, flags)
+    shown = _mode(mode, config)
     planner = MemoryPlanner(planned_step(config), hardware)
-    precisions = _precisions(config, asked) or precisions_of(hardware)
-    rows = _rows(planner, config, mode, precisions)
+    precisions = _precisions(flags) or precisions_of(hardware)
+    rows = _rows(planner, config, shown, precisions)
     limit = usable_bytes(memory)
-    fits = fitting(planner, config, limit, mode, precisions, hardware) if memory else []
+    fits = fitting(planner, config, limit, shown, precisions, hardware) if memory else []
     if memory and not fits:
-        refuse_nothing_fits(planner, config, limit, mode, where)
+        refuse_nothing_fits(planner, config, limit, shown, where)
     notes = [MADE_UP] if is_made_up else []
     notes += list(notes_of(planner, config, fits)) if fits else []
-    if asked.picture:
-        draw_memory(_title(planner, config, mode), told_once(rows), asked.picture, limit_bytes=memory)
-    if asked.as_json:
-        typer.echo(json.dumps(_as_json(planner, config, mode, rows, fits, memory, notes), indent=2))
+    if picture:
+        draw_memory(_title(planner, config, shown), told_once(rows), picture, limit_bytes=memory)
+    if as_json:
+        typer.echo(json.dumps(_as_json(planner, config, shown, rows, fits, memory, notes), indent=2))
         return
-    _print(planner, config, mode, rows, fits, where, notes)
+    _print(planner, config, shown, rows, fits, where, notes)
 
 
-def _device(asked: Asked) -> tuple[Hardware | None, int, str]:
+def _device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
     """Whose formats count, how much memory there is (0: not asked), and how that is called."""
     from halfstep.hardware.gpus import known_gpu
     from halfstep.hardware.probe import probe
     from halfstep.measure.memory import format_bytes
     from halfstep.run.memory_fit import read_size
 
-    size = read_size(asked.fit) if asked.fit else 0
-    if asked.gpu:
-        hardware: Hardware | None = known_gpu(asked.gpu)
+    size = read_size(fit) if fit else 0
+    if gpu:
+        hardware: Hardware | None = known_gpu(gpu)
     else:
-        here = probe(str(asked.flags["device"] or "auto"))
+        here = probe(str(flags["device"] or "auto"))
         hardware = here if here.kind in ("cuda", "rocm") else None
     if size:
         return hardware, size, format_bytes(size)
@@ -95,29 +89,29 @@ def _device(asked: Asked) -> tuple[Hardware | None, int, str]:
     return hardware, hardware.memory_total_bytes, f"{hardware.name} ({format_bytes(hardware.memory_total_bytes)})"
 
 
-def _config(asked: Asked) -> tuple[RunConfig, bool]:
+def _config(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
     """The config at full size: without a folder a workload would take the small size of its demo."""
     from halfstep.workloads import KINDS, load
 
-    loaded = load(asked.words[0], flags=asked.flags, overrides=asked.words[1:])
+    loaded = load(words[0], flags=flags, overrides=words[1:])
     kind = KINDS.of(loaded.config.workload)
     if loaded.config.data.dir is not None or kind.over is None or kind.random_store is None:
         return loaded.config, False
-    config = load(asked.words[0], flags={**asked.flags, "data_dir": NO_FOLDER}, overrides=asked.words[1:]).config
+    config = load(words[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=words[1:]).config
     return config.model_copy(update={"data": config.data.model_copy(update={"dir": None})}), True
 
 
-def _mode(asked: Asked, config: RunConfig) -> Mode:
-    word = asked.mode or MODES[config.train.fast]
+def _mode(asked: str | None, config: RunConfig) -> Mode:
+    word = asked or MODES[config.train.fast]
     if word not in TRACED:
         raise ConfigError(f"--mode takes no {word!r}", why=f"it takes {', '.join(TRACED)}", fix=nearest(word, TRACED))
     return word  # type: ignore[return-value]
 
 
-def _precisions(config: RunConfig, asked: Asked) -> tuple[str, ...]:
+def _precisions(flags: Flags) -> tuple[str, ...]:
     from halfstep.config.aliases import precision_name
 
-    wish = asked.flags["precision"]
+    wish = flags["precision"]
     name = precision_name(str(wish), "--precision") if wish else "auto"
     return () if name == "auto" else (name,)
 
@@ -159,7 +153,7 @@ def _print(
 ) -> None:  # fmt: skip
     from rich.console import Console
 
-    from halfstep.report.memory_view import fit_table, memory_table, told_once
+    from halfstep.report.memory_view import memory_table, told_once
 
     console = Console(soft_wrap=True, highlight=False)
     is_wide = console.width >= TABLE_WIDTH
@@ -170,7 +164,7 @@ def _print(
         console.print(f"components: a terminal of {TABLE_WIDTH} columns, --json or --picture FILE", style="dim")
     if fits:
         console.print(f"\nfits {where}, in order of predicted speed")
-        console.print(fit_table(_fit_rows(fits)))
+        console.print(_fit_table(fits))
         console.print(f"to take the first: {' '.join(fits[0].words)}")
     for note in notes:
         console.print(f"note: {note}")
@@ -178,17 +172,20 @@ def _print(
         console.print(f"traced for {name}: {what}", style="dim")
 
 
-def _fit_rows(fits: Sequence[Fit]) -> list[FitRow]:
-    from halfstep.report.memory_view import FitRow
+def _fit_table(fits: Sequence[Fit]) -> Table:
+    from halfstep.report.memory_view import gigabytes, short_level
+    from halfstep.report.tables import columns_table
 
-    return [
-        FitRow(
-            precision=fit.prediction.cell.precision, level=str(fit.prediction.cell.setting),
-            largest_batch=fit.largest_batch, batch=f"{fit.batch_size} x {fit.accumulate}",
-            total=fit.prediction.total, speed=f"{fit.relative_time:.2f}x", words=" ".join(fit.words),
-        )
-        for fit in fits
-    ]  # fmt: skip
+    cells = [fit.prediction.cell for fit in fits]
+    columns = {
+        "precision": [cell.precision for cell in cells],
+        "memory": [short_level(str(cell.setting)) for cell in cells],
+        "largest\nbatch": [f"{fit.largest_batch:,}" for fit in fits],
+        "batch x\naccumulate": [f"{fit.batch_size} x {fit.accumulate}" for fit in fits],
+        "GB": [gigabytes(fit.prediction.total) for fit in fits],
+        "predicted\ntime": [f"{fit.relative_time:.2f}x" for fit in fits],
+    }
+    return columns_table(columns, left=("precision", "memory"))
 
 
 def _as_json(
@@ -210,10 +207,10 @@ def _as_json(
         ],
         "memory_bytes": memory or None,
         "fits": [
-            {"precision": row.precision, "memory": row.level, "largest_batch": row.largest_batch,
-             "batch_size": fit.batch_size, "accumulate": fit.accumulate, "peak_bytes": row.total,
-             "relative_time": fit.relative_time, "words": fit.words}
-            for fit, row in zip(fits, _fit_rows(fits), strict=True)
+            {"precision": fit.prediction.cell.precision, "memory": str(fit.prediction.cell.setting),
+             "largest_batch": fit.largest_batch, "batch_size": fit.batch_size, "accumulate": fit.accumulate,
+             "peak_bytes": fit.prediction.total, "relative_time": fit.relative_time, "words": fit.words}
+            for fit in fits
         ],
         "notes": list(notes),
     }  # fmt: skip

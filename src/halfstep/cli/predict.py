@@ -7,23 +7,24 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.options import Checkpoint, Json, RunFolder, UsedDevice, UsedPrecision, option
+
 
 def command(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")],
+    run: RunFolder,
     inputs: Annotated[
         list[Path] | None,
         typer.Argument(metavar="INPUT", help="Files, or folders of them; none for a workload that needs none."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="New folder for what is written.", show_default="RUN/predictions"),
+        Path | None, option("New folder for what is written.", metavar="DIR", show_default="RUN/predictions")
     ] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="best|last|NAME", help="Which checkpoint, or its step.")] = "best",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default: the run's.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Another precision than the run's.")] = None,
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table to a new file as well.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+    checkpoint: Checkpoint = "best",
+    device: UsedDevice = None,
+    precision: UsedPrecision = None,
+    csv: Annotated[Path | None, option("Write the table to a new file as well.", metavar="FILE")] = None,
+    as_json: Json = False,
 ) -> None:
     """Use a trained model on files, or on folders of them; one that draws samples needs none.
 

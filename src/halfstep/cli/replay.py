@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.options import Json, UsedDevice, option
+
 
 def command(
     capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.")],
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: the run's, where it is here.")] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the ranges along the network there.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+    device: UsedDevice = None,
+    picture: Annotated[Path | None, option("Draw the ranges along the network there.", metavar="FILE.png")] = None,
+    as_json: Json = False,
 ) -> None:
     """Why did this step go bad: it is run again as it was, in fp32, in fp64, eager and without our kernels.
 

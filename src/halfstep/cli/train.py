@@ -9,124 +9,87 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfstep.cli.options import (
+    DATA,
+    PRECISION,
+    RUN,
+    SHOW,
+    BatchSize,
+    DataDir,
+    Device,
+    Epochs,
+    MaxSteps,
+    MaybeWords,
+    Precision,
+    Simulate,
+    Strict,
+    option,
+)
 from halfstep.cli.run_place import new_folder, resumed_folder, start_on, stopped_after
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from halfstep.config.load import Loaded
 
-PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look without training"
-PIPE_WIDTH = 160
 NOT_SETTINGS = {
     "words", "out", "resume", "allow_changes", "show_config", "schema", "as_json", "dry", "continue_from", "log_dir",
     "config_overrides_file", "check_validation", "timeout", "gpus",
 }  # fmt: skip
 """Parameters that say what to do with a config; every other one is a setting, by the name the config room knows."""
+PRESETS = "fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, guide, deit."
+MIXED = "Mixed precision on (bf16, or --precision-type) or off (fp32)."
+LEDGER = "Observe what steps really compute in, once in each mode."
 
 
 def command(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to train, then settings to change."),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's name.", rich_help_panel=PRECISION
-        ),
-    ] = None,
-    mixed_precision: Annotated[
-        bool | None,
-        typer.Option(help="Mixed precision on (bf16, or --precision-type) or off (fp32).", rich_help_panel=PRECISION),
-    ] = None,
-    precision_type: Annotated[
-        str | None, typer.Option(help="bf16 or fp16, with --mixed-precision.", rich_help_panel=PRECISION)
-    ] = None,
-    bf16: Annotated[
-        bool | None, typer.Option("--bf16", help="Same as --precision bf16.", rich_help_panel=PRECISION)
-    ] = None,
-    fp16: Annotated[
-        bool | None, typer.Option("--fp16", help="Same as --precision fp16.", rich_help_panel=PRECISION)
-    ] = None,
+    words: MaybeWords = None,
+    precision: Precision = None,
+    mixed_precision: Annotated[bool | None, option(MIXED, panel=PRECISION)] = None,
+    precision_type: Annotated[str | None, option("bf16 or fp16, with --mixed-precision.", panel=PRECISION)] = None,
+    bf16: Annotated[bool | None, option("Same as --precision bf16.", "--bf16", panel=PRECISION)] = None,
+    fp16: Annotated[bool | None, option("Same as --precision fp16.", "--fp16", panel=PRECISION)] = None,
     use_optimizations: Annotated[
-        bool | None, typer.Option("--use-optimizations", help="TF32 instead of strict fp32.", rich_help_panel=PRECISION)
+        bool | None, option("TF32 instead of strict fp32.", "--use-optimizations", panel=PRECISION)
     ] = None,
-    strict: Annotated[
-        bool | None,
-        typer.Option("--strict", help="Refuse to fall back to another precision.", rich_help_panel=PRECISION),
-    ] = None,
-    simulate: Annotated[
-        bool | None,
-        typer.Option("--simulate", help="Numerics of a format this hardware lacks.", rich_help_panel=PRECISION),
-    ] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data set.", rich_help_panel=DATA)] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples of one micro-batch.", rich_help_panel=DATA)] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training set.", rich_help_panel=DATA)] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Steps at most; 0: no limit.", rich_help_panel=DATA)] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.", rich_help_panel=DATA)] = None,
-    num_workers: Annotated[int | None, typer.Option(help="Processes that read the data.", rich_help_panel=DATA)] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of weights, order and augmentation.", rich_help_panel=DATA)
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, guide, deit.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.", rich_help_panel=RUN)] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(help="How many GPUs (8), or which (0,1): one process each, by torchrun.", rich_help_panel=RUN),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run's folder.", show_default="runs/WORKLOAD-TIME", rich_help_panel=RUN)
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.", rich_help_panel=RUN)] = None,
-    allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="With --resume: accept other settings.", rich_help_panel=RUN)
-    ] = False,
-    dry: Annotated[
-        bool,
-        typer.Option("--dry", "-n", help="Train and keep nothing: the run's folder is removed.", rich_help_panel=RUN),
-    ] = False,
-    continue_from: Annotated[
-        Path | None, typer.Option("--continue", help="Same as --resume.", rich_help_panel=RUN)
-    ] = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder that the run's folder is made in.", rich_help_panel=RUN)
-    ] = None,
-    timeout: Annotated[str | None, typer.Option(help="Save and stop after DD:HH:MM:SS.", rich_help_panel=RUN)] = None,
+    strict: Strict = None,
+    simulate: Simulate = None,
+    data_dir: DataDir = None,
+    batch_size: BatchSize = None,
+    epochs: Epochs = None,
+    max_steps: MaxSteps = None,
+    lr: Annotated[float | None, option("Learning rate.", panel=DATA)] = None,
+    num_workers: Annotated[int | None, option("Processes that read the data.", panel=DATA)] = None,
+    seed: Annotated[int | None, option("Seed of weights, order and augmentation.", panel=DATA)] = None,
+    preset: Annotated[str | None, option(PRESETS, panel=DATA)] = None,
     config_overrides_file: Annotated[
-        Path | None, typer.Option(help="YAML file whose values replace those of the config.", rich_help_panel=DATA)
+        Path | None, option("YAML file whose values replace those of the config.", panel=DATA)
     ] = None,
     check_validation: Annotated[
-        bool, typer.Option("--check-validation", help="Say how validation counts its samples.", rich_help_panel=DATA)
+        bool, option("Say how validation counts its samples.", "--check-validation", panel=DATA)
     ] = False,
-    ledger: Annotated[
-        bool | None,
-        typer.Option("--ledger", help="Observe what steps really compute in, once in each mode.", rich_help_panel=RUN),
-    ] = None,
-    ledger_every: Annotated[
-        int | None, typer.Option(help="--ledger, and again every so many steps.", rich_help_panel=RUN)
-    ] = None,
-    tensorboard: Annotated[
-        bool | None, typer.Option("--tensorboard", help="Write TensorBoard events.", rich_help_panel=RUN)
-    ] = None,
-    quiet: Annotated[
-        bool | None, typer.Option("--quiet", help="Only warnings and the summary.", rich_help_panel=RUN)
-    ] = None,
+    device: Device = None,
+    gpus: Annotated[str | None, option("How many GPUs (8), or which (0,1): one process each.", panel=RUN)] = None,
+    out: Annotated[Path | None, option("The run's folder.", panel=RUN, show_default="runs/WORKLOAD-TIME")] = None,
+    resume: Annotated[Path | None, option("Continue the run in this folder.", panel=RUN)] = None,
+    allow_changes: Annotated[
+        bool, option("With --resume: accept other settings.", "--allow-changes", panel=RUN)
+    ] = False,
+    dry: Annotated[
+        bool, option("Train and keep nothing: the run's folder is removed.", "--dry", "-n", panel=RUN)
+    ] = False,
+    continue_from: Annotated[Path | None, option("Same as --resume.", "--continue", panel=RUN)] = None,
+    log_dir: Annotated[Path | None, option("Folder that the run's folder is made in.", panel=RUN)] = None,
+    timeout: Annotated[str | None, option("Save and stop after DD:HH:MM:SS.", panel=RUN)] = None,
+    ledger: Annotated[bool | None, option(LEDGER, "--ledger", panel=RUN)] = None,
+    ledger_every: Annotated[int | None, option("--ledger, and again every so many steps.", panel=RUN)] = None,
+    tensorboard: Annotated[bool | None, option("Write TensorBoard events.", "--tensorboard", panel=RUN)] = None,
+    quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", panel=RUN)] = None,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Every setting, its value and its source.", rich_help_panel=SHOW)
+        bool, option("Every setting, its value and its source.", "--show-config", panel=SHOW)
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --show-config: for scripts.", rich_help_panel=SHOW)
-    ] = False,
-    schema: Annotated[
-        Path | None, typer.Option(help="Write the JSON schema for editors to this file.", rich_help_panel=SHOW)
-    ] = None,
+    as_json: Annotated[bool, option("With --show-config: for scripts.", "--json", panel=SHOW)] = False,
+    schema: Annotated[Path | None, option("Write the JSON schema for editors to this file.", panel=SHOW)] = None,
 ) -> None:
     """Train a workload, or what a config file describes.
 
@@ -150,30 +113,25 @@ def command(
     resume = resumed_folder(resume, continue_from)
     loaded = loaded_from(words or [], flags, resume, config_overrides_file)
     if resume and out:
-        raise ConfigError(
-            f"--resume {resume} continues in its own folder, --out {out} has no meaning", fix="leave --out"
-        )
+        raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out")
+    if as_json and not show_config:
+        raise ConfigError("--json needs --show-config", fix="a run's metrics are JSON: metrics.jsonl in its folder")
     if check_validation:
         typer.echo("validation reads every sample once, in order, by its index; data.val_size is compared", err=True)
-    if as_json and not show_config:
-        raise ConfigError(
-            "--json needs --show-config", fix="a run's metrics are JSON anyway: metrics.jsonl in its folder"
-        )
     if schema:
         write_schema(loaded.config.workload, schema)
     if show_config:
         show(loaded, as_json=as_json)
-    if not (schema or show_config):
-        if gpus is not None:
-            start_on(gpus, device or loaded.config.device, os.environ)
-        from halfstep.run.train import train
-        from halfstep.run.world import launch_of
+    if schema or show_config:
+        return
+    if gpus is not None:
+        start_on(gpus, device or loaded.config.device, os.environ)
+    from halfstep.run.train import train
+    from halfstep.run.world import launch_of
 
-        with (
-            new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload) as place,
-            stopped_after(timeout),
-        ):
-            train(loaded, out=place, resume=resume, allow_changes=allow_changes, launch=launch_of(os.environ))
+    place = new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
+    with place as folder, stopped_after(timeout):
+        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=launch_of(os.environ))
 
 
 def loaded_from(
@@ -214,13 +172,10 @@ def write_schema(workload: str, path: Path) -> None:
 
 
 def show(loaded: Loaded, *, as_json: bool) -> None:
-    from rich.console import Console
-
     from halfstep.report.config_view import config_as_json, show_config
+    from halfstep.report.evaluation_view import result_console
 
     if as_json:
         typer.echo(json.dumps(config_as_json(loaded), indent=2))
     else:
-        console = Console()
-        # A file or a pipe has no width; rich would squeeze the table into 80 columns.
-        show_config(loaded, console if console.is_terminal else Console(width=PIPE_WIDTH))
+        show_config(loaded, result_console(160))

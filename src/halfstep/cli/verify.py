@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+
+from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, WordsOrRun
 
 if TYPE_CHECKING:
     from halfstep.evidence.proofs import Line
@@ -15,17 +17,12 @@ CONFIGURATION = "configuration aligned"
 
 
 def command(
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN|CONFIG.yaml|WORKLOAD KEY=VALUE", help="What to verify, then settings."),
-    ],
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, tf32, bf16, fp16, fp8, bf16-true.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder of the data set; default: demo data.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu.")] = None,
-    simulate: Annotated[
-        bool | None, typer.Option("--simulate", help="Simulate formats that this device lacks.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    words: WordsOrRun,
+    precision: Precision = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    simulate: Simulate = None,
+    as_json: Json = False,
 ) -> None:
     """Is all of it true? One page, each line shown by an observation.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.config.scalars import typed
+from halfstep.config.section import typed
 from halfstep.errors import ConfigError, nearest
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true")

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from halfstep.config.scalars import typed
+from halfstep.config.section import typed
 from halfstep.errors import ConfigError
 
 Number = int | float

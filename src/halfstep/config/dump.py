@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from halfstep.config.scalars import typed
 from halfstep.config.schema import RunConfig
+from halfstep.config.section import typed
 
 SHORTHANDS = ("precision", "optimizer", "schedule", "model", "data", "ema")
 """Sections that one value may stand for: `precision: bf16`, `optimizer: sgd`, `ema: true`."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from halfstep.config.arithmetic import counted_by
-from halfstep.config.scalars import Plain, typed
+from halfstep.config.section import Plain, typed
 from halfstep.config.statements import Origin, Statement, override_statements
 from halfstep.config.yaml_source import Document
 from halfstep.errors import ConfigError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from halfstep.config.scalars import Plain
+from halfstep.config.section import Plain
 from halfstep.config.statements import Origin
 from halfstep.errors import ConfigError, nearest
 

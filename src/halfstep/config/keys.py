@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
-from halfstep.config.scalars import NULLS, Plain
-from halfstep.config.section import Section
+from halfstep.config.section import NULLS, Plain, Section
 from halfstep.config.statements import OPEN_SECTIONS, Statement, open_section_of
 from halfstep.errors import ConfigError
 

@@ -22,9 +22,8 @@ from halfstep.config.foreign import translated
 from halfstep.config.interpolate import Interpolation, references
 from halfstep.config.keys import as_config_error, canonical, field_at, fields_of, is_empty
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
-from halfstep.config.scalars import typed_by_field
-from halfstep.config.schema import RunConfig
-from halfstep.config.section import num_cores
+from halfstep.config.schema import RunConfig, Schemas, is_import_path, schema_for
+from halfstep.config.section import num_cores, typed_by_field
 from halfstep.config.statements import (
     DEFAULT,
     LAYERS,
@@ -39,7 +38,6 @@ from halfstep.config.statements import (
     override_statements,
 )
 from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
-from halfstep.config.workloads import Schemas, is_import_path, schema_for
 from halfstep.config.yaml_source import Document, read_yaml
 from halfstep.errors import ConfigError, counted, nearest
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from halfstep.config.aliases import MIXED, PRECISION_KEYS, precision_name
-from halfstep.config.scalars import typed
+from halfstep.config.section import typed
 from halfstep.config.statements import Layer, Origin, Statement
 from halfstep.errors import ConfigError
 

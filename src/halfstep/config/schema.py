@@ -5,14 +5,17 @@ A workload subclasses `RunConfig` and its `DataConfig` and `ModelConfig` where i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import re
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, JsonValue, field_validator
 
 from halfstep.config.aliases import precision_name
+from halfstep.config.foreign import Translator
 from halfstep.config.section import PositiveCount, Section, Workers
 from halfstep.config.training import EmaConfig, GuardConfig, OptimizerConfig, ScalerConfig, ScheduleConfig, TrainConfig
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, nearest
 
 __all__ = [
     "DataConfig",
@@ -146,3 +149,37 @@ class RunConfig(Section):
     globals: dict[str, JsonValue] = Field(
         default_factory=dict, description="Values of your own: ${globals.NAME} works anywhere"
     )
+
+
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class HasSchema(Protocol):
+    def schema(self, workload: str) -> type[RunConfig]: ...
+
+
+class Schemas(Protocol):
+    """Families by workload name; import paths of the user's own are found in it, too."""
+
+    def __getitem__(self, workload: str) -> HasSchema: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def translators(self) -> Iterable[Translator]: ...
+
+
+def is_import_path(name: str) -> bool:
+    """Whether this names a workload of the user's own, `my_pkg.my_mod:build`."""
+    return IMPORT_PATH.fullmatch(name) is not None
+
+
+def schema_for(workload: str, kinds: Schemas, where: str = "") -> type[RunConfig]:
+    """The schema of a workload."""
+    try:
+        return kinds[workload].schema(workload)
+    except KeyError:
+        raise unknown_workload(workload, kinds, where) from None
+
+
+def unknown_workload(workload: str, known: Iterable[str], where: str = "") -> ConfigError:
+    at = f" ({where})" if where and where != workload else ""
+    fix = f"{nearest(workload, known)} (or a YAML file, or an import path such as my_pkg.my_mod:build)"
+    return ConfigError(f"unknown workload {workload!r}{at}", fix=fix)

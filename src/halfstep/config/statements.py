@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfstep.config.aliases import PRECISION_NAMES
-from halfstep.config.scalars import Plain
+from halfstep.config.section import Plain
 from halfstep.config.yaml_source import Document, parse_flow
 from halfstep.errors import ConfigError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from halfstep.config.scalars import Plain
+from halfstep.config.section import Plain
 from halfstep.errors import ConfigError, suggested
 
 MAX_BYTES = 1 << 20

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from halfstep.data.masks import IGNORED
 from halfstep.data.seeds import Drawn
+from halfstep.data.trivial_augment import sent
 
 ELASTIC_KNOTS = 6
 """Control points a side; the displacement between them is bicubic, so neighbouring pixels move together."""
@@ -53,14 +54,16 @@ def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, 
     knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
     numbers = draws.T.contiguous()
     if spec.moves_pixels:
-        grid = _affine_grid(_to(_affine(numbers, spec), image.device), height, width)
+        grid = _affine_grid(sent(_affine(numbers, spec), image.device), height, width)
         if spec.elastic_pixels:
             reach = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
-            shift = F.interpolate(_to(knots * reach, image.device), (height, width), mode="bicubic", align_corners=True)
+            shift = F.interpolate(
+                sent(knots * reach, image.device), (height, width), mode="bicubic", align_corners=True
+            )
             grid = grid + shift.permute(0, 2, 3, 1)
         image, mask = _sample(image, mask, grid)
     if spec.brightness:
-        gain, offset = _to((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
+        gain, offset = sent((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
         image = image * (1 + gain) + offset
     return image, mask
 
@@ -98,7 +101,3 @@ def _sample(image: Tensor, mask: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
     classes = F.grid_sample(mask.unsqueeze(1).float(), grid, mode="nearest", padding_mode="border", align_corners=False)
     is_inside = (grid.abs() <= 1).all(dim=-1)
     return moved, torch.where(is_inside, classes.squeeze(1), IGNORED).to(mask.dtype)
-
-
-def _to(numbers: Tensor, device: torch.device) -> Tensor:
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import shutil
 import struct
+import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,3 +104,19 @@ def some_of(names: Iterable[object], count: int = 5) -> str:
     """A few names for an error message, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:count]) + (f" and {len(listed) - count} more" if len(listed) > count else "")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` at the end and vanishes on any error."""
+    if folder.exists():
+        raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # mkdtemp makes it private
+        os.rename(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

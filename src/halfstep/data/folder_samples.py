@@ -31,16 +31,26 @@ OPEN_AT_ONCE = 16
 """Pictures whose sizes are read before their crops are drawn together; far below any limit on open files."""
 
 
-class TrainingFiles:
+class _Listed:
+    listing: Listing
+
+    def __len__(self) -> int:
+        return len(self.listing)
+
+    def name_of(self, index: int) -> str:
+        return self.listing.name_of(index)
+
+    def files(self) -> tuple[Path, ...]:
+        return self.listing.paths
+
+
+class TrainingFiles(_Listed):
     """Random crops: `image` (canvas, canvas, 3) bytes, `box` the part that counts, `label`."""
 
     def __init__(self, listing: Listing, *, size: int, crops: CropRange | None = None) -> None:
         self.listing, self.size, self.crops = listing, size, crops or CropRange()
         self._labels = torch.tensor(listing.labels, dtype=torch.int64)
         self.canvas = int(size * PIXELS_A_READING)
-
-    def __len__(self) -> int:
-        return len(self.listing)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """The crop of image `index` that (seed, epoch, index) draws."""
@@ -54,14 +64,6 @@ class TrainingFiles:
             some = slice(start, start + OPEN_AT_ONCE)
             self._fill(image.numpy()[some], boxes[some], indices[some], seed=seed, epoch=epoch)
         return {"image": image, "box": torch.from_numpy(boxes), "label": self._labels[list(indices)]}
-
-    def name_of(self, index: int) -> str:
-        """Class folder and file."""
-        return self.listing.name_of(index)
-
-    def files(self) -> tuple[Path, ...]:
-        """The pictures."""
-        return self.listing.paths
 
     def _fill(self, canvases: Array, boxes: Array, indices: Sequence[int], *, seed: int, epoch: int) -> None:
         with ExitStack() as opened:
@@ -86,28 +88,17 @@ class TrainingFiles:
         return (left - x) * scale_x, (top - y) * scale_y, (right - x) * scale_x, (bottom - y) * scale_y
 
 
-class EvaluationFiles:
+class EvaluationFiles(_Listed):
     """Centre crops: `image` (size, size, 3) bytes, `label`; share 0.875 is resize to 256, then centre crop of 224."""
 
     def __init__(self, listing: Listing, *, size: int, share: float = 0.875) -> None:
         self.listing, self.size, self.share = listing, size, share
-
-    def __len__(self) -> int:
-        return len(self.listing)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """The centre of image `index`; nothing is random."""
         with open_picture(self.listing.paths[index]) as picture:
             pixels = centre_square(picture, self.size, self.share)
         return {"image": torch.from_numpy(pixels), "label": torch.tensor(self.listing.labels[index])}
-
-    def name_of(self, index: int) -> str:
-        """Class folder and file."""
-        return self.listing.name_of(index)
-
-    def files(self) -> tuple[Path, ...]:
-        """The pictures."""
-        return self.listing.paths
 
 
 def centre_square(picture: Picture, size: int, share: float) -> Array:

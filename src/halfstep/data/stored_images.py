@@ -36,36 +36,39 @@ class StoredImages:
         return printable(self.names[index]) if self.names else ""
 
 
-class TrainingImages:
-    """Whole stored images with a random `box`: `image` (S, S, 3) bytes, `box`, `label`."""
+class _Batched:
+    """Samples of stored images by index, each as its batch has it."""
 
-    def __init__(self, images: StoredImages, *, crops: CropRange | None = None) -> None:
-        self.images, self.crops = images, crops or CropRange()
+    images: StoredImages
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        """Image `index` with the crop that (seed, epoch, index) draws."""
-        return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
-
     def name_of(self, index: int) -> str:
-        """The file that image `index` was made of."""
         return self.images.name_of(index)
 
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
-        """Many samples at once, each the same as alone."""
+        raise NotImplementedError
+
+
+class TrainingImages(_Batched):
+    """Whole stored images with the `box` that (seed, epoch, index) draws: `image` (S, S, 3) bytes, `box`, `label`."""
+
+    def __init__(self, images: StoredImages, *, crops: CropRange | None = None) -> None:
+        self.images, self.crops = images, crops or CropRange()
+
+    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         sizes, side = self.images.sizes[indices.numpy()], self.images.pixels.shape[1]
         boxes = torch.from_numpy(random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=indices.numpy()))
         stretch = side / torch.from_numpy(sizes).float()
-        return {
-            "image": gathered(self.images.pixels, indices),
-            "box": boxes * stretch.tile(1, 2),
-            "label": self.images.labels[indices],
-        }
+        image, labels = gathered(self.images.pixels, indices), self.images.labels[indices]
+        return {"image": image, "box": boxes * stretch.tile(1, 2), "label": labels}
 
 
-class EvaluationImages:
+class EvaluationImages(_Batched):
     """The middle of stored centre squares, `share` of a side; with a `box` where it is not `size` pixels already."""
 
     def __init__(self, images: StoredImages, *, size: int, share: float = 0.875) -> None:
@@ -75,26 +78,10 @@ class EvaluationImages:
         is_exact = margin == self._margin and side - 2 * self._margin == size
         self._box = None if is_exact else torch.tensor([[margin, margin, side - margin, side - margin]])
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        """The centre of image `index`; nothing is random."""
-        return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
-
-    def name_of(self, index: int) -> str:
-        """The file that image `index` was made of."""
-        return self.images.name_of(index)
-
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
-        """Many samples at once, each the same as alone."""
         pixels, labels = self.images.pixels, self.images.labels[indices]
         if self._box is not None:
-            return {
-                "image": gathered(pixels, indices),
-                "box": self._box.repeat(len(indices), 1),
-                "label": labels,
-            }
+            return {"image": gathered(pixels, indices), "box": self._box.repeat(len(indices), 1), "label": labels}
         inner = slice(self._margin, pixels.shape[1] - self._margin)
         return {"image": gathered(pixels[:, inner, inner], indices), "label": labels}
 

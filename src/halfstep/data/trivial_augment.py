@@ -58,22 +58,6 @@ def trivially_augmented(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
 # --- moved ---
 
 
-def sheared_x(image: Tensor, strength: Tensor) -> Tensor:
-    return moved(image, {(0, 1): strength * LARGEST_SHEAR})
-
-
-def sheared_y(image: Tensor, strength: Tensor) -> Tensor:
-    return moved(image, {(1, 0): strength * LARGEST_SHEAR})
-
-
-def shifted_x(image: Tensor, strength: Tensor) -> Tensor:
-    return moved(image, {(0, 2): strength * LARGEST_SHIFT})
-
-
-def shifted_y(image: Tensor, strength: Tensor) -> Tensor:
-    return moved(image, {(1, 2): strength * LARGEST_SHIFT})
-
-
 def turned(image: Tensor, strength: Tensor) -> Tensor:
     """Counter-clockwise around the middle."""
     angle, middle = strength * -math.radians(LARGEST_TURN), image.shape[-1] / 2
@@ -95,18 +79,6 @@ def moved(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
 
 
 # --- recoloured ---
-
-
-def brightened(image: Tensor, strength: Tensor) -> Tensor:
-    return blended(torch.zeros_like(image), image, strength)
-
-
-def saturated(image: Tensor, strength: Tensor) -> Tensor:
-    return blended(gray(image), image, strength)
-
-
-def contrasted(image: Tensor, strength: Tensor) -> Tensor:
-    return blended(gray(image).mean(dim=(2, 3), keepdim=True), image, strength)
 
 
 def sharpened(image: Tensor, strength: Tensor) -> Tensor:
@@ -156,14 +128,14 @@ def equalised(image: Tensor, strength: Tensor) -> Tensor:
 
 CHANGES: dict[str, Change] = {
     "identity": lambda image, strength: image,
-    "shear x": sheared_x,
-    "shear y": sheared_y,
-    "shift x": shifted_x,
-    "shift y": shifted_y,
+    "shear x": lambda image, strength: moved(image, {(0, 1): strength * LARGEST_SHEAR}),
+    "shear y": lambda image, strength: moved(image, {(1, 0): strength * LARGEST_SHEAR}),
+    "shift x": lambda image, strength: moved(image, {(0, 2): strength * LARGEST_SHIFT}),
+    "shift y": lambda image, strength: moved(image, {(1, 2): strength * LARGEST_SHIFT}),
     "turn": turned,
-    "brightness": brightened,
-    "saturation": saturated,
-    "contrast": contrasted,
+    "brightness": lambda image, strength: blended(torch.zeros_like(image), image, strength),
+    "saturation": lambda image, strength: blended(gray(image), image, strength),
+    "contrast": lambda image, strength: blended(gray(image).mean(dim=(2, 3), keepdim=True), image, strength),
     "sharpness": sharpened,
     "posterise": posterised,
     "solarise": solarised,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from halfstep.config.workloads import is_import_path
+from halfstep.config.schema import is_import_path
 from halfstep.errors import ConfigError, DataError, counted, suggested
 from halfstep.guide.ask import Asker, Question, path_in
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid

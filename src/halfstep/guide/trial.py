@@ -16,6 +16,7 @@ import torch
 
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
+from halfstep.measure.clock import wait_for
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import placed
 from halfstep.run.frozen import modules_of, place_frozen_
@@ -99,7 +100,7 @@ def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Ca
 
     def step(num_samples: int) -> float:
         prepared = batch(num_samples)
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         with plan.forward():
             loss, _ = workload.weighed_loss(workload.forward(model, prepared), prepared)
@@ -107,12 +108,7 @@ def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Ca
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        _wait_for(device)
+        wait_for(device)
         return time.perf_counter() - start
 
     return step
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from halfstep.disk import write_whole
+from halfstep.errors import CheckpointError
 from halfstep.hardware.facts import Hardware
 
 VERSION = 3
@@ -63,18 +62,10 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> str:
-    """Whole or not at all: a reader never sees half a file. A cache that cannot be written is told, not raised."""
+    """A cache that cannot be written is told, not raised."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(values, file, indent=1)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
-    except OSError as error:
-        return f"the measurement could not be stored under {path.parent} ({error.strerror or error})"
+        write_whole(path, json.dumps(values, indent=1))
+    except (OSError, CheckpointError) as error:
+        return f"the measurement could not be stored under {path.parent} ({getattr(error, 'strerror', '') or error})"
     return ""

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from halfstep.hardware.facts import Kind
+from halfstep.measure.clock import wait_for
+from halfstep.measure.nvml import ask_nvml
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 SAMPLES = 5
 """Timed samples of one operation."""
@@ -175,21 +175,12 @@ class Driver:
                 end.record()
                 end.synchronize()
             return float(start.elapsed_time(end)) / 1e3 / repeats
-        _wait(device)
+        wait_for(torch.device(device))
         began = self.now()
         for _ in range(repeats):
             run()
-        _wait(device)
+        wait_for(torch.device(device))
         return (self.now() - began) / repeats
-
-
-def _wait(device: str) -> None:
-    import torch
-
-    if device.startswith("xpu"):
-        torch.xpu.synchronize(device)
-    elif device == "mps":
-        torch.mps.synchronize()
 
 
 def _cuda(index: int) -> Accelerator:
@@ -205,7 +196,7 @@ def _cuda(index: int) -> Accelerator:
         architecture=properties.gcnArchName if is_rocm else f"sm_{properties.major}{properties.minor}",
         memory_total_bytes=properties.total_memory,
         uuid=str(getattr(properties, "uuid", "")),
-        driver=f"ROCm {torch.version.hip}" if is_rocm else _nvidia_driver(),
+        driver=f"ROCm {torch.version.hip}" if is_rocm else _nvidia_driver(index),
     )
 
 
@@ -235,33 +226,19 @@ def _mps() -> Accelerator:
     )
 
 
-def _nvidia_driver() -> str:
-    return f"NVIDIA {_nvml(lambda nvml: nvml.nvmlSystemGetDriverVersion(), 'driver of unknown version')}"
+def _nvidia_driver(index: int) -> str:
+    import torch
+
+    version = ask_nvml(torch.device("cuda", index), lambda nvml, handle: str(nvml.nvmlSystemGetDriverVersion()))
+    return f"NVIDIA {version or 'driver of unknown version'}"
 
 
 def _utilisation(device: str) -> int:
     """Percent of the last sampling period in which kernels ran; 0 where NVML does not answer."""
     import torch
 
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
-
-    def percent(nvml: Any) -> int:
-        return int(nvml.nvmlDeviceGetUtilizationRates(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).gpu)
-
-    return _nvml(percent, 0)
-
-
-def _nvml(ask: Callable[[Any], T], unknown: T) -> T:
-    """NVML's answer, or `unknown` where the library or this question of it is not to be had (WSL, vGPU, ROCm)."""
-    try:
-        import pynvml
-    except ImportError:
-        return unknown
-    try:
-        pynvml.nvmlInit()
-        return ask(pynvml)
-    except pynvml.NVMLError:
-        return unknown
+    used = ask_nvml(torch.device(device), lambda nvml, handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
+    return used or 0
 
 
 def _sysctl(key: str) -> str:

@@ -6,14 +6,12 @@ import difflib
 import re
 
 from halfstep.errors import HardwareError
-from halfstep.hardware.accelerators import ACCELERATORS
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.known import KnownGPU
-from halfstep.hardware.nvidia import NVIDIA
+from halfstep.hardware.known import KnownGPU, read_known
 
 __all__ = ["KNOWN", "KnownGPU", "find_known", "known_gpu"]
 
-KNOWN: tuple[KnownGPU, ...] = (*NVIDIA, *ACCELERATORS)
+KNOWN: tuple[KnownGPU, ...] = tuple(read_known())
 
 VENDOR_WORDS = ("nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "apple", "google")
 NOISE = frozenset((*VENDOR_WORDS, "r", "tm", "gpu", "graphics", "generation", "edition", "workstation"))

@@ -9,15 +9,7 @@ from halfstep.errors import HardwareError, counted
 from halfstep.hardware.driver import Accelerator, Driver, Processor
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import find_known
-from halfstep.hardware.support import (
-    Formats,
-    amd_formats,
-    apple_formats,
-    cpu_formats,
-    has_tensor_cores,
-    intel_formats,
-    nvidia_formats,
-)
+from halfstep.hardware.support import cpu_formats, formats_of, has_matrix_units
 
 ARM_CORES = {
     ("0x41", "0xd03"): "Arm Cortex-A53",
@@ -109,6 +101,8 @@ def _pick(devices: tuple[Hardware, ...], name: str) -> Hardware:
 
 def _accelerator(seen: Accelerator, torch_version: str) -> Hardware:
     known = find_known(seen.name)
+    chip = seen.name if seen.kind == "mps" else seen.architecture
+    support = formats_of(seen.kind, seen.capability, chip, has_fp64=seen.has_fp64)
     return Hardware(
         kind=seen.kind,
         device=seen.device,
@@ -117,8 +111,8 @@ def _accelerator(seen: Accelerator, torch_version: str) -> Hardware:
         capability=seen.capability,
         architecture=known.architecture if known else seen.architecture,
         memory_total_bytes=seen.memory_total_bytes,
-        support=_formats(seen),
-        tensor_cores=_has_matrix_units(seen),
+        support=support,
+        tensor_cores=has_matrix_units(seen.kind, seen.capability, seen.name, support),
         uuid=seen.uuid,
         driver=seen.driver,
         torch_version=torch_version,
@@ -127,24 +121,6 @@ def _accelerator(seen: Accelerator, torch_version: str) -> Hardware:
         published_check=known.verification if known else "",
         notes=known.notes if known else (),
     )
-
-
-def _formats(seen: Accelerator) -> Formats:
-    if seen.capability is not None:
-        return nvidia_formats(seen.capability)
-    if seen.kind == "rocm":
-        return amd_formats(seen.architecture)
-    if seen.kind == "mps":
-        return apple_formats(seen.name)
-    return intel_formats(has_fp64=seen.has_fp64)
-
-
-def _has_matrix_units(seen: Accelerator) -> bool:
-    if seen.capability is not None:
-        return has_tensor_cores(seen.capability, seen.name)
-    if seen.kind == "rocm":
-        return amd_formats(seen.architecture).get("bf16") == "native"
-    return seen.kind == "xpu"
 
 
 def _cpu(driver: Driver, torch_version: str) -> Hardware:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from types import MappingProxyType
 
-from halfstep.hardware.facts import Support
+from halfstep.hardware.facts import Kind, Support
 
 Formats = MappingProxyType[str, Support]
 
@@ -78,3 +78,21 @@ def cpu_formats(flags: Collection[str]) -> Formats:
     bf16: Support = "emulated" if BF16_FLAGS.isdisjoint(flags) else "native"
     fp16: Support = "emulated" if FP16_FLAGS.isdisjoint(flags) else "native"
     return MappingProxyType({"fp64": "native", "fp32": "native", "bf16": bf16, "fp16": fp16})
+
+
+TPU: Formats = MappingProxyType({"fp32": "native", "bf16": "native"})
+
+
+def formats_of(kind: Kind, capability: tuple[int, int] | None, chip: str, *, has_fp64: bool) -> Formats:
+    """Of an accelerator; `chip` is AMD's LLVM target or the name of Apple's chip."""
+    if capability is not None:
+        return nvidia_formats(capability)
+    if kind == "xpu":
+        return intel_formats(has_fp64=has_fp64)
+    return amd_formats(chip) if kind == "rocm" else apple_formats(chip) if kind == "mps" else TPU
+
+
+def has_matrix_units(kind: Kind, capability: tuple[int, int] | None, name: str, support: Formats) -> bool:
+    if capability is not None:
+        return has_tensor_cores(capability, name)
+    return kind != "mps" and support.get("bf16") == "native"

@@ -1,4 +1,4 @@
-"""Host clocks. They never wait for the device.
+"""Host clocks. They never wait for the device; `wait_for` does.
 
 The guard keeps the host at most two steps ahead of the device, so over a window of seconds host time is device time.
 """
@@ -8,6 +8,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 Clock = Callable[[], float]
 """Seconds that only go forward."""
@@ -59,3 +63,11 @@ class Throughput:
         """Forget the window, so that a validation or a checkpoint in between does not count as training."""
         self._marks.clear()
         self._marks.append((self._clock(), self._total))
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything handed to the device is done."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -28,37 +28,14 @@ class FindingLines:
     has_edit: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RuleText:
-    """What `--explain` shows of a rule."""
-
-    name: str
-    severity: str
-    title: str
-    why: str
-    bad: str
-    good: str
-    threads: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
-    """One thing that one source says: its value in our words, and how and where it is written."""
-
-    topic: str
-    value: str
-    spelled: str
-    place: str
-
-
-def says_table(said: Iterable[Said]) -> Table:
-    """One row a statement, those about the same topic below each other so that a difference shows."""
+def says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
+    """Topic, value in our words, how and where it is written; those about one topic below each other."""
     table = plain_table("topic", "value", "written as", "where")
     table.columns[2].overflow = table.columns[3].overflow = "fold"
     last = ""
-    for row in said:
-        table.add_row(Text(row.topic if row.topic != last else ""), Text(row.value), Text(row.spelled), Text(row.place))
-        last = row.topic
+    for topic, *cells in said:
+        table.add_row(Text(topic if topic != last else ""), *map(Text, cells))
+        last = topic
     return table
 
 
@@ -97,21 +74,23 @@ def summary(findings: Sequence[FindingLines], *, num_scripts: int, num_sources: 
     return Text(f"{found} in {looked}{ignored}. halfstep check --explain RULE says more", style="bold")
 
 
-def rule_view(rule: RuleText) -> Group:
-    """The whole explanation of a rule."""
+def rule_view(
+    *, name: str, severity: str, title: str, why: str, bad: str, good: str, threads: Sequence[str] = ()
+) -> Group:
+    """The whole explanation of a"""
     parts: list[RenderableType] = [
-        Text.assemble((rule.name, "bold"), f" ({rule.severity}): {rule.title}"),
+        Text.assemble((name, "bold"), f" ({severity}): {title}"),
         "",
-        Text(rule.why),
+        Text(why),
         "",
         Text("wrong", style="bold red"),
-        Padding(Text(rule.bad), (0, 0, 0, 4)),
+        Padding(Text(bad), (0, 0, 0, 4)),
         Text("right", style="bold green"),
-        Padding(Text(rule.good), (0, 0, 0, 4)),
+        Padding(Text(good), (0, 0, 0, 4)),
     ]
-    if rule.threads:
-        parts += ["", Text("public threads: " + ", ".join(rule.threads), style="dim")]
-    parts += ["", Text(f"silence one line with  # halfstep: ignore[{rule.name}]", style="dim")]
+    if threads:
+        parts += ["", Text("public threads: " + ", ".join(threads), style="dim")]
+    parts += ["", Text(f"silence one line with  # halfstep: ignore[{name}]", style="dim")]
     return Group(*parts)
 
 

@@ -1,27 +1,26 @@
 """`curves.png`: what a run looked like, from its metrics records.
 
 Four quarters: loss, validation metrics, learning rate, and health (the loss scale where there is one, else the gradient
-norm). A skipped step is a red mark on the floor of loss and health. Drawn on a `Figure` of its own: pyplot would keep
-state, and ask for a display.
+norm). A skipped step is a red mark on the floor of loss and health.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import CheckpointError
+from halfstep.report.picture_file import BAD, FAINT, GRID, INK, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Record = Mapping[str, Any]
 
-INK, FAINT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
-TRAIN, VALIDATION, BAD = "#2f6fde", "#e8710a", "#d62f3a"
+TRAIN, VALIDATION = "#2f6fde", "#e8710a"
 PHASE_COLOURS = (TRAIN, "#12805c", "#8e44ad", "#b7791f")
 METRIC_COLOURS = ("#12805c", "#8e44ad", "#0b9ac0", "#b7791f")
 """Four at most: more curves in one quarter of a page cannot be told apart."""
@@ -67,23 +66,14 @@ class Quarter:
 
 def draw_curves(metrics: Sequence[Record], path: Path) -> None:
     """Write the picture of these records to `path`; a quarter without records says so."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.14)
-    figure = Figure(figsize=(11, 6.8), dpi=150, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)
+    figure = new_figure((11, 6.8))
     last_step = max((float(record["step"]) for record in metrics if "step" in record), default=1.0)
     for axes, quarter in zip(figure.subplots(2, 2).flat, _quarters(metrics), strict=True):
         _draw(axes, quarter)
         _dress(axes, max(last_step, 1.0), quarter.note)
-    try:
+    with contextlib.suppress(OSError):  # what is written next says why
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        why = "the training itself is not touched by this"
-        raise CheckpointError(f"cannot write {path}: {error.strerror}", why=why, fix="make room") from error
+    save_figure(figure, path)
 
 
 def _quarters(metrics: Sequence[Record]) -> list[Quarter]:

@@ -14,7 +14,6 @@ from rich.text import Text
 from halfstep.errors import counted, printable
 from halfstep.report.tables import columns_table, pairs_table
 
-PIPE_WIDTH = 1000
 Cell = str | int | float | None
 SHOWN_CLASSES = 40
 """More rows than this are no longer read; the worst ones are."""
@@ -53,10 +52,10 @@ class Evaluation:
         return json_text(asdict(self))
 
 
-def result_console() -> Console:
-    """Standard output; a file or a pipe has no width, so nothing is cut or folded for it."""
+def result_console(pipe_width: int = 1000) -> Console:
+    """Standard output; a file or a pipe has no width, and rich would squeeze everything into 80 columns."""
     console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+    return console if console.is_terminal else Console(width=pipe_width)
 
 
 def json_text(value: Any) -> str:

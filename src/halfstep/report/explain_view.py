@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -28,77 +29,65 @@ DARK = 0.5
 """Below this luma white is read better than ink."""
 
 
-class KindRow(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindTime:
     """One kind's part of a step."""
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def ms(self) -> float: ...
-    @property
-    def share(self) -> float: ...
-    @property
-    def launches(self) -> float: ...
+    kind: str
+    ms: float
+    share: float
+    """Of the time of all kernels."""
+    launches: float
 
 
-class KernelRow(Protocol):
-    """One kernel's part of a step."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTime:
+    """All launches of one kernel, a step."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def ms(self) -> float: ...
-    @property
-    def launches(self) -> float: ...
+    name: str
+    kind: str
+    ms: float
+    launches: float
 
 
-class Explained(Protocol):
-    """What is shown of an explanation."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """One runner's step, taken apart."""
 
-    @property
-    def title(self) -> str: ...
-    @property
-    def device_name(self) -> str: ...
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def step_ms(self) -> float: ...
-    @property
-    def kernel_ms(self) -> float: ...
-    @property
-    def idle_ms(self) -> float: ...
-    @property
-    def launch_gap_ms(self) -> float: ...
-    @property
-    def data_wait_ms(self) -> float | None: ...
-    @property
-    def floor_ms(self) -> float | None: ...
-    @property
-    def launches(self) -> float: ...
-    @property
-    def memory_bound_share(self) -> float: ...
-    @property
-    def memory_gb(self) -> float | None: ...
-    @property
-    def cast_share(self) -> float: ...
-    @property
-    def optimizer_share(self) -> float: ...
-    @property
-    def kinds(self) -> Sequence[KindRow]: ...
-    @property
-    def top_kernels(self) -> Sequence[KernelRow]: ...
-    @property
-    def notes(self) -> Sequence[str]: ...
+    title: str
+    device_name: str
+    num_steps: int
+    """Timed by the clock."""
+    step_ms: float
+    """By the clock, without the profiler."""
+    kernel_ms: float
+    busy_ms: float
+    idle_ms: float
+    launch_gap_ms: float
+    data_wait_ms: float | None
+    """None where no data were read."""
+    floor_ms: float | None
+    launches: float
+    memory_bound_share: float
+    memory_gb: float | None
+    """What the memory-bound kernels move at most: their time at the measured bandwidth."""
+    cast_share: float
+    optimizer_share: float
+    kinds: tuple[KindTime, ...]
+    """The longest first; they add up to `kernel_ms`."""
+    top_kernels: tuple[KernelTime, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
-def explain_view(explanation: Explained) -> RenderableType:
+def explain_view(explanation: Explanation) -> RenderableType:
     """Kinds, what they say, and the longest kernels."""
     return Group(*_parts(explanation))
 
 
-def _parts(explanation: Explained) -> Iterator[RenderableType]:
+def _parts(explanation: Explanation) -> Iterator[RenderableType]:
     head = f"{explanation.title} on {explanation.device_name}: {explanation.step_ms:.2f} ms per step"
     yield Text(f"{head} (mean of {explanation.num_steps})", style="bold")
     yield ""
@@ -111,7 +100,7 @@ def _parts(explanation: Explained) -> Iterator[RenderableType]:
     yield from (Text(f"note: {note}", style="dim") for note in explanation.notes)
 
 
-def _kinds_table(explanation: Explained) -> RenderableType:
+def _kinds_table(explanation: Explanation) -> RenderableType:
     rows = explanation.kinds
     columns = {
         "kind": [*(row.kind for row in rows), "all"],
@@ -122,7 +111,7 @@ def _kinds_table(explanation: Explained) -> RenderableType:
     return columns_table(columns, left=("kind",))
 
 
-def _findings(explanation: Explained) -> Iterator[tuple[str, str]]:
+def _findings(explanation: Explanation) -> Iterator[tuple[str, str]]:
     moved = f", at most {explanation.memory_gb:.3g} GB per step" if explanation.memory_gb is not None else ""
     yield "memory-bound", f"{explanation.memory_bound_share:.1%}{moved}"
     yield "casts", f"{explanation.cast_share:.1%}"
@@ -140,7 +129,7 @@ def _waiting(data_wait_ms: float | None, step_ms: float) -> str:
     return f"{data_wait_ms:.2f} ms, {data_wait_ms / step_ms:.0%} of the step"
 
 
-def _kernels_table(explanation: Explained) -> RenderableType:
+def _kernels_table(explanation: Explanation) -> RenderableType:
     rows = explanation.top_kernels
     columns = {
         "ms per step": [f"{row.ms:.3f}" for row in rows],
@@ -159,7 +148,7 @@ def _short(name: str) -> str:
     return text if len(text) <= NAME_LENGTH else f"{text[: NAME_LENGTH - 1]}…"
 
 
-def draw_explanations(explanations: Sequence[Explained], record: Mapping[str, Any], path: Path) -> None:
+def draw_explanations(explanations: Sequence[Explanation], record: Mapping[str, Any], path: Path) -> None:
     """Write one bar a step, stacked by kind, idle time at its end; a kind has the same colour in each.
 
     `record` tells of problem and device, as that of a bench does.
@@ -183,7 +172,7 @@ def draw_explanations(explanations: Sequence[Explained], record: Mapping[str, An
     save_figure(figure, path)
 
 
-def _picture_title(explanations: Sequence[Explained], record: Mapping[str, Any]) -> str:
+def _picture_title(explanations: Sequence[Explanation], record: Mapping[str, Any]) -> str:
     """What was trained, and below it by whom, in which mode and precision, and where."""
     who_way_precision = zip(*(explanation.title.split() for explanation in explanations), strict=True)
     rows = " ".join("/".join(dict.fromkeys(words)) for words in who_way_precision)
@@ -192,7 +181,7 @@ def _picture_title(explanations: Sequence[Explained], record: Mapping[str, Any])
     )
 
 
-def _pieces(explanation: Explained) -> dict[str, float]:
+def _pieces(explanation: Explanation) -> dict[str, float]:
     # On a GPU a wait may lie beside kernels: only what is left of it is a piece of the step.
     idle = {GAPS: explanation.launch_gap_ms, WAIT: explanation.idle_ms - explanation.launch_gap_ms}
     pieces = {row.kind: row.ms for row in explanation.kinds} | idle

@@ -34,25 +34,12 @@ class MemoryRow:
         return sum(self.components.values())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitRow:
-    """What fits, as text."""
-
-    precision: str
-    level: str
-    largest_batch: int
-    batch: str
-    total: int
-    speed: str
-    words: str
-
-
 def memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> Table:
     """Gigabytes in each mode; by component where there is room, without those that no row has."""
     names = [name for name in COLOURS if with_components and any(row.components.get(name) for row in rows)]
-    columns = {"precision": [row.precision for row in rows], "memory": [_short(row.level) for row in rows]}
-    columns |= {name.replace(" ", "\n"): [_gb(row.components.get(name, 0)) for row in rows] for name in names}
-    columns |= {mode: [_gb(row.totals[mode]) for row in rows] for mode in rows[0].totals}
+    columns = {"precision": [row.precision for row in rows], "memory": [short_level(row.level) for row in rows]}
+    columns |= {name.replace(" ", "\n"): [gigabytes(row.components.get(name, 0)) for row in rows] for name in names}
+    columns |= {mode: [gigabytes(row.totals[mode]) for row in rows] for mode in rows[0].totals}
     return columns_table(columns, left=("precision", "memory"))
 
 
@@ -67,24 +54,11 @@ def told_once(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     return list(found.values())
 
 
-def fit_table(rows: Sequence[FitRow]) -> Table:
-    """In order of predicted speed."""
-    columns = {
-        "precision": [row.precision for row in rows],
-        "memory": [_short(row.level) for row in rows],
-        "largest\nbatch": [f"{row.largest_batch:,}" for row in rows],
-        "batch x\naccumulate": [row.batch for row in rows],
-        "GB": [_gb(row.total) for row in rows],
-        "predicted\ntime": [row.speed for row in rows],
-    }
-    return columns_table(columns, left=("precision", "memory"))
-
-
-def _short(level: str) -> str:
+def short_level(level: str) -> str:
     return level.replace("recompute ", "").replace(" optimizer", "")
 
 
-def _gb(size: int) -> str:
+def gigabytes(size: int) -> str:
     if not size:
         return "-"
     value = size / 1e9

@@ -11,7 +11,7 @@ from halfstep.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-INK, FAINT, BAD, GOOD = "#1f2933", "#616e7c", "#d62f3a", "#12805c"
+INK, FAINT, BAD, GOOD, GRID = "#1f2933", "#616e7c", "#d62f3a", "#12805c", "#e4e7eb"
 DPI, MARGIN_INCHES = 150, 0.15
 
 
@@ -43,8 +43,9 @@ def save_figure(figure: Figure, path: Path) -> None:
             # Names in scripts that the font lacks are drawn as boxes; the numbers beside them are still right.
             warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
             figure.savefig(path, bbox_inches="tight", pad_inches=MARGIN_INCHES)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="make room, or --out DIR") from error
+    except (OSError, ValueError) as error:  # no room or no folder, or not a picture's ending
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write {path}: {why}", fix="make room, or name a .png elsewhere") from error
 
 
 def shortened(name: str, length: int) -> str:

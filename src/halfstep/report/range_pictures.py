@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from halfstep.errors import CheckpointError
 from halfstep.formats import format_named
-from halfstep.report.curves import BAD, FAINT, GRID, INK, TRAIN, VALIDATION
+from halfstep.report.curves import TRAIN, VALIDATION
+from halfstep.report.picture_file import BAD, FAINT, GRID, INK, new_figure, save_figure
 
 COLOURS = {"forward": TRAIN, "backward": VALIDATION}
 MOST = 60
@@ -17,11 +17,9 @@ MOST = 60
 
 def draw_ranges(rows: Mapping[str, Sequence[tuple[str, float, float]]], format: str, path: Path) -> None:
     """A bar from the smallest to the largest magnitude of each module; lines where the format ends."""
-    from matplotlib.figure import Figure
-
     fmt = format_named(format if format != "fp8" else "bf16")
     names = list(dict.fromkeys(name for own in rows.values() for name, *_ in own))[:MOST]
-    figure = Figure(figsize=(9, 1.5 + 0.22 * max(len(names), 4)), layout="constrained")
+    figure = new_figure((9, 1.5 + 0.22 * max(len(names), 4)))
     axes = figure.subplots()
     for k, (word, own) in enumerate(rows.items()):
         for name, low, high in own:
@@ -40,17 +38,12 @@ def draw_ranges(rows: Mapping[str, Sequence[tuple[str, float, float]]], format: 
     axes.set_xlabel("magnitude, power of two", color=INK)
     axes.grid(axis="x", color=GRID)
     axes.legend(loc="lower right", fontsize=8, frameon=False)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        fix = "name a .png in a folder that exists"
-        raise CheckpointError(f"cannot write the picture {path}: {error}", fix=fix) from error
+    save_figure(figure, path)
 
 
 def draw_heat_map(cells: Sequence[tuple[str, str, float]], title: str, path: Path) -> None:
     """Cells are module, kind and a number from 0 (fits) to 1 (does not)."""
     import numpy as np
-    from matplotlib.figure import Figure
 
     modules = list(dict.fromkeys(module for module, *_ in cells))
     kinds = list(dict.fromkeys(kind for _, kind, _ in cells))
@@ -58,15 +51,11 @@ def draw_heat_map(cells: Sequence[tuple[str, str, float]], title: str, path: Pat
     for module, kind, value in cells:
         place = modules.index(module), kinds.index(kind)
         grid[place] = value if np.isnan(grid[place]) else max(grid[place], value)
-    figure = Figure(figsize=(2.5 + 1.2 * len(kinds), 1.2 + 0.18 * len(modules)), layout="constrained")
+    figure = new_figure((2.5 + 1.2 * len(kinds), 1.2 + 0.18 * len(modules)))
     axes = figure.subplots()
     shown = axes.imshow(grid, aspect="auto", cmap="Reds", vmin=0.0, vmax=1.0)
     axes.set_xticks(range(len(kinds)), kinds, color=INK)
     axes.set_yticks(range(len(modules)), modules, fontsize=7, color=INK)
     axes.set_title(title, color=INK)
     figure.colorbar(shown, ax=axes, ticks=[0, 0.5, 1]).ax.set_yticklabels(["fits", "near the end", "does not fit"])
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        fix = "name a .png in a folder that exists"
-        raise CheckpointError(f"cannot write the picture {path}: {error}", fix=fix) from error
+    save_figure(figure, path)

@@ -13,6 +13,7 @@ import json
 import math
 import multiprocessing
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from typing import Any
 from halfstep.disk import write_whole
 from halfstep.errors import CheckpointError, ConfigError, counted
 from halfstep.measure.clock import Stopwatch
+from halfstep.report.page.read_run import flat
 from halfstep.run.folder import RunFolder
 from halfstep.use.compare_run import Outcome, Row, loaded_for, one_run
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
@@ -196,7 +198,7 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
     rule = "half a point" if comparison.in_points else "1 % of the mean"
     comparison.margin_from = f"the larger of {rule} and twice the deviation of {FEWEST_SEEDS} pilot runs"
     _write(folder, comparison)
-    deviation = max(_deviation(values), 1e-12) * math.sqrt(2)
+    deviation = max(statistics.stdev(values), 1e-12) * math.sqrt(2)
     chance = power(deviation, comparison.margin, looks=request.looks, num_rows=len(request.rows) - 1)
     say(
         f"margin: {comparison.margin:.4g} ({comparison.margin_from}); chance to show two equal rows equal: {chance:.0%}"
@@ -275,18 +277,10 @@ def refuse_bad_rows(request: Request) -> None:
 def differing_keys(request: Request, row: Row) -> list[str]:
     """Every setting in which the row differs from the baseline: what it says, and what follows from it."""
     ours, theirs = (
-        _flat(loaded_for(request.target, request.overrides, one, 0).config.model_dump())
+        flat(loaded_for(request.target, request.overrides, one, 0).config.model_dump())
         for one in (row, request.baseline)
     )
     return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        found |= _flat(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
-    return found
 
 
 def _refuse_constant(values: Sequence[float], metric: str) -> None:
@@ -296,11 +290,6 @@ def _refuse_constant(values: Sequence[float], metric: str) -> None:
             why="a metric that never moves tells nothing about precision: too little data, or too few steps",
             fix="train longer, validate on more data, or name a margin with --margin",
         )
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def _said(comparison: Comparison, run: Outcome) -> str:

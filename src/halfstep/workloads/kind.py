@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.config.foreign import Foreign
-from halfstep.config.schema import RunConfig
-from halfstep.config.workloads import is_import_path, unknown_workload
+from halfstep.config.schema import RunConfig, is_import_path, unknown_workload
 from halfstep.errors import ConfigError, DataError
 from halfstep.workloads.import_path import imported, refuse_other_form
 from halfstep.workloads.options import Option

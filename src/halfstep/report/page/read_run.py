@@ -86,7 +86,7 @@ def _settings(path: Path) -> dict[str, tuple[str, str]]:
         values = yaml.safe_load((path / "config.yaml").read_text())
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {error}") from error
-    return {key: (_shown(value), "") for key, value in _flat(values or {}).items()}
+    return {key: (_shown(value), "") for key, value in flat(values or {}).items()}
 
 
 def _source(source: dict[str, Any]) -> str:
@@ -94,10 +94,10 @@ def _source(source: dict[str, Any]) -> str:
     return where if where.startswith(layer) else f"{layer} {where}".strip()
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.data.whole_folder import whole_folder
+from halfstep.data.files import whole_folder
 
 Array = np.ndarray[Any, Any]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halfstep.data.whole_folder import whole_folder
+from halfstep.data.files import whole_folder
 
 NUM_TRAIN, NUM_VAL = 40_000, 2_000
 """Lines of each part."""

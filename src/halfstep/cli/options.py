@@ -1,0 +1,39 @@
+"""Options that several commands share, declared once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look without training"
+
+
+def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+Words = Annotated[list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What, then settings.")]
+WordsOrRun = Annotated[
+    list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What, then settings.")
+]
+MaybeWords = Annotated[
+    list[str] | None, typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to train, then settings.")
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")]
+
+Precision = Annotated[
+    str | None, option("auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's name.", panel=PRECISION)
+]
+Strict = Annotated[bool | None, option("Refuse to fall back to another precision.", "--strict", panel=PRECISION)]
+Simulate = Annotated[bool | None, option("Numerics of a format this hardware lacks.", "--simulate", panel=PRECISION)]
+DataDir = Annotated[str | None, option("Folder of the data set; default: demo data.", panel=DATA)]
+BatchSize = Annotated[int | None, option("Samples of one micro-batch.", panel=DATA)]
+Epochs = Annotated[int | None, option("Passes over the training set.", panel=DATA)]
+MaxSteps = Annotated[int | None, option("Steps at most; 0: no limit.", panel=DATA)]
+Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN)]
+UsedDevice = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu; default: the run's.")]
+UsedPrecision = Annotated[str | None, option("Another precision than the run's.")]
+Checkpoint = Annotated[str, option("Which checkpoint, or its step.", metavar="best|last|NAME")]
+Json = Annotated[bool, option("Print JSON.", "--json")]
