@@ -27,7 +27,8 @@ def test_evaluate_prints_scores_of_every_class_and_where_the_pictures_are(
     assert code == 0
     assert "iou 0." in text
     assert "0 (background)" in text
-    assert str(unet / "report" / "evaluation" / "contact_sheet.png") in text
+    assert f"{unet / 'report' / 'evaluation'}" in text
+    assert "contact_sheet.png" in text
     assert "Evaluating 4/4" in progress
     assert "\x1b" not in text + progress
 
