@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.schema import RunConfig
-from halfstep.config.workloads import is_import_path
+from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples
 from halfstep.disk import owned, write_whole

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfstep.config.schema import RunConfig
+from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.config.section import num_cores as num_cores
-from halfstep.config.workloads import is_import_path
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples
 from halfstep.errors import counted, suggested
