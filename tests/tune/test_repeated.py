@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from halfstep.kernels.fast_forms import chains, decided
-from halfstep.tune.modes import Blocks, by_blocks
+from halfstep.models.gpt2 import gpt2
+from halfstep.tune.modes import Blocks, by_blocks, repeated_blocks
 
 
 class Block(nn.Module):
@@ -60,3 +61,19 @@ def test_blocks_run_in_their_own_form(blocks: Blocks, captured: bool, graphs: in
     made = counters["stats"]["unique_graphs"] - before
     assert graphs <= made <= graphs + (1 if graphs == 2 else 0), "a class that inherits may have code of its own"
     assert Block.forward is forward
+
+
+def test_a_deep_transformer_that_is_no_chain_compiles_one_block_for_all() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = gpt2("gpt2", depth=8, heads=2, dim=16, context=8, vocab=20)
+    ids = torch.randint(20, (2, 8))
+    blocks = repeated_blocks(model, "bf16-true", recomputes=False)
+    before = counters["stats"]["unique_graphs"]
+    found = gradients(model, by_blocks(lambda ids: model(ids, ids), blocks, COMPILER), ids)
+    assert counters["stats"]["unique_graphs"] - before == 1
+    for one, other in zip(found, gradients(model, lambda ids: model(ids, ids), ids), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not repeated_blocks(model, "bf16", recomputes=False), "a chain of our own kernels"
+    assert not repeated_blocks(model, "fp32", recomputes=True), "the compiler chooses what"
+    assert not repeated_blocks(gpt2("gpt2", depth=2, heads=2, dim=16), "fp32", recomputes=False), "compiled whole"

@@ -19,6 +19,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.disk import cache_directory, variable
 from halfstep.errors import ConfigError
 from halfstep.kernels.fast_forms import decided, forced
+from halfstep.models.recompute import Blocks as BlockSequence
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_low import activation_budget as budget
 from halfstep.workloads.workload import Workload
@@ -148,6 +149,19 @@ MOST_SHAPES = 64
 
 Blocks = Mapping[type[nn.Module], Callable[..., Any] | None]
 """Kinds of blocks, each with its forward in captured steps; None: compiled."""
+
+
+DEEP = 8
+"""From so many blocks on one is compiled for all: whole, the 48 of `gpt2_xl` take the compiler a minute and a half."""
+
+
+def repeated_blocks(model: nn.Module, granted: str, *, recomputes: bool) -> Blocks:
+    """Kinds of the blocks of a deep transformer of ours. None where they run as a chain (half formats under autocast),
+    or where the compiler is to choose what they recompute."""
+    if recomputes or granted not in ("fp32", "tf32", "bf16-true"):
+        return {}
+    sequences = [part for part in model.modules() if isinstance(part, BlockSequence) and part.recompute == "none"]
+    return {type(block): None for part in sequences if len(part) >= DEEP for block in part}
 
 
 def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[..., Any]) -> Callable[..., Any]:
