@@ -64,7 +64,7 @@ def test_replay_names_a_nan_that_came_past_the_loader_and_the_sample_it_is_in(tm
     assert found.cause == causes.BAD_INPUT
     (place,) = found.diagnosis.places
     assert (place.key, place.index) == ("['image']", (0, 0, 0))
-    assert place.name == str(found.capsule.about["sample_ids"][0])
+    assert place.sample == str(found.capsule.about["sample_ids"][0])
     assert found.remedy is not None
     assert found.remedy.works
 

@@ -210,7 +210,7 @@ FIELD = [
     (variance_by_squares, "fp16", causes.OVERFLOW, ", and 0 in fp32", ""),
     (logarithm_of_softmax, "fp32", causes.UNDERFLOW, "clamp(min=1e-4) under the root or logarithm", ""),
     (every_target_ignored, "bf16", causes.UNDERFLOW, "the targets that count", ""),
-    (id_past_the_vocabulary, "fp32", causes.CODE, "sample 2", "2"),
+    (id_past_the_vocabulary, "fp32", causes.BAD_INPUT, "sample 2", "2"),
     (constant_picture, "bf16", causes.UNDERFLOW, "denominator", "1"),
     (unwritten_class_weights, "fp32", causes.BAD_STATE, "class_weight", ""),
     (distance_of_equal_pairs, "fp32", causes.UNDERFLOW, "under the root", "2"),

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,8 +48,10 @@ class Subject:
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)
     trained: Sequence[Tensor] = ()
     """What the step trains; empty: all that takes gradients."""
-    frozen_state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Their weights before any plan cast them."""
+    held: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Other modules that the loss uses, such as a teacher of a loop of one's own; no plan casts them."""
+    beside_state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Weights and buffers of frozen and held parts, before any plan cast them."""
 
     @property
     def device(self) -> torch.device:
@@ -68,11 +70,34 @@ class Subject:
 
     def take_plan(self, plan: Plan) -> None:
         apply(plan, self.model)
-        for name, part in self.frozen.items():
+        for name, part in self.beside().items():
             own = state_of(part)
-            for key, value in self.frozen_state[name].items():
+            for key, value in self.beside_state[name].items():
                 own[key].data = value.to(own[key].device, copy=True)
         apply_frozen_(plan, self.frozen)
+
+    def beside(self) -> dict[str, nn.Module]:
+        """Modules that the step uses besides the model."""
+        return {**self.frozen, **self.held}
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """Of the model and of what is used besides it, by name."""
+        beside = {f"{part}.{name}": value for part, state in self.beside_state.items() for name, value in state.items()}
+        return {**self.state, **beside}
+
+    @contextlib.contextmanager
+    def with_state(self, changed: Mapping[str, Tensor]) -> Iterator[None]:
+        """Other numbers in some of it, for a while."""
+        before = self.state, self.beside_state
+        self.state = {name: changed.get(name, value) for name, value in self.state.items()}
+        self.beside_state = {
+            part: {name: changed.get(f"{part}.{name}", value) for name, value in state.items()}
+            for part, state in self.beside_state.items()
+        }
+        try:
+            yield
+        finally:
+            self.state, self.beside_state = before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +116,10 @@ class Attempt:
     @property
     def is_good(self) -> bool:
         return not self.error and not self.not_finite and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def is_like(self, other: Attempt) -> bool:
+        """Whether both went the same way, to the bit."""
+        return str(replace(self, name="")) == str(replace(other, name=""))
 
     def __str__(self) -> str:
         if self.error:
@@ -196,7 +225,7 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
         yield
         return
     before = torch.get_default_dtype()
-    for part in (subject.model, *subject.frozen.values()):
+    for part in (subject.model, *subject.beside().values()):
         part.to(dtype)
     torch.set_default_dtype(dtype)
     try:

@@ -74,6 +74,11 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def copied_state(model: nn.Module) -> dict[str, Tensor]:
+    """The same on the host, as it is now."""
+    return {name: value.detach().cpu().clone() for name, value in state_of(model).items()}
+
+
 def state_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in state_of(model).values())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.patches import HALF, WithoutCasts
 from halfstep.evidence.ranges import Operation, Range, twin_of
 from halfstep.evidence.recorder import not_finite
-from halfstep.evidence.samples import BadPlace, bad_places, culprit, outliers, row_name, sample_name, without
+from halfstep.evidence.samples import BadPlace, bad_places, culprits, odd_places, outliers, sample_name, without
 from halfstep.formats import format_named
 from halfstep.precision.plan import Plan
 
@@ -66,6 +66,8 @@ class Diagnosis:
     tensors: list[str] = field(default_factory=list)
     """Weights and buffers that are not what they should be."""
     fp32_is_good: bool = False
+    loss_is_unbounded: bool = False
+    """Whether it fell below zero and further as the weights grew."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,18 +81,19 @@ class Runs:
     others: Mapping[str, Attempt]
 
     def all(self) -> list[Attempt]:
-        eager = [] if self.eager is self.as_was else [self.eager]
-        return [self.as_was, *eager, *self.others.values(), self.fp32, self.fp64]
+        eager = [] if self.eager.name == self.as_was.name else [self.as_was]
+        return [*eager, self.eager, *self.others.values(), self.fp32, self.fp64]
 
 
 def run_all(subject: Subject) -> Runs:
     """The step as it was, and in its variants."""
-    compiled = subject.variants.get("as it was")
-    eager = attempt(subject, "eager" if compiled else "as it was", traced=True)
+    # Under a trace all code runs eager, that which is compiled deep inside a model, too.
+    as_was = attempt(subject, "as it was", loss=subject.variants.get("as it was"))
+    eager = attempt(subject, "eager", traced=True)
     in_fp32 = subject.plan_for("fp32", {})
     return Runs(
-        as_was=attempt(subject, "as it was", loss=compiled) if compiled else eager,
-        eager=eager,
+        as_was=as_was,
+        eager=replace(eager, name="as it was") if eager.is_like(as_was) else eager,
         fp32=attempt(subject, "fp32", in_fp32, traced=True),
         fp64=_in_fp64(subject, in_fp32),
         others={
@@ -102,10 +105,13 @@ def run_all(subject: Subject) -> Runs:
 
 
 def _in_fp64(subject: Subject, plan: Plan) -> Attempt:
-    """Without the code's own casts to less, where it can run without them."""
-    around = WithoutCasts((torch.float32, *HALF))
-    found = attempt(subject, "fp64", plan, dtype=torch.float64, around=around)
-    return attempt(subject, "fp64", plan, dtype=torch.float64) if found.error and around.lines else found
+    """Without the code's own casts to less, as far as it can run without them."""
+    narrower = (torch.float32, *HALF)
+    for around in (WithoutCasts(narrower, ours=True), WithoutCasts(narrower), None):
+        found = attempt(subject, "fp64", plan, dtype=torch.float64, around=around)
+        if not found.error or around is None or not around.lines:
+            break
+    return found
 
 
 def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
@@ -117,22 +123,27 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
         or _of_code_path(runs)
         or _of_input(subject, names)
         or _of_state(subject, capsule)
-        or _of_refusal(runs)
+        or _of_refusal(subject, runs)
         or _of_growth(subject, capsule, runs)
         or _of_numbers(runs)
     )
     found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
     if found.cause in (OVERFLOW, UNDERFLOW, CODE) and not runs.fp32.is_good:
-        _add_culprit(subject, found, names)
+        _add_culprits(subject, found, names)
     return found
 
 
-def _add_culprit(subject: Subject, found: Diagnosis, names: Mapping[int, str]) -> None:
-    """Where no format would have helped, one sample may be behind it: an empty mask, an id past the vocabulary."""
-    if (place := culprit(subject)) is not None:
-        name = sample_name(subject.window[place[0]], place[1], names) or row_name(place)
-        found.rows, found.samples = {place}, [name]
-        found.shown.append(f"without sample {name} the step is good")
+def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) -> None:
+    """Where no format would have helped, a sample may be behind it: an empty mask, an id past the vocabulary. Numbers
+    that no other sample has make it bad input; several samples are to blame only for such."""
+    rows = culprits(subject)
+    places = odd_places(subject.window, rows, names, with_integers=found.cause == CODE)
+    if not rows or len(rows) > max(len(places), 1):
+        return
+    found.rows, found.samples = rows, [sample_name(subject.window, row, names) for row in sorted(rows)]
+    found.shown.append(f"without sample {', '.join(found.samples)} the step is good")
+    if places:
+        found.cause, found.places, found.shown = BAD_INPUT, places, [*map(str, places), *found.shown]
 
 
 def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
@@ -151,7 +162,7 @@ def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping
 
 def _of_code_path(runs: Runs) -> Diagnosis | None:
     """Compiled or on our kernels it fails, at equal dtype eager does not."""
-    if runs.eager is runs.as_was or not runs.eager.is_good:
+    if runs.as_was.is_good or not runs.eager.is_good:
         return None
     without_ours = runs.others.get("kernels off")
     whose = "our kernels" if without_ours is not None and without_ours.is_good else "the compiler's code"
@@ -172,20 +183,25 @@ def _of_input(subject: Subject, names: Mapping[int, str]) -> Diagnosis | None:
 
 
 def _of_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
-    bad = [name for name in capsule.about["not_finite"] if name.startswith("average of ")] + not_finite(subject.state)
-    start = capsule.about["start"]
+    whole, start = subject.whole_state(), capsule.about["start"]
+    bad = [name for name in capsule.about["not_finite"] if name.startswith("average of ")] + not_finite(whole)
     shown = [
-        f"{name} {'was not finite from the start' if _is_bad(start.get(name)) else 'is not finite'}" for name in bad
+        f"{name} {'was not finite from the start' if name in start and _is_bad(start[name]) else 'is not finite'}"
+        for name in bad
     ]
-    garbage = [name for name, value in subject.state.items() if _is_garbage(value) and name not in bad]
-    shown += [f"{name} holds {_largest(subject.state[name]):.3g}: never written?" for name in garbage]
+    garbage = [name for name, value in whole.items() if _is_garbage(value) and name not in bad]
+    shown += [f"{name} holds {_largest(whole[name]):.3g}: never written?" for name in garbage]
     return Diagnosis(cause=BAD_STATE, shown=shown, tensors=bad + garbage) if shown else None
 
 
-def _of_refusal(runs: Runs) -> Diagnosis | None:
+def _of_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
     error, origin = runs.eager.error or runs.as_was.error, runs.eager.origin
     if not error:
         return None
+    casts = WithoutCasts(HALF)
+    if runs.fp32.error and attempt(subject, "", subject.plan_for("fp32", {}), around=casts).is_good and casts.lines:
+        shown = [error, f"in an fp32 step as well: the code itself casts at {' and '.join(casts.lines)}"]
+        return Diagnosis(cause=REFUSED, shown=shown, origin=origin)
     if runs.fp32.error:
         return Diagnosis(cause=CODE, shown=[f"as it was: {error}", f"in fp32: {runs.fp32.error}"], origin=origin)
     return Diagnosis(cause=REFUSED, shown=[error, "in fp32 it runs"], origin=origin)
@@ -203,7 +219,9 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
         return None
     most = max(matrices, key=lambda name: float(subject.state[name].double().square().mean().sqrt()) / start[name])
     shown = [f"the weights have grown {now / before:.3g} times since training began, {most} most", *_trail(capsule)]
-    return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin)
+    losses = [row["loss"] for row in capsule.about["trail"] if isinstance(row["loss"], float)]
+    is_unbounded = len(losses) > 1 and losses[-1] < min(2 * losses[0], 0.0)
+    return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin, loss_is_unbounded=is_unbounded)
 
 
 def _of_numbers(runs: Runs) -> Diagnosis:
@@ -218,6 +236,9 @@ def _of_numbers(runs: Runs) -> Diagnosis:
             f"{origin.name} is not an operation of torch, and gives {origin.output} of finite inputs in fp32 as well"
         ]
         return Diagnosis(cause=KERNEL, shown=shown, origin=origin)
+    if origin.outside is not None:
+        shown = [f"{origin.place} is given a tensor of shape {origin.outside} that was not finite before the step"]
+        return Diagnosis(cause=BAD_STATE, shown=shown, origin=origin)
     twin = _twin(runs, origin)
     cause = UNDERFLOW if _divides_by_zero(origin, twin) else OVERFLOW
     shown = [f"{origin.place} gives {origin.output}", *(f"of {r}" for r in origin.inputs[:3])]
@@ -236,7 +257,8 @@ def _in_wider_formats(runs: Runs) -> str:
     at = runs.fp32.origin
     if at is not None and at.output.dtype in ("float16", "bfloat16"):
         return f"in an fp32 step it computes in {at.output.dtype} as well: the code itself casts"
-    return "fp32 is not enough" + (", fp64 is" if runs.fp64.is_good else ", nor is fp64")
+    fp64 = "; fp64 could not be run" if runs.fp64.error else ", fp64 is" if runs.fp64.is_good else ", nor is fp64"
+    return f"fp32 is not enough{fp64}"
 
 
 def _twin(runs: Runs, origin: Operation) -> Operation | None:
@@ -270,13 +292,15 @@ def _largest_of(range_: Range) -> float:
 
 
 def _trail(capsule: Capsule) -> list[str]:
-    """Losses before the fault, where they rose."""
+    """Losses before the fault, where they went far."""
     losses = [row["loss"] for row in capsule.about["trail"] if isinstance(row["loss"], float)]
-    if len(losses) < 2 or losses[-1] < 2 * min(losses):
+    if len(losses) < 2 or abs(losses[-1]) < 2 * abs(losses[0]):
         return []
-    return [
-        f"the loss rose from {min(losses):.4g} to {losses[-1]:.4g} in the steps before, at lr {capsule.about['lr']}"
-    ]
+    return [f"the loss went from {losses[0]:.4g} to {losses[-1]:.4g} in the steps before, at lr {_rate(capsule):.4g}"]
+
+
+def _rate(capsule: Capsule) -> float:
+    return float(capsule.about["lr"])  # "nan" where the step did not get so far
 
 
 def _is_bad(size: Any) -> bool:

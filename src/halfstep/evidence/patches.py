@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.evidence.ranges import FOREIGN
-from halfstep.islands import fp32_island, to_fp32
+from halfstep.islands import fp32_island
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Patch = Callable[[str, tuple[Any, ...], dict[str, Any]], Arguments | None]
 """New arguments for the function of this name; None: not one that it changes."""
 HALF = (torch.float16, torch.bfloat16)
 OURS = str(Path(__file__).resolve().parents[1])
-"""The casts of halfstep's own code are not the user's to leave out."""
 CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
 
 
@@ -45,11 +45,11 @@ class AtLines(TorchFunctionMode):
 
 
 class IslandAt(TorchFunctionMode):
-    """Calls of torch's functions from one line, on an fp32 island."""
+    """Calls of torch's functions from one line, on an fp32 island, or a wider one."""
 
-    def __init__(self, line: str) -> None:
+    def __init__(self, line: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.line = line
+        self.line, self.dtype = line, dtype
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,15 +58,23 @@ class IslandAt(TorchFunctionMode):
         if _own_line(sys._getframe(1)) != self.line:
             return func(*args, **kwargs)
         with fp32_island():
-            return func(*to_fp32(args), **to_fp32(kwargs))
+            return func(*self._wide(args), **self._wide(kwargs))
+
+    def _wide(self, tree: Any) -> Any:
+        def wide(x: Any) -> Any:
+            is_narrow = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize < self.dtype.itemsize
+            return x.to(self.dtype) if is_narrow else x
+
+        return tree_map(wide, tree)
 
 
 class WithoutCasts(TorchFunctionMode):
-    """Leaves out casts to these narrower formats that the code itself has, and keeps the lines they stand on."""
+    """Leaves out casts to these narrower formats that the code itself has, and keeps the lines they stand on. Casts to
+    half of halfstep's own code are not the user's to leave out; with `ours`, they are left out all the same."""
 
-    def __init__(self, dtypes: Collection[torch.dtype], only: str = "") -> None:
+    def __init__(self, dtypes: Collection[torch.dtype], only: str = "", *, ours: bool = False) -> None:
         super().__init__()
-        self.dtypes, self.only = dtypes, only
+        self.dtypes, self.only, self.kept = dtypes, only, FOREIGN if ours else (*FOREIGN, OURS)
         self.lines: dict[str, None] = {}
         """In the order they were met."""
 
@@ -78,7 +86,7 @@ class WithoutCasts(TorchFunctionMode):
             return result
         caller, given = sys._getframe(1), args[0]
         line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        is_own = not line.startswith((*FOREIGN, OURS)) and self.only in ("", line)
+        is_own = not line.startswith(self.kept) and self.only in ("", line)
         if not is_own or not given.is_floating_point() or given.itemsize <= result.itemsize:
             return result
         self.lines[line] = None
@@ -104,6 +112,16 @@ def _on(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: in
         return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
 
     return patch
+
+
+def finite_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """0 for what is not finite in any of them."""
+    floating = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    if all(bool(x.isfinite().all()) for x in floating):
+        return None
+    known = {id(x) for x in floating}
+    filled: Arguments = tree_map(lambda x: x.nan_to_num(0.0, 0.0, 0.0) if id(x) in known else x, (args, kwargs))
+    return filled
 
 
 def _with(names: tuple[str, ...], **more: Any) -> Patch:

@@ -4,7 +4,8 @@ A dispatch mode sees every kernel below autograd and autocast. Its module is fou
 backward by the sequence number that autograd gives each node when forward makes it: no hook, nothing changed.
 
 A tensor that is not finite leads back to its origin, the operation that first left the finite range. Infinities that
-are written on purpose (a mask of -inf) are not the origin: then it is the operation that makes NaN of them.
+are written on purpose (a mask of -inf) are not the origin: then it is the operation that makes NaN of them. An origin
+whose input was not finite, and was made by no operation of the step, has got it from outside.
 """
 
 from __future__ import annotations
@@ -70,10 +71,15 @@ class Operation:
     output: Range
     inputs: list[Range] = field(default_factory=list)
     is_torch: bool = True
+    outside: tuple[int, ...] | None = None
+    """Shape of an input that is not finite and was made before the step."""
+    is_meant: bool = False
+    """Whether the code puts infinities there."""
+    has_raised: bool = False
 
     @property
     def place(self) -> str:
-        return f"{self.name}{' (backward)' if self.is_backward else ''} in {self.module}"
+        return f"{self.name}{' (backward)' if self.is_backward else ''} in {self.module}".lstrip()
 
 
 class Trace(TorchDispatchMode):
@@ -89,6 +95,8 @@ class Trace(TorchDispatchMode):
         """By storage of a tensor that is not finite."""
         self._places: dict[int, tuple[str, str]] = {}
         """Module and line by autograd's sequence number."""
+        self._running = ""
+        """The operation that runs, or the one that raised."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,8 +104,9 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _floating((args, kwargs))
         before = [range_of(value) for value in given] if func._schema.is_mutable else None
+        name = self._running = func.overloadpacket.__name__
         outputs = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
+        self._running = ""
         if name not in UNWRITTEN:
             self._look(func, name, given, before, _floating(outputs))
         return outputs
@@ -129,16 +138,21 @@ class Trace(TorchDispatchMode):
         """Its own, or that of the input it has it from."""
         known = [self._origins[_key(value)] for value in given if _key(value) in self._origins]
         is_born_here = seen.output.num_nan and not any(r.num_nan for r in seen.inputs)
-        if not known or is_born_here and all(origin.name in CONSTANTS for origin in known):
-            return seen
-        return min(known, key=lambda origin: origin.index)
+        if known and not (is_born_here and all(origin.is_meant for origin in known)):
+            return min(known, key=lambda origin: origin.index)
+        bad = [value for value, r in zip(given, seen.inputs, strict=True) if not r.is_finite]
+        is_masked = bool(bad) and all(bool(((value == -torch.inf) | value.isfinite()).all()) for value in bad)
+        seen.is_meant = seen.name in CONSTANTS or is_masked and not seen.output.num_nan
+        if bad and not known and not is_masked and not seen.is_backward:
+            seen.outside = tuple(bad[0].shape)
+        return seen
 
     def raised(self, error: BaseException) -> Operation:
-        """The operation that refused, by the frames of its error."""
+        """The operation that refused, by the frames of its error; one that torch checks before it runs has no name."""
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         module, line = self._innermost(reversed(frames))
-        name = next((f.f_code.co_name for f, _ in reversed(frames)), "")
-        return Operation(len(self.operations), name, module, line, False, range_of(torch.empty(0)))
+        nothing = range_of(torch.empty(0))
+        return Operation(len(self.operations), self._running, module, line, False, nothing, has_raised=True)
 
     def _place(self) -> tuple[str, str]:
         return self._innermost(traceback.walk_stack(sys._getframe(3)))

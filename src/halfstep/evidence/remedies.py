@@ -5,6 +5,7 @@ Changes of code (an eps, a clamp, an island, a cast left out) are tried by the m
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from halfstep.errors import HalfstepError
 from halfstep.evidence import causes
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.causes import Diagnosis
-from halfstep.evidence.patches import HALF, PATCHES, AtLines, IslandAt, Patch, WithoutCasts
+from halfstep.evidence.patches import HALF, PATCHES, AtLines, IslandAt, Patch, WithoutCasts, finite_arguments
 from halfstep.evidence.ranges import LOSS, ROOT
 from halfstep.evidence.samples import without
 
@@ -54,6 +55,8 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
         yield _without_samples(subject, found)
     elif found.cause == causes.BAD_STATE:
         yield from _with_state(subject, found)
+    elif found.loss_is_unbounded:
+        yield Remedy(change="a loss that has a lower bound: this one falls as the weights grow; its sign may be wrong")
     elif found.cause == causes.DIVERGED or found.cause == causes.SPIKE:
         yield Remedy(change=f"a tenth of the learning rate, from before the weights grew: {rate / 10:.3g}",
                      line=f"optimizer.lr: {rate / 10:.3g}")  # fmt: skip
@@ -73,12 +76,21 @@ def _wider(subject: Subject, found: Diagnosis, *, is_run: bool, without_casts: b
     module = found.origin.module if found.origin is not None else ""
     for name in _and_around(module):
         yield _precision(subject, "", {name: "fp32"}, is_run=is_run, without_casts=without_casts)
-    if found.origin is not None and found.origin.line and not without_casts:
-        island = attempt(subject, "island", around=IslandAt(found.origin.line))
-        yield Remedy(change=f"an fp32 island (hs.fp32_island()) around {found.origin.line}", outcome=island)
+    if found.origin is not None and found.origin.line:
+        yield _island(subject, found.origin.line, torch.float32, without_casts=without_casts)
     for precision in ("bf16", "fp32"):
         if precision != subject.plan.granted:
             yield _precision(subject, precision, {}, is_run=is_run, without_casts=without_casts)
+
+
+def _island(subject: Subject, line: str, dtype: torch.dtype, *, without_casts: bool = False) -> Remedy:
+    @contextlib.contextmanager
+    def island() -> Iterator[None]:
+        with IslandAt(line, dtype), WithoutCasts(HALF) if without_casts else contextlib.nullcontext():
+            yield
+
+    words = "an fp32 island (hs.fp32_island()) around" if dtype == torch.float32 else "fp64 (.double()) at"
+    return Remedy(change=f"{words} {line}", outcome=attempt(subject, "island", around=island()))
 
 
 def _and_around(module: str) -> Iterator[str]:
@@ -110,6 +122,8 @@ def _recoded(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Re
     if found.origin is not None and found.origin.line:
         for words, patch in PATCHES:
             yield from _patched(subject, found.origin.line, words, patch)
+        if found.cause == causes.OVERFLOW and found.origin.output.dtype == "float32":
+            yield _island(subject, found.origin.line, torch.float64)
     if found.rows:
         yield _without_samples(subject, found)
 
@@ -153,17 +167,18 @@ def _without_samples(subject: Subject, found: Diagnosis) -> Remedy:
 
 def _with_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
     """Numbers that are not finite replaced by 0, then by 1, which variances and scales begin with."""
-    before = dict(subject.state)
-    own = [name for name in found.tensors if name in before]
+    whole = subject.whole_state()
+    own = [name for name in found.tensors if name in whole]
     for filling in (0.0, 1.0) if own else ():
-        subject.state = before | {name: _filled(before[name], filling) for name in own}
-        try:
+        with subject.with_state({name: _filled(whole[name], filling) for name in own}):
             outcome = attempt(subject, f"filled with {filling:g}")
-        finally:
-            subject.state = before
         yield Remedy(change=f"initialise {', '.join(own)}, here with {filling:g}", outcome=outcome)
-    if not own:
+    if found.tensors and not own:
         yield Remedy(change=f"start the average again: {', '.join(found.tensors)}", line="ema.enabled: false")
+    if found.origin is not None:
+        words = f"finite numbers in the tensor of shape {found.origin.outside} that is used"
+        tried = list(_patched(subject, found.origin.line, words, finite_arguments))
+        yield from tried or [Remedy(change=f"{words} at {found.origin.line}")]
 
 
 def _filled(value: Tensor, filling: float) -> Tensor:
@@ -172,7 +187,10 @@ def _filled(value: Tensor, filling: float) -> Tensor:
 
 
 def _other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
-    for name, line in (("kernels off", "train.fast: compile"), ("eager", "train.fast: off")):
+    """What halfstep compiled it can leave eager; what the user's code compiles, torch can."""
+    ours = {"kernels off": "train.fast: compile", "eager": "train.fast: off"}
+    is_ours = "kernels off" in subject.variants
+    for name, line in (ours if is_ours else {"eager": 'torch.compiler.set_stance("force_eager")'}).items():
         outcome = next((run for run in found.attempts if run.name == name), None)
         if outcome is not None:
             yield Remedy(change=f"steps run {name}", line=line, outcome=outcome)

@@ -58,7 +58,8 @@ class Replayed:
         lines += ["", f"cause: {self.cause}", *(f"  {line}" for line in self.diagnosis.shown)]
         if (origin := self.diagnosis.origin) is not None:
             where = f" at {origin.line}" if origin.line else ""
-            lines.append(f"first operation out of range: {origin.place}{where}")
+            what = "raised" if origin.has_raised else "first operation out of range"
+            lines.append(f"{what}: {origin.place}{where}")
         lines += ["", "the step, run again", *(f"  {run}" for run in self.diagnosis.attempts), ""]
         return lines + self._advice()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,69 +17,106 @@ from halfstep.step.batches import batch_length
 
 OUTLIER = 10.0
 """A sample whose loss is this many times the median's is what made the spike."""
+ODD = 1e4
+"""A number this many times the largest of all other samples is not of their kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadPlace:
-    """A number of the input that is not finite."""
+    """A number of the input that is not finite, or not of the kind of the others."""
 
     batch: int
     row: int
     key: str
     index: tuple[int, ...]
     value: float
-    name: str = ""
-    """The sample's id and file, where they are known."""
-
-    @property
-    def sample(self) -> str:
-        return self.name or row_name((self.batch, self.row))
+    sample: str = ""
+    """Its id and file, as far as they are known."""
+    others: str = ""
+    """What the other samples have there."""
 
     def __str__(self) -> str:
-        return f"sample {self.sample}: {self.key}{list(self.index)} is {self.value}"
+        others = f", all others are {self.others}" if self.others else ""
+        return f"sample {self.sample}: {self.key}{list(self.index)} is {self.value:.6g}{others}"
 
 
 def bad_places(window: Sequence[Any], names: Mapping[int, str]) -> list[BadPlace]:
-    """The first such number of each sample."""
+    """The first number of each sample that is not finite."""
     found: dict[tuple[int, int], BadPlace] = {}
-    for number, batch in enumerate(window):
-        for path, value in tree_flatten_with_path(batch)[0]:
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0:
-                continue
-            for place in (~value.isfinite()).nonzero().tolist():
-                row = place[0]
-                bad = BadPlace(
-                    batch=number, row=row, key=keystr(path), index=tuple(place[1:]), value=float(value[tuple(place)]),
-                    name=sample_name(batch, row, names),
-                )  # fmt: skip
-                found.setdefault((number, row), bad)
+    for number, key, value in _rows(window):
+        for place in (~value.isfinite()).nonzero().tolist() if value.is_floating_point() else ():
+            row = (number, place[0])
+            bad = BadPlace(batch=number, row=place[0], key=key, index=tuple(place[1:]),
+                           value=float(value[tuple(place)]), sample=sample_name(window, row, names))  # fmt: skip
+            found.setdefault(row, bad)
     return list(found.values())
 
 
-def sample_name(batch: Any, row: int, names: Mapping[int, str]) -> str:
-    """`17 (img_0017.png)`: the loader's index and the file, as far as they are known."""
+def odd_places(
+    window: Sequence[Any], rows: set[tuple[int, int]], names: Mapping[int, str], *, with_integers: bool
+) -> list[BadPlace]:
+    """Numbers of these samples far larger than any of the others', or integers outside of theirs: a marker for what is
+    missing, a label past the classes."""
+    found: dict[tuple[int, int], BadPlace] = {}
+    for number, key, value in _rows(window):
+        own = sorted(row for batch, row in rows if batch == number)
+        rest = [row for row in range(len(value)) if row not in own]
+        if key == "['index']" or not own or not rest or not (value.is_floating_point() or with_integers):
+            continue
+        others = value[rest]
+        low, high = float(others.min()), float(others.max())
+        margin = (ODD - 1) * max(abs(low), abs(high)) if value.is_floating_point() else 0
+        is_odd = (value < low - margin) | (value > high + margin)
+        for place in is_odd[own].nonzero().tolist():
+            row, index = (number, own[place[0]]), tuple(place[1:])
+            odd = BadPlace(batch=number, row=row[1], key=key, index=index, value=float(value[(row[1], *index)]),
+                           sample=sample_name(window, row, names), others=f"{low:g} to {high:g}")  # fmt: skip
+            found.setdefault(row, odd)
+    return list(found.values())
+
+
+def _rows(window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
+    """Batch, name and numbers of what has a row for each sample."""
+    for number, batch in enumerate(window):
+        for path, value in tree_flatten_with_path(batch)[0]:
+            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() and len(value) == batch_length(batch):
+                yield number, keystr(path), value
+
+
+def sample_name(window: Sequence[Any], place: tuple[int, int], names: Mapping[int, str]) -> str:
+    """`17 (img_0017.png)`: the loader's index and the file, or else its place in the window."""
+    batch, row = window[place[0]], place[1]
     ids = batch.get("index") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor) or row >= len(ids):
-        return ""
+        return f"row {row} of batch {place[0]}"
     number = int(ids[row])
     return f"{number} ({names[number]})" if names.get(number) else str(number)
 
 
-def row_name(place: tuple[int, int]) -> str:
-    return f"row {place[1]} of batch {place[0]}"
+def culprits(subject: Subject) -> set[tuple[int, int]]:
+    """Samples without which the step is good: one, found by halves, or a few, each of which is bad in its half. None
+    where it takes more than half of them."""
+    window = [(number, row) for number, batch in enumerate(subject.window) for row in range(batch_length(batch))]
+    found = _one_of(subject, window) or set(_few_of(subject, window))
+    return found if 2 * len(found) <= len(window) and _is_good_without(subject, found) else set()
 
 
-def culprit(subject: Subject) -> tuple[int, int] | None:
-    """Batch and row of the one sample without which the step is good, found by halves; None where it is not one."""
-    suspects = [(number, row) for number, batch in enumerate(subject.window) for row in range(batch_length(batch))]
-    is_shown = False
-    while len(suspects) > 1 or not is_shown:
+def _one_of(subject: Subject, suspects: list[tuple[int, int]]) -> set[tuple[int, int]]:
+    while len(suspects) > 1:
         halves = (suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :])
-        guilty = (half for half in halves if half and _is_good_without(subject, set(half)))
-        suspects, is_shown = next(guilty, []), True
-        if not suspects:
-            return None
-    return suspects[0]
+        suspects = next((half for half in halves if _is_good_without(subject, set(half))), [])
+    return set(suspects)
+
+
+def _few_of(subject: Subject, suspects: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """By what fails when it is alone."""
+    if len(suspects) == 1:
+        yield suspects[0]
+        return
+    for half in (suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]):
+        everything = {(k, row) for k, batch in enumerate(subject.window) for row in range(batch_length(batch))}
+        if not _is_good_without(subject, everything - set(half)):
+            yield from _few_of(subject, half)
 
 
 def _is_good_without(subject: Subject, rows: set[tuple[int, int]]) -> bool:
@@ -116,7 +153,7 @@ def outliers(subject: Subject, names: Mapping[int, str]) -> list[tuple[tuple[int
         return []
     usual = statistics.median(losses.values())
     return [
-        (place, sample_name(subject.window[place[0]], place[1], names) or row_name(place), loss)
+        (place, sample_name(subject.window, place, names), loss)
         for place, loss in losses.items()
         if loss > OUTLIER * max(usual, 1e-12)
     ]

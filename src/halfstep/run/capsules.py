@@ -138,7 +138,7 @@ def subject_of(capsule: Capsule, device: str | None) -> Subject:
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
     workload = replace(workload, frozen=as_stored(workload.frozen, stored, capsule.path.parent.parent))
-    frozen = {name: _copy(part.module.state_dict()) for name, part in workload.frozen.items()}
+    frozen = {name: capsules.copied_state(part.module) for name, part in workload.frozen.items()}
     plan = plan_here(capsule, config, workload, device)
     try:
         parts = assemble(config, workload, plan)
@@ -168,7 +168,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         scale=_number(capsule.about["scale"], 1.0),
         variants=_variants(parts.plan, region),
         frozen=modules_of(parts.workload.frozen),
-        frozen_state=dict(frozen),
+        beside_state=dict(frozen),
         trained=step.trained_parameters(),
     )
 
@@ -235,10 +235,6 @@ def _too_large(capsule: Capsule, error: Exception) -> CheckpointError:
         why=(str(error).splitlines() or [""])[0],
         fix="replay it with --device cpu",
     )
-
-
-def _copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
 def _number(value: Any, otherwise: float) -> float:

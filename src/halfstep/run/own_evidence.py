@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,9 +75,13 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     plan = _plan_here(read.about["plan"], model, device)
     own = {name: value.detach().clone() for name, value in capsules.state_of(model).items()}
     classes, training, generators = [(m, type(m)) for m in model.modules()], model.training, rng_state(device)
+    held = _held(loss_fn, model)
     subject = Subject(
         model=model,
-        loss=loss_fn,
+        loss=_eager(loss_fn),
+        variants={"as it was": loss_fn},
+        held=held,
+        beside_state={name: capsules.copied_state(module) for name, module in held.items()},
         window=[tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, batch) for batch in read.window],
         state=read.state,
         rng=read.rng,
@@ -93,6 +98,25 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
             module.__class__ = kind
         model.train(training)
         restore_rng(generators, device)
+
+
+def _eager(loss_fn: LossFn) -> LossFn:
+    def eager(batch: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return loss_fn(batch)
+
+    return eager
+
+
+def _held(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that the code of the loss names besides the model: a teacher, a perceptual loss."""
+    function = inspect.unwrap(getattr(loss_fn, "func", loss_fn))
+    function = getattr(function, "__func__", function)
+    seen = inspect.getclosurevars(function) if inspect.isfunction(function) else None
+    named = {**seen.globals, **seen.nonlocals} if seen is not None else {}
+    held = {name: value for name, value in named.items() if isinstance(value, nn.Module)}
+    own = set(model.modules())
+    return {name: module for name, module in held.items() if not own & set(module.modules())}
 
 
 def _plan_here(stored: Mapping[str, Any], model: nn.Module, device: torch.device) -> Plan:
