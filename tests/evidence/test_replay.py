@@ -99,6 +99,19 @@ def test_a_fault_that_is_gone_when_it_is_run_again_is_said_to_be(tmp_path: Path)
     assert hs.replay(tmp_path / "00000000", model, loss).cause == causes.NOT_REPRODUCED
 
 
+def test_a_loss_that_falls_without_bound_is_told_from_a_rate_that_is_too_large(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
+    step = hs.Step(model, torch.optim.SGD(model.parameters(), 1.0, fused=True), "fp32", capsules=tmp_path)
+    with KEPT, pytest.raises(TrainingStopped):
+        for _ in range(60):
+            step(lambda x: -model(x).square().mean(), [torch.ones(8, 4)])
+    found = hs.replay(capsule.all_in(tmp_path)[0], model, lambda x: -model(x).square().mean())
+    assert found.cause == causes.DIVERGED
+    assert found.remedy is not None
+    assert "lower bound" in found.remedy.change
+
+
 def test_code_that_fails_compiled_and_not_eager_is_a_kernel_or_compiler_fault(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", **{"model.options.poisoned": [2]})
     found = capsule.read(folder / "capsules" / "00000002")
