@@ -103,10 +103,17 @@ def test_a_loss_that_falls_without_bound_is_told_from_a_rate_that_is_too_large(t
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
     step = hs.Step(model, torch.optim.SGD(model.parameters(), 1.0, fused=True), "fp32", capsules=tmp_path)
-    with KEPT, pytest.raises(TrainingStopped):
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return -model(x).square().mean()
+
+    def train() -> None:
         for _ in range(60):
-            step(lambda x: -model(x).square().mean(), [torch.ones(8, 4)])
-    found = hs.replay(capsule.all_in(tmp_path)[0], model, lambda x: -model(x).square().mean())
+            step(loss_fn, [torch.ones(8, 4)])
+
+    with KEPT, pytest.raises(TrainingStopped):
+        train()
+    found = hs.replay(capsule.all_in(tmp_path)[0], model, loss_fn)
     assert found.cause == causes.DIVERGED
     assert found.remedy is not None
     assert "lower bound" in found.remedy.change
