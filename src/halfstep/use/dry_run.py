@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
 from halfstep.evidence.attempts import Subject
-from halfstep.evidence.capsule import state_of
+from halfstep.evidence.capsule import copied_state, state_of
 from halfstep.evidence.dry_run import TARGETS, Judged, judged, lost_updates
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -64,7 +64,7 @@ def subject_of(engine: Engine, window: list[Batch]) -> Subject:
         plan=parts.plan,
         plan_for=lambda precision, modules: _plan(parts.config, parts, precision),
         frozen=modules_of(parts.workload.frozen),
-        frozen_state={name: _copied(part.module) for name, part in parts.workload.frozen.items()},
+        beside_state={name: copied_state(part.module) for name, part in parts.workload.frozen.items()},
         trained=step.trained_parameters(),
     )
 
@@ -96,7 +96,3 @@ def _parameters(parts: Assembly) -> dict[str, Tensor]:
 
 def _named(row: Judged, phase: str) -> Judged:
     return dataclasses.replace(row, kind=f"{row.kind} ({phase})") if phase else row
-
-
-def _copied(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in state_of(module).items()}
