@@ -30,8 +30,8 @@ class HalfstepError(Exception):
     exit_code = 2
     is_agreed = False
     """Whether every process of the run has it, so that it is not a single one's."""
-    is_told = False
-    """Whether another process shows it."""
+    is_told: bool | None = None
+    """Whether another process shows it; None where they have not agreed on that."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = printable(what), printable(why), printable(fix)

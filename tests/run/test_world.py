@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-from halfstep.cli.run_place import devices_of, start_on, without_gpus
+import pytest
+from torch.distributed import TCPStore
+
+from halfstep.cli.run_place import all_killed, devices_of, start_on, without_gpus
 from halfstep.errors import ConfigError
-from halfstep.run.world import first_host, launch_of
+from halfstep.run import world
+from halfstep.run.world import first_host, launch_of, tell_before_meeting
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29400"}
 
@@ -68,6 +75,41 @@ def test_gpus_are_a_count_or_a_list() -> None:
 
 def test_each_process_gets_the_command_without_gpus() -> None:
     assert without_gpus(["train", "--gpus", "2", "unet", "--gpus=2", "--bf16"]) == ["train", "unet", "--bf16"]
+
+
+def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "AFTER_FIRST_S", 0.0)
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    found = []
+    for rank, what in enumerate(("no such workload", "no such workload", "no such file")):
+        error = ConfigError(what)
+        tell_before_meeting(error, {**torchrun, "RANK": str(rank)})
+        found.append((error.is_told, error.what))
+    assert found[0] == (False, "no such workload")
+    assert found[1][0]
+    assert found[2] == (False, "rank 2: no such file")
+
+
+def test_processes_that_were_all_killed_are_named_with_the_signal() -> None:
+    error = all_killed({1: -9, 0: -15})
+    assert error.what == "rank 0 was ended by SIGTERM; rank 1 was ended by SIGKILL"
+
+
+def test_gpus_starts_processes_whose_common_error_is_all_that_is_shown(tmp_path: Path) -> None:
+    """The one test that goes through torchrun's launcher: three processes import torch."""
+    words = ["train", "rank_workload:build", "--gpus", "2", *("--device", "cpu"), *("--out", str(tmp_path / "run"))]
+    command = [sys.executable, "-m", "halfstep", *words, "train.batch_size=1", "data.dir=anywhere"]
+    folder = str(Path(__file__).parent.parent)
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if not line.startswith("  ")] == [
+        "error: train.batch_size=1 for 2 processes"
+    ]
+    assert not (tmp_path / "run").exists()
 
 
 def test_gpus_that_are_not_there_or_beside_a_launcher_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
-from halfstep.errors import ModelError
+from halfstep.errors import ConfigError, ModelError
+from halfstep.evidence.capsule import all_in
 from ranks_together import together
 
 ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
@@ -24,10 +26,10 @@ SPLITS: dict[str, list[list[slice]]] = {
 """By case, the micro-batches of each rank."""
 
 
-def made(wrap: bool = True, **more: Any) -> tuple[nn.Module, hs.Step]:
+def made(wrap: bool = True, static: bool = False, **more: Any) -> tuple[nn.Module, hs.Step]:
     torch.manual_seed(0)
     net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    model = DistributedDataParallel(net) if wrap else net
+    model = DistributedDataParallel(net, static_graph=static) if wrap else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     precision = more.pop("precision", "fp32")
     return model, hs.Step(model, optimizer, precision, clip_norm=0.5, **more)
@@ -55,12 +57,72 @@ def good(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x).pow(2).mean()
 
 
-def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
+def around(model: nn.Module, x: Tensor) -> Tensor:
+    return good(model.module, x)
+
+
+def unsummed(model: nn.Module, x: Tensor) -> Tensor:
+    with model.no_sync():
+        return good(model, x)
+
+
+def refused(rank: int) -> dict[str, str]:
+    """What ranks would part over, in words."""
+
+    def partly_wrapped() -> None:
+        parts = nn.ModuleList([DistributedDataParallel(nn.Linear(4, 4)), nn.Linear(4, 2)])
+        hs.Step(parts, torch.optim.SGD(parts.parameters(), lr=0.1, fused=True), "fp32")
+
+    def other_rates() -> None:
+        model, step = made()
+        step.optimizers[0].param_groups[0]["lr"] = 0.1 * (1 + rank)
+        with step:
+            step(lambda x: good(model, x), [ROWS[:4]])
+
+    def empty() -> None:
+        made()[1](lambda x: x, [])
+
+    def of_some() -> None:
+        alone = [dist.new_group([member]) for member in range(2)][rank]
+        model = DistributedDataParallel(nn.Linear(4, 4), process_group=alone)
+        hs.Step(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), "fp32")
+
+    cases: dict[str, Any] = {
+        "around": lambda: after([around]),
+        "unsummed": lambda: after([unsummed]),
+        "partly wrapped": partly_wrapped,
+        "other settings": lambda: made(accumulate=1 + rank),
+        "other rates": other_rates,
+        "empty": empty,
+        "of some": of_some,
+    }
+    found = {}
+    for name, case in cases.items():
+        with pytest.raises((ConfigError, ModelError)) as error:
+            case()
+        found[name] = error.value.what
+    return found
+
+
+def kept_by(rank: int, folder: Path) -> list[str]:
+    """Capsules of a rank, where a loss of the second is bad."""
+    own = folder / f"capsules {rank}"
+    after([good, lambda m, x: good(m, x * float("nan") if rank else x), good, good], capsules=own)
+    return [path.name for path in all_in(own)]
+
+
+def scenario(rank: int, size: int, port: int, folder: Path) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     found: dict[str, Any] = {case: trained([ROWS[s] for s in split[rank]], wrap=True) for case, split in SPLITS.items()}
     fp16 = {"precision": "fp16", "simulate": True}
+    window = [ROWS[s] for s in SPLITS["windows of two"][rank]]
+    found["static"] = trained(window, wrap=True, static=True)
+    found["refused"], found["kept"] = refused(rank), kept_by(rank, folder)
+    _, step = made(modules={"0": "fp32"}, precision="bf16", simulate=True)
+    found["parts"] = [row.module for row in step.plan.rows if row.kind == "module"]
+    found["waits_s"] = step.ranks.world.limit_s
     found["fp16"] = trained([ROWS[s] for s in SPLITS["one and seven"][rank]], wrap=True, **fp16)
     found["nan"] = after([good, lambda m, x: good(m, x * float("nan") if rank else x), good])
     found["nothing"] = after([lambda m, x: (good(m, x), 0 if rank else 4)])
@@ -87,12 +149,43 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return together(2, scenario, tmp_path_factory.mktemp("ranks"))
+    folder = tmp_path_factory.mktemp("ranks")
+    return together(2, scenario, folder, folder)
 
 
-@pytest.mark.parametrize("case", [*SPLITS, "fp16"])
+@pytest.mark.parametrize(
+    ("case", "fact"),
+    [
+        ("around", "went around DistributedDataParallel"),
+        ("unsummed", "went around DistributedDataParallel"),
+        ("partly wrapped", "2 trained parameters are in no DistributedDataParallel: 1.weight, 1.bias"),
+        ("other settings", "rank 0 and rank 1 differ in accumulate: 1 and 2"),
+        ("other rates", "0.1 on rank 0, 0.2 on rank 1"),
+        ("empty", "has an empty window"),
+        ("of some", "joins 1 of 2 processes"),
+    ],
+)
+def test_what_ranks_would_part_over_is_refused_on_every_one(
+    case: str, fact: str, found: list[dict[str, Any]]
+) -> None:  # fmt: skip
+    assert all(fact in ranks["refused"][case] for ranks in found)
+
+
+def test_the_rank_at_fault_keeps_its_step_as_a_capsule(found: list[dict[str, Any]]) -> None:
+    assert [ranks["kept"] for ranks in found] == [[], ["00000001"]]
+
+
+def test_parts_are_named_as_in_the_model_that_ddp_wraps(found: list[dict[str, Any]]) -> None:
+    assert found[0]["parts"] == ["module.0"]
+
+
+def test_a_lost_rank_is_waited_for_as_long_as_the_process_group_says(found: list[dict[str, Any]]) -> None:
+    assert found[0]["waits_s"] == 60
+
+
+@pytest.mark.parametrize("case", [*SPLITS, "fp16", "static"])
 def test_gradients_are_those_of_the_global_batch(case: str, found: list[dict[str, Any]]) -> None:
-    split = SPLITS.get(case, SPLITS["one and seven"])
+    split = SPLITS.get(case, SPLITS["windows of two" if case == "static" else "one and seven"])
     whole = torch.cat([ROWS[s] for window in split for s in window])
     more = {"precision": "fp16", "simulate": True} if case == "fp16" else {}
     expected, loss, norm = trained([whole], wrap=False, **more)
@@ -103,7 +196,7 @@ def test_gradients_are_those_of_the_global_batch(case: str, found: list[dict[str
         assert own_norm == pytest.approx(norm, rel=tolerance)
 
 
-@pytest.mark.parametrize("case", [*SPLITS, "fp16", "nan", "nothing", "overflow"])
+@pytest.mark.parametrize("case", [*SPLITS, "fp16", "static", "nan", "nothing", "overflow"])
 def test_ranks_keep_the_same_bits(case: str, found: list[dict[str, Any]]) -> None:
     assert torch.equal(found[0][case][0], found[1][case][0])
     assert found[0][case][1:] == found[1][case][1:]

@@ -161,11 +161,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Not standalone: typer would draw its own errors, in another form than ours.
         sys.exit(app_with(names_for(words))(words, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
-        show_error(refused(error))
+        show_once(refused(error))
         sys.exit(2)
     except HalfstepError as error:
-        if not error.is_told:
-            show_error(error)
+        show_once(error)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
@@ -178,6 +177,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
     finally:
         flush_or_drop()
+
+
+def show_once(error: HalfstepError) -> None:
+    """Of several processes that met the same error one shows it."""
+    if error.is_told is None and "RANK" in os.environ:
+        from halfstep.run.world import tell_before_meeting
+
+        tell_before_meeting(error, os.environ)
+    if not error.is_told:
+        show_error(error)
 
 
 def show_error(error: HalfstepError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import typer
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, RankLost
 
 DURATION = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")
+SAVING_S = 600
+"""How long processes may take to finish their step and save after Ctrl-C; torchrun itself gives them 30 s."""
 
 
 def resumed_folder(resume: Path | None, continue_from: Path | None) -> Path | None:
@@ -105,7 +108,7 @@ def start_on(gpus: str, device: str, variables: MutableMapping[str, str]) -> Non
     if device != "cpu":
         refuse_missing(num)
     if num > 1:
-        sys.exit(launched(num, without_gpus(sys.argv[1:]), variables))
+        sys.exit(launched(num, without_gpus(sys.argv[1:])))
 
 
 def refuse_missing(num: int) -> None:
@@ -129,26 +132,36 @@ def without_gpus(words: list[str]) -> list[str]:
     return kept
 
 
-def launched(num: int, words: list[str], variables: Mapping[str, str]) -> int:
+def launched(num: int, words: list[str]) -> int:
     """The exit status of `num` processes of this command; an error was shown by the one that met it."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if "OMP_NUM_THREADS" not in variables:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_S))
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num,
-        run_id="halfstep",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+        min_nodes=1, max_nodes=1, nproc_per_node=num, run_id="halfstep", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+    )  # fmt: skip
+    logging.disable(logging.ERROR)  # torchrun's lines on top of what the processes say themselves
     try:
         elastic_launch(config, sys.executable)("-m", "halfstep", *words)
     except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        return next((code for code in codes if code > 0), 1)
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        if not any(code > 0 for code in codes.values()):
+            raise all_killed(codes) from None
+        return next(code for code in codes.values() if code > 0)
+    except SignalException as asked:  # it was passed on: the processes have saved and said so
+        return 128 + asked.sigval
     return 0
+
+
+def all_killed(codes: Mapping[int, int]) -> RankLost:
+    """By signals, so that none of them could say a word."""
+    names = {rank: signal.Signals(-code).name for rank, code in sorted(codes.items())}
+    return RankLost(
+        "; ".join(f"rank {rank} was ended by {name}" for rank, name in names.items()),
+        why="killed by hand, by a scheduler, or out of host memory",
+        fix="go on from the last checkpoint with --resume RUN",
+    )

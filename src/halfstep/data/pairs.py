@@ -202,6 +202,6 @@ def _none_called(root: Path, names: NamePattern) -> DataError:
 def _lonely(path: Path, wanted: str) -> DataError:
     return DataError(
         f"{path} has no partner",
-        why=f"there is no {wanted}",
+        why=f"it needs {wanted}",
         fix="add it, correct data.image_suffix or data.mask_suffix, or leave such files out: data.on_bad_file=skip",
     )

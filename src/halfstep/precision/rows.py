@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import PrecisionError, nearest
 from halfstep.precision.fp8_pays import Fp8Layers, edge_layers
@@ -41,31 +42,36 @@ def rows_of(
 
 def grants_by_module(model: nn.Module, default: Grant, parts: Mapping[str, Grant]) -> dict[str | None, Grant]:
     """The last pattern that matches a module's name decides; else its parent's grant holds."""
-    names = [name for name, _ in model.named_modules()]
+    names = plain_names(model)
     for pattern in parts:
-        if not any(_matches(name, pattern) for name in names):
+        if not any(_matches(name, plain, pattern) for name, plain in names.items()):
             depth = pattern.count(".")
-            known = [name for name in map(_uncompiled, names) if name and name.count(".") <= depth]
+            known = [plain for plain in names.values() if plain and plain.count(".") <= depth]
             none = "leave it out: the model has no parts, the default precision is all of it"
             raise PrecisionError(
                 f"precision.modules: {pattern!r} matches no module of {type(model).__name__}",
                 fix=nearest(pattern.removesuffix(".*"), known) if known else none,
             )
     grants: dict[str | None, Grant] = {}
-    for name in names:  # named_modules gives parents before their children
-        own = [answer for pattern, answer in parts.items() if _matches(name, pattern)]
+    for name, plain in names.items():
+        own = [answer for pattern, answer in parts.items() if _matches(name, plain, pattern)]
         grants[name] = own[-1] if own else grants.get(_parent(name), default)
     return grants
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """torch.compile puts `_orig_mod` into the names of what it wraps; nobody has to write it."""
-    plain = _uncompiled(name)
+def _matches(name: str, plain: str, pattern: str) -> bool:
     return bool(plain) and (fnmatchcase(plain, pattern) or fnmatchcase(name, pattern))
 
 
-def _uncompiled(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """By full name, parents first, without the `_orig_mod` and `module` that torch.compile and DDP put into the names
+    of what they wrap: nobody has to write those."""
+    modules, plain = dict(model.named_modules()), {"": ""}
+    for name in list(modules)[1:]:
+        parent, _, last = name.rpartition(".")
+        is_wrapped = last == "_orig_mod" or isinstance(modules[parent], DistributedDataParallel)
+        plain[name] = plain[parent] if is_wrapped else f"{plain[parent]}.{last}".removeprefix(".")
+    return plain
 
 
 def has_own_weights(module: nn.Module) -> bool:

@@ -43,6 +43,7 @@ from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.forward_writes import Also
 from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, Verdict
+from halfstep.step.own_ranks import refuse_other_rates, refuse_other_steps
 from halfstep.step.own_schedules import OwnSchedules, Paced
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
@@ -206,6 +207,11 @@ class Step:
         )  # fmt: skip
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=OF_OWN_LOOPS)
+        if self._step.ranks is not None:
+            settings = {"precision": plan.granted, "simulate": simulate, "accumulate": accumulate, "clip": clip,
+                        "ema_decay": decay, "skip_spikes": skip_spikes, "guard": options}  # fmt: skip
+            refuse_other_steps(self._step.ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_other_rates)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._capsules = OwnCapsules(capsules, self._step, self._guard, spikes=skip_spikes) if capsules else None

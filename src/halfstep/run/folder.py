@@ -176,6 +176,12 @@ def record_data(workload: Workload, folder: RunFolder) -> None:
         write_whole(_place(folder), json.dumps({"files": len(files), "digest": _digest(files)}))
 
 
+def digest_of_contents(workload: Workload) -> str:
+    """Of the files' names and sizes, which copies on other machines share."""
+    files = list(_files(workload))
+    return _digest(files, with_times=False)[:12] if files else "none"
+
+
 def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
     """A note where sizes or times are others than when the run started; none for runs without a record."""
     try:
@@ -203,12 +209,13 @@ def _files(workload: Workload) -> Iterator[Path]:
             yield from samples.files()
 
 
-def _digest(files: list[Path]) -> str:
+def _digest(files: list[Path], *, with_times: bool = True) -> str:
     digest = hashlib.sha256()
     for path in files:
         entry = path.stat()
+        times = (entry.st_mtime_ns,) if with_times else ()
         # The folder's own name, not its whole path: a data set that was moved is the same one.
-        digest.update(repr((path.parent.name, path.name, entry.st_size, entry.st_mtime_ns)).encode())
+        digest.update(repr((path.parent.name, path.name, entry.st_size, *times)).encode())
     return digest.hexdigest()
 
 

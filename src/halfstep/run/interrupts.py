@@ -33,7 +33,9 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
-    def __init__(self) -> None:
+    def __init__(self, *, answers: bool = True) -> None:
+        self.answers = answers
+        """Whether the first Ctrl-C is answered on the screen: by one of several processes."""
         self.received: signal.Signals | None = None
         self.last_words: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"
         """What to say, and what to tidy up, where the main thread cannot."""
@@ -44,8 +46,8 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as shells have it."""
-        return 128 + (self.received or 0)
+        """128 + the signal's number, as shells have it; of a process that another one's signal ended, SIGTERM's."""
+        return 128 + (self.received or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
@@ -59,7 +61,7 @@ class Interrupts:
             for number in numbers:
                 if number == signal.SIGINT and has_heard:
                     return self._end_at_once()
-                if number == signal.SIGINT:
+                if number == signal.SIGINT and self.answers:
                     _say_at_once(HEARD)
                 has_heard |= number in SIGNALS
         return None
@@ -75,9 +77,9 @@ class Interrupts:
 
 
 @contextmanager
-def interrupts() -> Iterator[Interrupts]:
+def interrupts(*, answers: bool = True) -> Iterator[Interrupts]:
     """Listen while inside; the former handlers come back afterwards."""
-    found = Interrupts()
+    found = Interrupts(answers=answers)
     if threading.current_thread() is not threading.main_thread():
         yield found  # Python allows signal handlers in the main thread only
         return

@@ -40,6 +40,7 @@ class OwnCapsules:
         context = CapsuleContext(
             about={"plan": json.loads(step.plan.to_json())},
             window_of=lambda reading: self.recent.of(reading.attempted),
+            is_ours=lambda reading: step.ranks is None or step.ranks.world.rank == min(reading.faulty_ranks, default=0),
         )
         self.recorder = Recorder(Path(folder), step.model, step, context, notice=warn_user, spikes=spikes)
         guard.observers.append(self.recorder.observe)

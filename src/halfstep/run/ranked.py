@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HalfstepError, counted
+from halfstep.run.folder import digest_of_contents
 from halfstep.run.frozen import checksum
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading
+from halfstep.step.own_ranks import refuse_other_settings
 from halfstep.step.phases import without_gradients_of_others
 from halfstep.step.ranks import Ranks, wrapped_regions
 from halfstep.step.world import World, agreed
@@ -126,20 +128,15 @@ def refuse_differences(config: RunConfig, workload: Workload, world: World) -> N
         **settings,
         "the number of training samples": str(len(workload.train_samples)),
         "the number of validation samples": str(len(workload.val_samples)),
+        "the names and sizes of the data files": digest_of_contents(workload),
         "the first weights": checksum(workload.model)[:12],
     }
-    first, *others = world.gathered(own)
-    for rank, other in enumerate(others, 1):
-        keys = [key for key in first | other if first.get(key) != other.get(key)]
-        if keys:
-            shown = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in keys[:4])
-            raise agreed(
-                ConfigError(
-                    f"rank 0 and rank {rank} differ in {shown}",
-                    why="all processes of a run train the same model on the same data",
-                    fix="give every process the same command, data and versions",
-                )
-            )
+    refuse_other_settings(
+        world,
+        own,
+        why="all processes of a run train the same model on the same data",
+        fix="give every process the same command, data and versions",
+    )
 
 
 def with_all_samples(world: World, reading: Reading) -> Reading:

@@ -273,7 +273,11 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     report = _report(folder, config, world)
     journal = _journal(parts, report)
     record_faults(parts, folder, journal.notice)
-    with ExitStack() as watch, algorithms(deterministic=config.train.deterministic), interrupts() as asked_to_stop:
+    with (
+        ExitStack() as watch,
+        algorithms(deterministic=config.train.deterministic),
+        interrupts(answers=writes) as asked_to_stop,
+    ):
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
         loop = Loop(parts, checkpoints, journal, asked_to_stop)
         is_new = resumed is None

@@ -3,9 +3,11 @@ variables, which whoever starts a run hands in."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """Launchers that do not say where the processes meet."""
 FIRST_PORT = 20000
+AFTER_FIRST_S = 1.0
+"""How long others leave it to the first process to show an error that all of them have."""
+PATIENCE_S = 5.0
+"""For torchrun's store to answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +166,25 @@ def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
         world.hang_up(dist.distributed_c10d._abort_process_group if by_nccl else dist.destroy_process_group)
         raise
     dist.destroy_process_group()
+
+
+def tell_before_meeting(error: HalfstepError, variables: Mapping[str, str]) -> None:
+    """Settle who shows an error that came before the processes met, as in their config: the first of them, or the one
+    that has another than the first. They ask torchrun's store; with other launchers each shows its own."""
+    rank = _number(variables, "RANK")
+    if rank:
+        time.sleep(AFTER_FIRST_S)
+        error.what = f"rank {rank}: {error.what}"
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    from torch.distributed import DistError, TCPStore
+
+    key = hashlib.sha256("\n".join((error.what.removeprefix(f"rank {rank}: "), error.why, error.fix)).encode())
+    attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    with suppress(DistError):  # torchrun is gone: nobody else will show it
+        limit = timedelta(seconds=PATIENCE_S)
+        store = TCPStore(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT"), is_master=False, timeout=limit)
+        error.is_told = store.add(f"halfstep/told/{attempt}/{key.hexdigest()}", 1) > 1
 
 
 @contextmanager

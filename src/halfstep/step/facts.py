@@ -45,6 +45,8 @@ class Reading:
     """The slowest mode that a process had to go on in by itself; empty where none had to."""
     fallen_ranks: tuple[int, ...] = ()
     """The processes that went on in it."""
+    rates: tuple[float, ...] = ()
+    """The learning rate of each process."""
 
     @property
     def reason(self) -> str:
@@ -67,6 +69,8 @@ FELL: dict[Slower, int] = {"compile": 8, "eager": 16}
 """The flags of a process that runs its steps in that mode by itself."""
 FAULTY = 3
 """The flags of a process that mean a fault: loss or buffers not finite."""
+PER_RANK = 3
+"""Numbers that each process says in a step: its flags, how long it waited, its learning rate."""
 FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "holds", "committed")
 
 
@@ -92,7 +96,7 @@ class Facts:
         self.epoch: int | None = None
         self.window: int | None = None
         self.said: Tensor | None = None
-        """Of several processes: how many were asked to stop, then flags and waits of each (step/ranks.py)."""
+        """Of several processes: how many were asked to stop, then flags, waits and rates of each (step/ranks.py)."""
         self.wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
         self.packed = torch.empty(0)
         """All fields in one device tensor, once the step is committed."""
@@ -132,7 +136,9 @@ class Facts:
         values = self._host.tolist()
         v: dict[str, Any] = dict(zip(FIELDS, values, strict=False))
         asked, *of_ranks = values[len(FIELDS) :] or [0]
-        said, waits = [int(flags) for flags in of_ranks[: len(of_ranks) // 2]], of_ranks[len(of_ranks) // 2 :]
+        num_ranks = len(of_ranks) // PER_RANK
+        flags, waits, rates = (of_ranks[k * num_ranks : (k + 1) * num_ranks] for k in range(PER_RANK))
+        said = [int(of_rank) for of_rank in flags]
         fell_to = slowest(said)
         return Reading(
             attempted=self.attempted,
@@ -145,6 +151,7 @@ class Facts:
             is_asked=asked > 0,
             faulty_ranks=tuple(rank for rank, flags in enumerate(said) if flags & FAULTY),
             waits_s=tuple(waits),
+            rates=tuple(rates),
             fell_to=fell_to,
             fallen_ranks=tuple(rank for rank, flags in enumerate(said) if fell_to and flags & FELL[fell_to]),
             holds=bool(v["holds"]),
@@ -237,7 +244,10 @@ def reading_from(state: Mapping[str, Any]) -> Reading:
     """What `asdict` made of a reading, after it was stored."""
     own = {
         **state,
-        **{name: tuple(state.get(name, ())) for name in ("sample_ids", "faulty_ranks", "waits_s", "fallen_ranks")},
+        **{
+            name: tuple(state.get(name, ()))
+            for name in ("sample_ids", "faulty_ranks", "waits_s", "fallen_ranks", "rates")
+        },
     }
     if "phases" not in own:
         return Reading(**own)

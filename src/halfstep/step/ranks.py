@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import ConfigError, ModelError
-from halfstep.step.facts import FELL, Slower
+from halfstep.step.facts import FELL, PER_RANK, Slower
 from halfstep.step.world import World
 
 UNCAPTURED = 11
@@ -44,10 +44,10 @@ class Agreed:
     weight: Tensor
     loss: Tensor
     said: Tensor
-    """Who asked to stop (how many), then each rank's flags, then the seconds that each waited for the others."""
+    """Who asked to stop (how many), then of each rank the flags, the seconds it waited for the others, and its rate."""
 
     def any_said(self, flag: int) -> Tensor:
-        return (self.said[1 : 1 + len(self.said) // 2].long() & flag).any()
+        return (self.said[1 : 1 + len(self.said) // PER_RANK].long() & flag).any()
 
 
 class Ranks:
@@ -68,6 +68,14 @@ class Ranks:
         self._own = torch.zeros(world.size, dtype=torch.float64, device=device)
         self._own[world.rank] = 1
         self._num_reduced = 0
+        self._entered: set[int] = set()
+        """The DDPs whose forward pass has run in the window's last micro-batch, so that they sum its gradients."""
+        for module in self.wrapped:
+            module.register_forward_pre_hook(self._enter)
+
+    def _enter(self, wrapped: nn.Module, inputs: Any) -> None:
+        if wrapped.require_backward_grad_sync:
+            self._entered.add(id(wrapped))
 
     @property
     def size(self) -> int:
@@ -89,11 +97,13 @@ class Ranks:
     @contextmanager
     def reducing(self, *, is_last: bool) -> Iterator[None]:
         """Around forward and backward: gradients travel with the window's last micro-batch only."""
-        self._num_reduced += is_last
+        self._entered.clear()
         with ExitStack() as quiet:
             for wrapped in () if is_last else self.wrapped:
-                quiet.enter_context(wrapped.no_sync())
+                if self._num_reduced or not wrapped.static_graph:  # of a static one torch must see a first sum
+                    quiet.enter_context(wrapped.no_sync())
             yield
+        self._num_reduced += is_last
 
     def unit(self, weight: Tensor | float | int) -> Tensor:
         """The mean of all ranks' first weights: equal ones count exactly 1 each, as in plain DDP."""
@@ -128,7 +138,7 @@ class Ranks:
         trained = [p for p in parameters if p.requires_grad]
         return torch.stack([p.flatten()[:0].sum().float() for p in trained]).sum()
 
-    def agree(self, loss_sum: Tensor, weight: Tensor | float | int, ruined: Tensor) -> Agreed:
+    def agree(self, loss_sum: Tensor, weight: Tensor | float | int, ruined: Tensor, rate: Tensor) -> Agreed:
         """One SUM over all ranks of what their windows came to."""
         share = self._tensor(weight)
         loss_sum = torch.where(share == 0, torch.zeros_like(share), loss_sum.double())
@@ -136,7 +146,7 @@ class Ranks:
         waited_s = self._waited_s
         if waited_s.is_cuda and torch.cuda.is_current_stream_capturing():
             waited_s = torch.zeros_like(waited_s)
-        own = [self._own * (flags + self._fell), self._own * waited_s]
+        own = [self._own * (flags + self._fell), self._own * waited_s, self._own * rate.reshape(())]
         both = torch.cat([torch.stack([share, loss_sum, self.asked]), *own])
         dist.all_reduce(both)
         loss = torch.where(both[0] == 0, torch.full_like(both[0], float("nan")), both[1] / both[0])
@@ -147,8 +157,25 @@ class Ranks:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found > 0
 
+    def refuse_empty(self, window: Sequence[Any]) -> None:
+        """Before the others are in this step."""
+        if not window:
+            raise ConfigError(
+                f"rank {self.world.rank} has an empty window",
+                why="every rank runs forward and backward in every step: the others wait for its gradients",
+                fix="give each rank as many batches; one that must not count returns (loss, 0) from loss_fn",
+            )
+
     def refuse_unreduced(self, parameters: Sequence[Tensor], model: nn.Module) -> None:
-        """DDP leaves a bucket as it is where one of its parameters got no gradient: ranks would part in silence."""
+        """Gradients that DDP did not sum, over which ranks would part in silence: those of a loss that went around it,
+        and those in a bucket with a parameter that got none."""
+        for wrapped in self.wrapped:
+            if id(wrapped) not in self._entered and any(p.grad is not None for p in wrapped.parameters()):
+                raise ModelError(
+                    f"the loss of rank {self.world.rank} went around DistributedDataParallel",
+                    why="gradients are summed over all ranks only where the model is called through it",
+                    fix="call model(x), not model.module(x), and leave no_sync() out: the step enters it by itself",
+                )
         missing = [p for p in parameters if p.requires_grad and p.grad is None]
         if missing and not all(wrapped.find_unused_parameters for wrapped in self.wrapped):
             known = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -163,25 +190,6 @@ class Ranks:
         if isinstance(weight, Tensor):
             return weight.detach().to(self.device, torch.float64).reshape(())
         return torch.full((), float(weight), dtype=torch.float64, device=self.device)
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def ranks_of(model: nn.Module, device: torch.device) -> Ranks | None:
-    """How a model of the user's own takes part: by its DDP. A plain one among several processes is refused."""
-    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    if wrapped:
-        return Ranks(World(), wrapped, device)
-    if (size := world_size()) > 1:
-        raise ConfigError(
-            f"torch.distributed runs {size} processes, and the model is not wrapped in DDP",
-            why="each rank would train weights of its own",
-            fix="two lines before the optimizer: from torch.nn.parallel import DistributedDataParallel; "
-            "model = DistributedDataParallel(model)",
-        )
-    return None
 
 
 Reduce = Literal["fp32", "bf16"]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,7 +34,8 @@ from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Hold, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
-from halfstep.step.ranks import BAD, RUINED, Ranks, ranks_of
+from halfstep.step.own_ranks import ranks_of
+from halfstep.step.ranks import BAD, RUINED, Ranks
 from halfstep.step.rates import Rates
 from halfstep.step.refusals import checked, refuse_half_sums, refuse_no_window, refuse_sparse, refuse_spread, single
 from halfstep.step.scaler import Scaler, ScalerOptions
@@ -74,7 +76,8 @@ class Step:
         trained = self.trained_parameters()
         refuse_spread(model, trained)
         self.device = trained[0].device
-        self.ranks = ranks_of(model, self.device) if ranks == "of the model" else None if ranks == "alone" else ranks
+        of_model = partial(ranks_of, model, trained, self.device)
+        self.ranks = of_model() if ranks == "of the model" else None if ranks == "alone" else ranks
         """The processes that train the same model; None where there is one."""
         if isinstance(schedules, Rates):
             self.rates = schedules
@@ -235,6 +238,8 @@ class Step:
         """Backward over the window: the sum of losses by weight, and of weights. Micro-batches count by weight,
         relative to the first one's (of several ranks: to the mean of their first ones), so that a window of one is
         plain training to the last bit and fp16 sees no larger gradients than without accumulation."""
+        if self.ranks is not None:
+            self.ranks.refuse_empty(window)
         total_loss: Tensor | None = None
         total_weight: Weight = 0.0
         unit: Weight | None = None
@@ -282,7 +287,7 @@ class Step:
             unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
         else:
             self.ranks.refuse_unreduced(parameters, self.model)
-            agreed = self.ranks.agree(loss_sum, weight, ruined)
+            agreed = self.ranks.agree(loss_sum, weight, ruined, self._first_rate())
             loss, weight, ruined = agreed.loss, agreed.weight, agreed.any_said(RUINED)
             unscale = self.ranks.size / (scale * weight)  # DDP has divided by the number of ranks
         overflow: Tensor | None = None

@@ -26,6 +26,9 @@ from halfstep.errors import HalfstepError, RankLost
 
 LIMIT_S = 600.0
 """How long a rank is waited for."""
+LIMIT_NAME = " (train.rank_timeout_s)"
+OF_RUNS = "go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself"
+"""What to do when a rank is lost."""
 GRACE_S = 3.0
 """How long who lost a rank waits for that one's own words, and for others that lost it."""
 SEEN_S = 1.0
@@ -33,6 +36,7 @@ SEEN_S = 1.0
 LOOK_S = 0.5
 """How often who waits for a step looks whether another rank has ended."""
 TIMED_OUT = ("timed out", "timeout")
+CLOSED = "connection closed by peer"
 LOST = ("connection", *TIMED_OUT, "broken pipe", "peer", "nccl", "gloo", "socket")
 """Words in the errors of a collective whose other side is gone."""
 
@@ -56,9 +60,9 @@ class Share:
 
 
 class World(Share):
-    def __init__(self, *, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, *, limit_s: float = LIMIT_S, limit_name: str = LIMIT_NAME, go_on: str = OF_RUNS) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size())
-        self.limit_s = limit_s
+        self.limit_s, self.limit_name, self.go_on = limit_s, limit_name, go_on
         self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
         self._seen = self._others
         """The ranks that were there when one was lost."""
@@ -134,16 +138,14 @@ class World(Share):
             what = f"{self._named(gone)} {'is' if len(gone) == 1 else 'are'} gone"
             why = "killed, or out of host memory: it ended without a word"
         elif error is None or any(word in str(error).lower() for word in TIMED_OUT):
-            what = f"{self._named(silent)} did not answer for {self.limit_s:g} s (train.rank_timeout_s)"
+            what = f"{self._named(silent)} did not answer for {self.limit_s:g} s{self.limit_name}"
             why = "it runs and takes no part in the step: stuck in its own code, its data or its device"
         else:
             what = f"{self._named(silent)} takes no part any more"
-            why = next(iter(str(error).strip().splitlines()), "")
-        return RankLost(
-            what,
-            why=why,
-            fix="go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself",
-        )
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            is_closed = CLOSED in first_line.lower()
+            why = "it has ended: with an error, or after fewer steps than the others" if is_closed else first_line
+        return RankLost(what, why=why, fix=self.go_on)
 
     def _silent(self) -> list[int]:
         """The ranks that do not say in time that they miss somebody, too."""
