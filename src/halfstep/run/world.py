@@ -177,8 +177,8 @@ def tell_before_meeting(error: HalfstepError, variables: Mapping[str, str]) -> N
         error.what = f"rank {rank}: {error.what}"
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistError
-    from torch.distributed.distributed_c10d import TCPStore
 
     key = hashlib.sha256("\n".join((error.what.removeprefix(f"rank {rank}: "), error.why, error.fix)).encode())
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
