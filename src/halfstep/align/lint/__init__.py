@@ -18,6 +18,7 @@ from halfstep.align.lint import (
     hints,
     lifetimes,
     numerics,
+    reached,
     regimes,
     scaler_order,
     scaler_use,
@@ -30,7 +31,7 @@ from halfstep.align.lint.script import Script
 from halfstep.errors import ConfigError
 
 FAMILIES = (
-    *(scaler_order, regimes, skips, accumulation, numerics, weights),
+    *(scaler_order, reached, regimes, skips, accumulation, numerics, weights),
     *(scaler_use, clearing, coverage, switches),
     *(checkpoints, lifetimes, api, hiding, evaluation, hints, custom_functions),
 )

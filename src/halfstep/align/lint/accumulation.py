@@ -31,6 +31,7 @@ class Window:
 
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
+        yield from gated_engine(amp, trace)
         for window in (*windows(trace), *inner_windows(amp, trace)):
             chain = loss_chain(trace, window.backward)
             divided = any(divides(event.node) for event in chain) or divides(window.backward.node)
@@ -42,6 +43,22 @@ def find(amp: Amp) -> Iterator[Finding]:
             yield from masked_means(amp, chain, divided)
             if window.test:
                 yield from dropped_tail(amp, trace, window)
+
+
+def gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`engine.step()` at the window's end: DeepSpeed counts micro-batches in step() itself."""
+    for step in trace.calls("step"):
+        makers = [amp.script.name_of(v.func) for v in amp.script.values(step.receiver) if isinstance(v, ast.Call)]
+        gates = [text for text, holds in step.conditions if holds and text in trace.windows]
+        if (
+            "deepspeed.initialize" in makers
+            and not is_optimizer_name(step.receiver)
+            and any("accum" in modulus(gate).lower() for gate in gates)
+        ):
+            message = f"{last(step.receiver)}.step() only where `{gates[0]}`: the engine counts the window in step()"
+            fix = "call it after every backward; gradient_accumulation_steps in the config is the window"
+            yield amp.script.finding("engine-step-gated", step.node, message, fix=fix)
+            return
 
 
 def windows(trace: Trace) -> Iterator[Window]:

@@ -61,6 +61,15 @@ class Amp:
             yield value, enabled_of(value, self.script)
 
     @cached_property
+    def accelerators(self) -> dict[str, str]:
+        """Accelerators made here and the precision they are given: fp16 where it may be, empty where none is."""
+        made = {name: v for name, values in self.script.assigned.items() for v in values if isinstance(v, ast.Call)}
+        calls = {
+            n: v for n, v in made.items() if self.script.name_of(v.func) in ("accelerate.Accelerator", "Accelerator")
+        }
+        return {name: accelerated(keyword(call, "mixed_precision"), self.script) for name, call in calls.items()}
+
+    @cached_property
     def may_scale(self) -> bool:
         """Whether anything could scale a loss: a scaler that is used or comes from elsewhere, or a scale by hand."""
         if self.scalers and not any(getattr(call.func, "attr", "") == "scale" for call in self.script.calls):
@@ -123,6 +132,14 @@ class Amp:
         return any(made.enabled is False for made in self.scalers if same_object(made.key, key))
 
 
+def accelerated(value: ast.expr | None, script: Script) -> str:
+    """`mixed_precision=` of an Accelerator; what is decided at run time may be fp16."""
+    if value is None:
+        return ""
+    fixed = script.constant(value)
+    return str(fixed.value) if isinstance(fixed, ast.Constant) else "fp16"
+
+
 def passed(event: Event) -> set[str]:
     """What a call hands over, by position or by name; `scaler.step(opt)` and the like do not count."""
     if not isinstance(event.node, ast.Call):
@@ -145,10 +162,25 @@ def last(key: str) -> str:
     return key.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
 
 
+def plain(key: str) -> str:
+    """A name as its own function writes it."""
+    return key.rsplit(":", 1)[-1]
+
+
 def is_optimizer_name(key: str) -> bool:
     """`optimizer`, `optim_g`, `self.opt`, `opt_d`."""
     name = last(key).lower()
     return "optim" in name or name == "opt" or name.startswith("opt_") or name.endswith("_opt")
+
+
+def optimizer_of(step: Event) -> str:
+    """`optimizer` of `optimizer.step()` and of `scaler.step(optimizer)`, where its name says so."""
+    name = step.arguments[0] if step.arguments else step.receiver
+    return name if is_optimizer_name(name) else ""
+
+
+def is_constant_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
 
 
 def runs_without_amp(event: Event) -> bool:

@@ -16,6 +16,7 @@ RESUME_WORDS = re.compile(r"resume|restore|start_epoch|(load|from|last|latest)_?
 
 
 def find(amp: Amp) -> Iterator[Finding]:
+    yield from apex_unloaded(amp)
     live = live_scalers(amp)
     if not live or certainly_bf16(amp):
         return
@@ -25,6 +26,17 @@ def find(amp: Amp) -> Iterator[Finding]:
         yield from unsaved(amp, live)
     if saved & live.keys() or not any(map(is_optimizer_name, saved)):
         yield from unloaded(amp, live, loaded)
+
+
+def apex_unloaded(amp: Amp) -> Iterator[Finding]:
+    """apex keeps its loss scale in amp.state_dict()."""
+    named = [(call, amp.script.name_of(call.func)) for call in amp.script.calls]
+    scales = any(name == "apex.amp.initialize" and "'O0'" not in ast.unparse(call) for call, name in named)
+    loads = [call for call in amp.script.calls if is_optimizer_load(call)]
+    handed = any("amp" in passed(e) for t in amp.traces for e in t.events)
+    if scales and loads and not handed and not any(name == "apex.amp.load_state_dict" for _, name in named):
+        message = "resume loads the optimizer but not apex's amp: the loss scale starts at 65536 again"
+        yield amp.script.finding("scaler-not-loaded", loads[0], message, fix="amp.load_state_dict(…) beside it")
 
 
 def unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Iterator[Finding]:

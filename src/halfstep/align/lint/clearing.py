@@ -7,12 +7,23 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.accumulation import windows
-from halfstep.align.lint.amp import Amp, is_optimizer_name, is_plain_backward, is_scaled_backward, last
+from halfstep.align.lint.accumulation import modulus, windows
+from halfstep.align.lint.amp import (
+    Amp,
+    is_optimizer_name,
+    is_plain_backward,
+    is_scaled_backward,
+    last,
+    optimizer_of,
+    passed,
+)
 from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.script import dotted_name
 
-CLEARS = re.compile(r"zero_?_?grad|clear_?grad|\.grad\b|reset_grad|grad_?zero|closure", re.IGNORECASE)
-"""Whatever could clear a gradient, or work on it by hand."""
+CLEARS = re.compile(
+    r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*([-+*/]?=[^=]|\.\w+_\()", re.IGNORECASE
+)
+"""Whatever could clear a gradient, or change it by hand; reading one clears nothing."""
 WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
 
 
@@ -20,12 +31,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         yield from never_cleared(amp, trace)
         yield from cleared_within(amp, trace)
-
-
-def optimizer_of(step: Event) -> str:
-    """`optimizer` of `optimizer.step()` and of `scaler.step(optimizer)`, where its name says so."""
-    name = step.arguments[0] if step.arguments else step.receiver
-    return name if is_optimizer_name(name) else ""
+        yield from stepped_within(amp, trace)
 
 
 def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -34,7 +40,7 @@ def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
         return
     backwards = [e for e in trace.events if e.loops and (is_plain_backward(e) or is_scaled_backward(e))]
     for step in trace.calls("step"):
-        made = is_torch_optimizer(amp, optimizer_of(step))
+        made = steps_alone(amp, trace, step)
         if made and any(e.loops == step.loops and e.index < step.index for e in backwards):
             message = (
                 f"nothing clears the gradients that {last(optimizer_of(step))} steps with: each step adds to the last"
@@ -44,11 +50,30 @@ def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
             return
 
 
-def is_torch_optimizer(amp: Amp, name: str) -> bool:
-    """Made here by torch.optim: another one may clear gradients by itself."""
-    values = amp.script.assigned.get(name, []) if name else []
-    makers = [amp.script.name_of(value.func) if isinstance(value, ast.Call) else "" for value in values]
-    return bool(makers) and all(maker.startswith("torch.optim.") for maker in makers)
+def steps_alone(amp: Amp, trace: Trace, step: Event) -> bool:
+    """Whether torch.optim made the optimizer, and nobody else in the loop gets hold of it."""
+    name = optimizer_of(step)
+    own = {"step", "unscale_", "clip_grad_norm_", "clip_grad_value_"}
+    inside = [e for e in trace.events if e.loops[: len(step.loops)] == step.loops and e.method not in own]
+    return bool(name) and made_by_torch(amp, name) and not any(name in passed(e) for e in inside)
+
+
+def made_by_torch(amp: Amp, name: str) -> bool:
+    """By torch.optim, here or in a function of this file, also wrapped: `Lookahead(optimizer)`."""
+    return bool(amp.script.values(name)) and all(is_torch_optimizer(amp, value) for value in amp.script.values(name))
+
+
+def is_torch_optimizer(amp: Amp, value: ast.expr | None) -> bool:
+    if not isinstance(value, ast.Call):
+        return False
+    called = amp.script.name_of(value.func)
+    own = amp.script.functions.get(called) or amp.script.method_named(called.removeprefix("self."))
+    ends = [n.value for n in amp.script.below(own) if isinstance(n, ast.Return)] if own is not None else []
+    if ends:
+        return all(is_torch_optimizer(amp, amp.script.constant(end)) for end in ends)
+    wraps = [dotted_name(argument) for argument in value.args[:1]]
+    inner = [v for name in wraps if is_optimizer_name(name) for v in amp.script.values(name)]
+    return called.startswith("torch.optim.") or any(is_torch_optimizer(amp, v) for v in inner if v is not value)
 
 
 def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -68,3 +93,21 @@ def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
                     "cleared-within-window", event.node, message, fix=fix, related=window.step.node
                 )
                 break
+
+
+def stepped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """step() at every micro-batch while zero_grad waits for the window's end: gradients are used again and again."""
+    clears = list(trace.calls("zero_grad"))
+    for clear in clears:
+        gates = {(text, holds) for text, holds in clear.conditions if holds and text in trace.windows}
+        gates = {gate for gate in gates if any(word in modulus(gate[0]).lower() for word in WINDOW_WORDS)}
+        if not gates or any(e.loops == clear.loops and not gates & e.conditions for e in clears):
+            continue
+        for step in trace.calls("step"):
+            same = optimizer_of(step) and last(optimizer_of(step)) == last(clear.receiver)
+            gated = any(text in trace.windows for text, _ in step.conditions)
+            if same and step.loops == clear.loops and not gated and not step.excludes(clear):
+                message = f"step() runs at every micro-batch, zero_grad() only where `{next(iter(gates))[0]}`"
+                fix = "step, and update the scaler, where the gradients are cleared"
+                yield amp.script.finding("stepped-within-window", step.node, message, fix=fix, related=clear.node)
+                return

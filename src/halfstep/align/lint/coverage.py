@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_scaled_backward, last
+from halfstep.align.lint.amp import Amp, is_scaled_backward, last, plain
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import methods_of
+from halfstep.align.lint.regions import region_of
+from halfstep.align.lint.script import AUTOCASTS, dotted_name, is_constant, keyword, methods_of
 from halfstep.align.lint.weights import half_models
 
+OWN_METHODS = ("encode", "decode", "compute_loss", "get_loss", "training_loss")
 LIBRARIES = ("torchvision.", "timm.", "transformers.", "segmentation_models_pytorch.")
 OTHER_HALF = re.compile(r"\.half\(|float16|MixedPrecision|accelerat|deepspeed|apex", re.IGNORECASE)
 """Another way to half precision."""
@@ -20,10 +22,26 @@ OTHER_HALF = re.compile(r"\.half\(|float16|MixedPrecision|accelerat|deepspeed|ap
 def find(amp: Amp) -> Iterator[Finding]:
     in_bf16 = {last(model.name) for model in half_models(amp) if model.dtype == "bf16"}
     in_bf16 -= {last(model.name) for model in half_models(amp) if model.dtype != "bf16"}
+    yield from bf16_asked(amp)
     for trace in amp.traces if amp.goes_backward else ():
         yield from other_dtype(amp, trace, in_bf16)
         yield from uncovered(amp, trace)
         yield from without_autocast(amp, trace)
+        yield from around_the_wrapper(amp, trace)
+
+
+def bf16_asked(amp: Amp) -> Iterator[Finding]:
+    """`autocast(enabled=args.bf16)` without a dtype is fp16."""
+    for call in amp.script.calls:
+        asked = keyword(call, "enabled")
+        if amp.script.name_of(call.func) not in AUTOCASTS or asked is None or keyword(call, "dtype") is not None:
+            continue
+        region = region_of(call, amp.script)
+        if region is not None and region.dtype == "fp16" and re.search(r"\.?(bf16|bfloat16)\b", ast.unparse(asked)):
+            message = f"autocast is on where {ast.unparse(asked)}, and without a dtype it is fp16"
+            fix = "dtype=torch.bfloat16 where bf16 is asked for"
+            yield amp.script.finding("autocast-dtype-differs", call, message, fix=fix)
+            return
 
 
 def other_dtype(amp: Amp, trace: Trace, in_bf16: set[str]) -> Iterator[Finding]:
@@ -49,7 +67,8 @@ def uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
             e for e in trace.events[: backward.index] if e.loops == backward.loops != () and not e.excludes(backward)
         ]
         forwards = [e for e in before if is_forward(amp, e)]
-        covered = any(e.regions for e in trace.events if is_model(amp, e))
+        inside = [e for e in trace.events if e.regions]
+        covered = any(is_model(amp, e) or last(e.receiver) in amp.script.model_names for e in inside)
         used = any(e.regions and e.region is not None and e.region.may_be_on for e in before)
         if forwards and not covered and used and not forwards[-1].conditions - backward.conditions:
             message = f"{last(forwards[-1].called)} runs outside autocast, only the loss inside: it computes in fp32"
@@ -63,16 +82,77 @@ def uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
 def without_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """The loss is scaled, and nothing in the file runs in half: not the loop, and not the model, which is known."""
     used = {getattr(n, "attr", "") or getattr(n, "id", "") for n in amp.script.nodes}
-    if any("autocast" in name for name in used) or OTHER_HALF.search(amp.script.text):
-        return
+    mentioned = any("autocast" in name for name in used) or bool(OTHER_HALF.search(amp.script.text))
+    off = switched_off(amp)
     for backward in filter(is_scaled_backward, trace.events):
-        made = any(last(m.key) == last(backward.scaled_by) and m.enabled is not False for m in amp.scalers)
-        inside = [e for e in trace.events[: backward.index] if e.loops == backward.loops and is_forward(amp, e)]
-        if made and any(is_known_model(amp, e.called) for e in inside):
+        made = [m for m in amp.scalers if last(m.key) == last(backward.scaled_by) and m.enabled is not False]
+        before = [e for e in trace.events[: backward.index] if e.loops == backward.loops]
+        known = any(is_known_model(amp, name) for e in before for name in models_run_by(amp, e))
+        if made and (off is not None or known and not mentioned):
             message = f"{last(backward.scaled_by)} scales the loss of a model that no autocast surrounds: all is fp32"
+            message += ", autocast(enabled=False) switches it off" if off is not None else ""
             fix = "call the model and the loss inside torch.autocast('cuda', dtype=torch.float16)"
-            yield amp.script.finding("model-outside-autocast", backward.node, message, fix=fix)
+            yield amp.script.finding("model-outside-autocast", off or backward.node, message, fix=fix)
             return
+
+
+def switched_off(amp: Amp) -> ast.Call | None:
+    """The autocast around a model, where every autocast of the file is switched off for good."""
+    calls = [call for call in amp.script.calls if amp.script.name_of(call.func) in AUTOCASTS]
+    if not calls or not all(is_constant(keyword(call, "enabled"), False) for call in calls):
+        return None
+    blocks = [n for n in amp.script.nodes if isinstance(n, ast.With) and any(c in amp.script.below(n) for c in calls)]
+    runs = (
+        last(dotted_name(c.func)) in amp.script.model_names for block in blocks for c in amp.script.calls_below(block)
+    )
+    return calls[0] if any(runs) else None
+
+
+def models_run_by(amp: Amp, event: Event) -> list[str]:
+    """The model a call runs, itself or in a method of this file."""
+    if is_forward(amp, event):
+        return [event.called]
+    inner = amp.script.method_named(event.method) if isinstance(event.node, ast.Call) else None
+    calls = amp.script.calls_below(inner) if inner is not None and not event.grad_off else ()
+    return [name for c in calls if last(name := dotted_name(c.func)) in amp.script.model_names]
+
+
+def around_the_wrapper(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`vae.module.encode(x)` of a prepared model: accelerate's autocast is around forward() alone."""
+    halves = {name for name, precision in amp.accelerators.items() if precision in ("fp16", "bf16")}
+    if (
+        not halves
+        or "autocast" in amp.script.code
+        or not any(plain(e.receiver) in halves for e in trace.calls("backward"))
+    ):
+        return
+    prepared = {n for n, values in amp.script.assigned.items() if any(is_prepare(v, halves) for v in values)}
+    for event in trace.events:
+        func = event.node.func if isinstance(event.node, ast.Call) else None
+        owner = ""
+        if isinstance(func, ast.Attribute) and event.method.startswith(OWN_METHODS):
+            given = amp.script.values(dotted_name(func.value))
+            owner = next((name for part in (func.value, *given) if (name := unwrapped(part)) in prepared), "")
+        trained = last(owner) in amp.script.model_names and owner in prepared
+        if trained and event.loops and not event.grad_off and not any(e.called == owner for e in trace.events):
+            message = f"{event.method}() goes round the forward() that accelerate puts under autocast: all is fp32"
+            fix = "with accelerator.autocast(): around it"
+            yield amp.script.finding("model-outside-autocast", event.node, message, fix=fix)
+            return
+
+
+def is_prepare(value: ast.expr, accelerators: set[str]) -> bool:
+    func = value.func if isinstance(value, ast.Call) else None
+    return isinstance(func, ast.Attribute) and func.attr == "prepare" and dotted_name(func.value) in accelerators
+
+
+def unwrapped(node: ast.expr) -> str:
+    """`vae` of `vae.module` and of `accelerator.unwrap_model(vae)`."""
+    if isinstance(node, ast.IfExp):
+        node = node.body
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "unwrap_model" and node.args:
+        node = node.args[0]
+    return dotted_name(node).removesuffix(".module")
 
 
 def is_known_model(amp: Amp, name: str) -> bool:

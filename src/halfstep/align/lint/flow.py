@@ -48,6 +48,8 @@ class Event:
     regions: tuple[Region, ...] = ()
     grad_off: bool = False
     function: str = ""
+    guards: tuple[ast.If, ...] = ()
+    """The `if` statements around it, outermost first."""
 
     @property
     def region(self) -> Region | None:
@@ -74,6 +76,7 @@ class Scope:
     loops: tuple[int, ...] = ()
     regions: tuple[Region, ...] = ()
     grad_off: bool = False
+    guards: tuple[ast.If, ...] = ()
     depth: int = 0
 
     def inside(self, **changes: object) -> Scope:
@@ -97,6 +100,7 @@ class Trace:
         self.events: list[Event] = []
         self.scaled: dict[str, str] = {}
         self.windows: set[str] = set()
+        self.fatal: set[str] = set()
         self.inlined: set[int] = set()
         self.active: list[ast.AST] = []
         self.methods = methods_of(class_node) if class_node is not None else {}
@@ -120,18 +124,20 @@ class Trace:
             if len(self.events) > MAX_EVENTS:
                 return
             self.statement(statement, scope)
-            if isinstance(statement, ast.If) and leaves(statement.body) and not statement.orelse:
-                scope = scope.inside(conditions=scope.conditions | self.conditions(statement.test, False, scope))
+            for test, holds in passed_by(statement):
+                scope = scope.inside(conditions=scope.conditions | self.conditions(test, holds, scope))
 
     def statement(self, node: ast.stmt, scope: Scope) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return
         if isinstance(node, ast.If):
             self.expression(node.test, scope)
-            self.block(node.body, scope.inside(conditions=scope.conditions | self.conditions(node.test, True, scope)))
-            self.block(
-                node.orelse, scope.inside(conditions=scope.conditions | self.conditions(node.test, False, scope))
-            )
+            guarded = scope.inside(guards=(*scope.guards, node))
+            for body, holds in ((node.body, True), (node.orelse, False)):
+                known = self.conditions(node.test, holds, scope)
+                self.block(body, guarded.inside(conditions=scope.conditions | known))
+            if node.body and isinstance(node.body[-1], ast.Raise):
+                self.fatal |= {text for text, _ in self.conditions(node.test, True, scope)}
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
             self.expression(node.test if isinstance(node, ast.While) else node.iter, scope)
             self.block(node.body, scope.inside(loops=(*scope.loops, id(node))))
@@ -142,8 +148,11 @@ class Trace:
                 scope = self.opened(item.context_expr, scope)
             self.block(node.body, scope)
         elif isinstance(node, ast.Try | ast.TryStar):
-            for part in (node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody):
-                self.block(part, scope)
+            self.block(node.body, scope)
+            for handler in node.handlers:
+                failed = (f"except at line {handler.lineno}", True)
+                self.block(handler.body, scope.inside(conditions=scope.conditions | {failed}))
+            self.block([*node.orelse, *node.finalbody], scope)
         elif isinstance(node, ast.Match):
             self.match(node, scope)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -189,7 +198,7 @@ class Trace:
     def key_text(self, node: ast.expr, scope: Scope) -> str:
         """The text of an expression, its parameters renamed; `do_step` for a modulo keeps the modulo."""
         if isinstance(node, ast.Name):
-            values = self.script.assigned.get(node.id, [])
+            values = self.script.values(node.id)
             if len(values) == 1 and any(
                 isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod) for i in self.script.below(values[0])
             ):
@@ -267,6 +276,7 @@ class Trace:
             loops=scope.loops,
             regions=scope.regions,
             grad_off=scope.grad_off,
+            guards=scope.guards,
             function=scope.function,
             **{"name": "", **known},  # type: ignore[arg-type]
         )
@@ -316,6 +326,20 @@ class Trace:
             self.key(n, scope) for n in self.script.below(node.value) if isinstance(n, ast.Name | ast.Attribute)
         )
         self.events.append(self.event(node, scope, targets=targets, uses=uses))
+
+
+def passed_by(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
+    """Tests whose answer is known after a statement, because the other one leaves; those inside its blocks too."""
+    if isinstance(statement, ast.If):
+        if leaves(statement.body):
+            yield statement.test, False
+        elif leaves(statement.orelse):
+            yield statement.test, True
+    if isinstance(statement, ast.If | ast.With | ast.Try):
+        handlers = getattr(statement, "handlers", [])
+        parts = [statement.body, getattr(statement, "orelse", []), *(handler.body for handler in handlers)]
+        for inner in (inner for part in parts if not leaves(part) for inner in part):
+            yield from passed_by(inner)
 
 
 def is_none(node: ast.expr) -> bool:

@@ -55,7 +55,7 @@ def loss_function(script: Script, node: ast.Call) -> Function | None:
     name = dotted_name(node.func)
     if name in script.functions:
         return script.functions[name]
-    made = script.assigned.get(name, [])
+    made = script.values(name)
     maker = dotted_name(made[0].func) if len(made) == 1 and isinstance(made[0], ast.Call) else ""
     owner = next((c for c in script.classes if c.name == maker), None)
     return methods_of(owner).get("forward") if owner is not None else None

@@ -17,7 +17,8 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import AUTOCASTS, keyword, names_in
+from halfstep.align.lint.regions import format_of
+from halfstep.align.lint.script import AUTOCASTS, dotted_name, is_constant, keyword, names_in
 from halfstep.align.spellings import dtype_of
 
 
@@ -27,6 +28,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         yield from fp16_without_scaler(amp, trace)
     yield from scaler_with_bf16(amp)
     yield from inverted_scaler(amp)
+    yield from unscaled_fallback(amp)
 
 
 def backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -113,6 +115,33 @@ def inverted_scaler(amp: Amp) -> Iterator[Finding]:
             yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)
 
 
+def unscaled_fallback(amp: Amp) -> Iterator[Finding]:
+    """Where bf16 is not there the dtype falls back to fp16, and the flag that makes the scaler stays off."""
+    guards = [
+        n for n in amp.script.nodes if isinstance(n, ast.If) and any(m.call in amp.script.below(n) for m in amp.scalers)
+    ]
+    flags = {dotted_name(guard.test) for guard in guards} - {""}
+    blocks = [
+        b
+        for n in amp.script.nodes
+        for b in (getattr(n, "body", None), getattr(n, "orelse", None))
+        if isinstance(b, list)
+    ]
+    for block in blocks:
+        off = [s for s in block if isinstance(s, ast.Assign) and is_constant(s.value, False) and targets(s) & flags]
+        inner = [n for s in block for n in amp.script.below(s) if isinstance(n, ast.Assign)]
+        chosen = {format_of(n.value, amp.script) for n in inner}
+        if off and "fp16" in chosen and not any(is_constant(n.value, True) and targets(n) & flags for n in inner):
+            message = (
+                f"{last(dotted_name(off[0].targets[0]))} stays off although fp16 may be chosen here: no loss scaling"
+            )
+            yield amp.script.finding("fp16-without-scaler", off[0], message, fix="turn it on with fp16")
+
+
+def targets(node: ast.Assign) -> set[str]:
+    return {dotted_name(target) for target in node.targets}
+
+
 def autocast_switches(amp: Amp) -> set[str]:
     """What decides whether autocast is on, as the script writes it: `self.use_amp`."""
     calls = [call for call in amp.script.calls if amp.script.name_of(call.func) in AUTOCASTS]
@@ -140,12 +169,22 @@ def is_for_bf16(test: ast.expr) -> bool:
 
 
 def scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
-    """A scaler that is certainly on, in a script whose every region is certainly bf16."""
+    """A scaler that is on wherever it is there, in a loop whose every region is certainly bf16."""
     if not amp.regions or any(region.dtype != "bf16" or region.device == "cpu" for region in amp.regions):
         return
-    scaled = [e for t in amp.traces for e in t.events if is_scaled_backward(e)]
+    scaled = [e for t in amp.traces if any(e.regions for e in t.events) for e in t.events if is_scaled_backward(e)]
     for made in amp.scalers:
-        if made.enabled and any(same_object(made.key, e.scaled_by) for e in scaled):
+        on = made.enabled or made.enabled is None and not made.call.keywords
+        if on and any(same_object(made.key, e.scaled_by) and reaches(amp, made, e) for e in scaled):
             message = f"{last(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
             fix = "drop the scaler: loss.backward(), optimizer.step()"
             yield amp.script.finding("scaler-with-bf16", made.call, message, fix=fix)
+
+
+def reaches(amp: Amp, made: ScalerMade, event: Event) -> bool:
+    """Whether the scaler of an event can be the one made here: an attribute, the same scope, or a parameter."""
+    owner = amp.script.owners.get(id(event.node))
+    given = owner is not None and any(
+        last(event.scaled_by) == a.arg for a in ast.walk(owner.args) if isinstance(a, ast.arg)
+    )
+    return "." in made.key or given or amp.script.share_scope(made.call, event.node)

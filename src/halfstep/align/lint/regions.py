@@ -42,7 +42,7 @@ def region_of(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
     if depth > MAX_ALIASES:
         return None
     if isinstance(node, ast.Name | ast.Attribute):
-        return one_of([region_of(value, script, depth + 1) for value in script.assigned.get(dotted_name(node), [])])
+        return one_of([region_of(value, script, depth + 1) for value in script.values(dotted_name(node))])
     if isinstance(node, ast.IfExp):
         return one_of([region_of(value, script, depth + 1) for value in (node.body, node.orelse)])
     if not isinstance(node, ast.Call):
@@ -51,7 +51,7 @@ def region_of(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
     if name in AUTOCASTS:
         return read_call(node, name, script)
     own = script.functions.get(name) or script.method_named(name.removeprefix("self.")) if name else None
-    makers = [*script.assigned.get(dotted_name(node.func), []), *returned_by(own)]
+    makers = [*script.values(dotted_name(node.func)), *returned_by(own)]
     return one_of([made_region(maker, node, script, depth + 1) for maker in makers])
 
 
@@ -94,7 +94,7 @@ def one_of(choices: list[Region | None]) -> Region | None:
 def may_be_fp16(node: ast.expr | None, script: Script) -> bool:
     """`torch.float16` as one arm of a choice, or one of the values a local name is given."""
     name = dotted_name(node)
-    values = script.assigned.get(name, []) if name and name not in script.parameters else []
+    values = script.values(name) if name and name not in script.parameters else []
     for value in values or ([node] if node is not None else []):
         arms = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
         if any(format_of(arm, script) == "fp16" for arm in arms):
@@ -150,9 +150,16 @@ def device_of(node: ast.expr | None, script: Script) -> str:
 def format_of(node: ast.expr | None, script: Script) -> str:
     """fp16, bf16, … for `torch.bfloat16` or a name that is that and nothing else."""
     node = script.constant(node)
-    if isinstance(node, ast.Attribute) and script.name_of(node).startswith("torch."):
-        return dtype_of(node.attr) or ""
-    return ""
+    if isinstance(node, ast.IfExp):  # half where AMP is on, fp32 (no cast at all) where it is off
+        half = {written_format(node.body, script), written_format(node.orelse, script)} - {"fp32"}
+        return half.pop() if len(half) == 1 else ""
+    return written_format(node, script)
+
+
+def written_format(node: ast.expr | None, script: Script) -> str:
+    """fp16, bf16, … where it is written out as `torch.bfloat16`."""
+    known = isinstance(node, ast.Attribute) and script.name_of(node).startswith("torch.")
+    return dtype_of(node.attr) or "" if known and isinstance(node, ast.Attribute) else ""
 
 
 def is_no_grad(node: ast.expr, script: Script) -> bool:

@@ -14,6 +14,7 @@ from halfstep.align.lint.amp import (
     is_scaled_backward,
     is_scaler_step,
     last,
+    plain,
     rescales_gradients,
     runs_without_amp,
     same_object,
@@ -28,10 +29,24 @@ def find(amp: Amp) -> Iterator[Finding]:
         if scaled:
             yield from clip_before_unscale(amp, trace, scaled)
             yield from unscale_twice(amp, trace)
-            yield from unscale_outside_window(amp, trace)
             yield from bypassed_scaler(amp, trace, scaled)
             yield from updated_between_steps(amp, trace)
+        yield from clip_beside_accelerate(amp, trace)
     yield from step_without_update(amp)
+
+
+def clip_beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """torch's clipping after accelerator.backward(): fp16's scale is still in the gradients."""
+    for clip in filter(is_clip, trace.events):
+        between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
+        changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
+        backward = changed[-1] if changed and changed[-1].method == "backward" else None
+        if backward is not None and amp.accelerators.get(plain(backward.receiver)) == "fp16":
+            owner = last(backward.receiver)
+            message = f"gradients are clipped while still multiplied by {owner}'s loss scale"
+            fix = f"{owner}.clip_grad_norm_(…), which unscales first"
+            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+            return
 
 
 def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
@@ -77,23 +92,6 @@ def unscale_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
             message = f"unscale_({last(first.arguments[0])}) a second time before update(): GradScaler raises"
             fix = "unscale once per optimizer and step"
             yield amp.script.finding("unscale-twice", second.node, message, fix=fix, related=first.node)
-
-
-def unscale_outside_window(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """unscale_ at every micro-batch while step and update wait for the window: the second micro-batch raises."""
-    for unscale in trace.calls("unscale_"):
-        steps = [e for e in trace.events if is_scaler_step(e, unscale.receiver) and e.loops == unscale.loops]
-        updates = [e for e in trace.calls("update") if same_object(e.receiver, unscale.receiver)]
-        for step in steps:
-            window = {c for c in step.conditions - unscale.conditions if c[0] in trace.windows}
-            guarded = bool(window) and all(window & update.conditions for update in updates) and bool(updates)
-            if guarded and unscale.index < step.index and unscale.loops:
-                message = (
-                    "unscale_() runs at every micro-batch, step() only at the end of the window: GradScaler raises"
-                )
-                fix = "move unscale_ (and clipping) into the block that steps"
-                yield amp.script.finding("unscale-outside-window", unscale.node, message, fix=fix, related=step.node)
-                break
 
 
 def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
@@ -142,7 +140,7 @@ def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 def wrapped_elsewhere(amp: Amp, optimizer: str) -> bool:
     """`model, optimizer = msamp.initialize(…)`: a framework's optimizer, whose step() may do anything."""
-    makers = [dotted_name(v.func) for v in amp.script.assigned.get(optimizer, []) if isinstance(v, ast.Call)]
+    makers = [dotted_name(v.func) for v in amp.script.values(optimizer) if isinstance(v, ast.Call)]
     return any(last(maker) in ("initialize", "prepare", "setup") for maker in makers)
 
 
@@ -152,6 +150,7 @@ def step_without_update(amp: Amp) -> Iterator[Finding]:
         steps = [e for t in amp.traces for e in t.events if is_scaler_step(e, scaler)]
         called = {dotted_name(call.func) for call in amp.script.calls}
         updated = any(name.endswith(f"{last(scaler)}.update") for name in called)
+        updated = updated or any(same_object(e.receiver, scaler) for t in amp.traces for e in t.calls("update"))
         hidden = any(same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
         if steps and not updated and not hidden and not amp.is_disabled(scaler):
             message = f"{last(scaler)}.step() without {last(scaler)}.update(): the scale never changes, skips never end"

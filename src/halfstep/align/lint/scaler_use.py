@@ -78,7 +78,8 @@ def undefined(amp: Amp, trace: Trace) -> Iterator[Finding]:
         test = ast.unparse(branch.test)
         for use in trace.events:
             is_use = use.scaled_by == made.key or is_scaler_step(use, made.key)
-            after = use.node.lineno > (branch.end_lineno or 0) and use.function == trace.root_name
+            made_at = next((e.index for e in trace.events if e.node is made.call), len(trace.events))
+            after = use.index > made_at and branch not in use.guards
             words = {*AMP_WORDS, *(name.lower() for name in names_in(branch.test)), test.lower()}
             related = any(word in text.lower() for text, _ in use.conditions for word in words)
             if is_use and after and not related:

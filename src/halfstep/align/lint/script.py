@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,6 +118,11 @@ class Script:
     def lines(self) -> list[str]:
         return lines_of(self.text)
 
+    @cached_property
+    def code(self) -> str:
+        """The text without its comments."""
+        return re.sub(r"(^|\s)#.*", "", self.text)
+
     def position(self, line: int, byte_column: int) -> tuple[int, int]:
         """`ast` counts bytes of UTF-8, edits count characters."""
         return line, len(self.lines[line - 1].encode()[:byte_column].decode(errors="ignore"))
@@ -148,6 +154,10 @@ class Script:
             elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
                 found.setdefault(dotted_name(node.target), []).append(node.value)
         return found
+
+    def values(self, key: str) -> list[ast.expr]:
+        """What a name is ever given; a walk into a function writes its local names as `function:name`."""
+        return self.assigned.get(key.rsplit(":", 1)[-1], [])
 
     @cached_property
     def owners(self) -> dict[int, Function]:

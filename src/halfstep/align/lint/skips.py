@@ -68,7 +68,7 @@ def is_scheduler_step(event: Event, amp: Amp) -> bool:
     counts = isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
     if event.method != "step" or counts or "noise" in name or is_optimizer_name(name) or "scaler" in name:
         return False
-    made = amp.script.assigned.get(event.receiver, [])
+    made = amp.script.values(event.receiver)
     makers = [amp.script.name_of(value.func) for value in made if isinstance(value, ast.Call)]
     by_maker = any("lr_scheduler" in maker or "schedule" in last(maker).lower() for maker in makers)
     return by_maker or any(word in name for word in ("sched", "schdr", "schd", "lr_sch"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 
-from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp
-from halfstep.align.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, keyword
+from halfstep.align.findings import Finding, Severity
+from halfstep.align.lint.amp import Amp, last
+from halfstep.align.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, is_constant, keyword
+from halfstep.align.spellings import dtype_of
 
 AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)
 BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
@@ -20,6 +22,9 @@ def find(amp: Amp) -> Iterator[Finding]:
     for test in amp_tests(amp.script):
         yield from fixed(amp.script, test)
     yield from low_capability(amp.script)
+    yield from always_on(amp.script)
+    yield from chosen_word(amp.script)
+    yield from accelerate_bool(amp)
 
 
 def bool_flags(script: Script) -> Iterator[Finding]:
@@ -34,6 +39,70 @@ def bool_flags(script: Script) -> Iterator[Finding]:
             message = f"type=bool makes every value true: `{flag} False` turns it on"
             fix = "action=argparse.BooleanOptionalAction"
             yield script.finding("amp-switch-stuck", call, message, fix=fix)
+
+
+def always_on(script: Script) -> Iterator[Finding]:
+    """`add_argument("--amp", action="store_true", default=True)`: nothing turns it off."""
+    for call in script.calls:
+        action, flags = keyword(call, "action"), [a.value for a in call.args if isinstance(a, ast.Constant)]
+        flag = next((f for f in flags if isinstance(f, str) and AMP_FLAG.search(f)), "")
+        stuck = (
+            isinstance(action, ast.Constant)
+            and action.value == "store_true"
+            and is_constant(keyword(call, "default"), True)
+        )
+        word = flag.lstrip("-").replace("-", "[-_]")
+        if flag and stuck and not re.search(rf"(no|disable|without)[-_]?{word}|{word}\s*=\s*False", script.text):
+            message = f"{flag} is a store_true with default=True: no command line turns it off"
+            fix = "action=argparse.BooleanOptionalAction"
+            yield dataclasses.replace(
+                script.finding("amp-switch-stuck", call, message, fix=fix), severity=Severity.WARNING
+            )
+
+
+def chosen_word(script: Script) -> Iterator[Finding]:
+    """`precision in ["bf16" or "bfloat16"]` is `precision in ["bf16"]`."""
+    for node in script.nodes:
+        parts = [n for c in node.comparators for n in ast.walk(c)] if isinstance(node, ast.Compare) else []
+        words = [n.values[0] for n in parts if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.Or)]
+        if any(isinstance(w, ast.Constant) and isinstance(w.value, str) and dtype_of(w.value) for w in words):
+            message = f"`{ast.unparse(node)}` knows the first word only: `a or b` of two strings is a"
+            yield script.finding("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
+        elif isinstance(node, ast.BoolOp) and is_word_list(node) and asks_precision(node.values[0]):
+            yield always_true(script, node)
+
+
+def asks_precision(node: ast.expr) -> bool:
+    return isinstance(node, ast.Compare) and bool(AMP_FLAG.search(last(dotted_name(node.left))))
+
+
+def always_true(script: Script, test: ast.BoolOp) -> Finding:
+    message = f"`{ast.unparse(test)}` is always true: a string alone counts as true"
+    return script.finding("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
+
+
+def accelerate_bool(amp: Amp) -> Iterator[Finding]:
+    """Accelerator(mixed_precision=True): it takes a word, and refuses everything else."""
+    flags = {f for c in amp.script.calls if getattr(c.func, "attr", "") == "add_argument" for f in boolean_flags(c)}
+    for call in amp.script.calls:
+        value = keyword(call, "mixed_precision")
+        if value is None or last(amp.script.name_of(call.func)) != "Accelerator":
+            continue
+        is_bool = isinstance(value, ast.Constant) and isinstance(value.value, bool)
+        by_flag = isinstance(value, ast.Attribute) and value.attr in flags
+        if is_bool or by_flag:
+            message = f"mixed_precision={ast.unparse(value)} is true or false: Accelerator raises ValueError"
+            fix = 'mixed_precision="fp16" if … else "no"'
+            yield amp.script.finding("launch-refused", value, message, fix=fix)
+
+
+def boolean_flags(call: ast.Call) -> list[str]:
+    """Names of a flag that argparse reads as true or false."""
+    kind, action = keyword(call, "type"), keyword(call, "action")
+    is_bool = kind is not None and "bool" in ast.unparse(kind)
+    is_bool = is_bool or isinstance(action, ast.Constant) and action.value in ("store_true", "store_false")
+    words = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return [word.lstrip("-").replace("-", "_") for word in words] if is_bool else []
 
 
 def amp_tests(script: Script) -> Iterator[ast.expr]:
@@ -58,8 +127,7 @@ def fixed(script: Script, test: ast.expr) -> Iterator[Finding]:
     """The parts of a test that are the same in every run."""
     if isinstance(test, ast.BoolOp):
         if is_word_list(test):
-            message = f"`{ast.unparse(test)}` is always true: a string alone counts as true"
-            yield script.finding("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
+            yield always_true(script, test)
         for part in test.values:
             yield from fixed(script, part)
     elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -94,7 +162,7 @@ def is_torch_device(script: Script, node: ast.expr) -> bool:
     name, owner = dotted_name(node), script.owners.get(id(node))
     if owner is not None and name in {p.arg for p in (*owner.args.args, *owner.args.kwonlyargs)}:
         return False
-    values = script.assigned.get(name, [])
+    values = script.values(name)
     made = [isinstance(v, ast.Call) and script.name_of(v.func) == "torch.device" for v in values]
     return bool(made) and all(made)
 
@@ -126,7 +194,7 @@ def asks_for_seven(script: Script, test: ast.expr) -> bool:
         parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else []
         return not BF16.search(ast.unparse(test)) and any(asks_for_seven(script, part) for part in parts)
     left = test.left.value if isinstance(test.left, ast.Subscript) else test.left
-    values = [left, *script.assigned.get(dotted_name(left), [])]
+    values = [left, *script.values(dotted_name(left))]
     if not any("get_device_capability" in ast.unparse(value) for value in values):
         return False
     limit = test.comparators[0]

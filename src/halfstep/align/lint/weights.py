@@ -16,11 +16,13 @@ from halfstep.align.lint.script import Script, argument, dotted_name, keyword
 PLAIN_OPTIMIZERS = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS"}
 
 TRAINED_IN_PART = re.compile(
-    r"requires_grad\s*=\s*False|requires_grad_\(False|freeze|peft|lora|load_in_[48]bit|deepspeed|master|stochastic_round|kahan",
+    r"requires_grad\s*=\s*False|requires_grad_\(False|freeze|peft|lora|load_in_[48]bit|import deepspeed"
+    r"|deepspeed\s*=|--deepspeed|master_(param|weight|copy|grad)|stochastic_round|kahan",
     re.IGNORECASE,
 )
 """Part of the model is frozen, or somebody keeps fp32 copies."""
 
+WRAPPER = re.compile(r"(FSDP|FullyShardedDataParallel|DDP|DistributedDataParallel|DataParallel|torch\.compile)$")
 EVALUATION_WORDS = ("eval", "infer", "test", "predict", "deploy", "export")
 
 
@@ -38,14 +40,19 @@ def find(amp: Amp) -> Iterator[Finding]:
     optimized = [pair for call in script.calls if is_plain_optimizer(amp, call) for pair in optimized_by(script, call)]
     if not amp.goes_backward:
         return
+    seen: set[tuple[str, str]] = set()
     for model in half_models(amp):
         # `self.model` is one object in all methods, a plain name only in its own function.
-        known = [(model.name, model.call), *handed_out(script, model.call, model.name)]
-        if any(
-            name == own and ("." in name or script.share_scope(where, made))
-            for name, made in optimized
-            for own, where in known
+        known = with_wrappers(script, [(model.name, model.call), *handed_out(script, model.call, model.name)])
+        if (
+            any(
+                name == own and ("." in name or script.share_scope(where, made))
+                for name, made in optimized
+                for own, where in known
+            )
+            and (model.name, model.dtype) not in seen
         ):
+            seen.add((model.name, model.dtype))
             yield lost_updates(script, model)
     if optimized and (default := half_default(script)) is not None:
         yield lost_updates(script, default)
@@ -88,13 +95,15 @@ def half_choice(node: ast.expr | None, script: Script) -> str:
     node = script.constant(node)
     if not isinstance(node, ast.IfExp):
         return format_of(node, script)
-    both = format_of(node.body, script), format_of(node.orelse, script)
-    return both[0] if set(both) <= {"fp16", "bf16"} else ""
+    both = [format_of(part, script) for part in (node.body, node.orelse)]
+    # `torch.float16 if device == "cuda" else torch.float32`: half wherever it matters.
+    by_device = any(word in ast.unparse(node.test) for word in ("cuda", "device", "gpu"))
+    return both[0] if set(both) <= {"fp16", "bf16"} or by_device and both[1] == "fp32" else ""
 
 
 def loaded_dtype(script: Script, call: ast.Call) -> str:
     """`from_pretrained(…, torch_dtype=torch.bfloat16)` of a model that is trained as a whole."""
-    if getattr(call.func, "attr", "") not in ("from_pretrained", "from_config") or TRAINED_IN_PART.search(script.text):
+    if getattr(call.func, "attr", "") not in ("from_pretrained", "from_config") or TRAINED_IN_PART.search(script.code):
         return ""
     return half_choice(keyword(call, "torch_dtype") or keyword(call, "dtype"), script)
 
@@ -103,7 +112,7 @@ def half_default(script: Script) -> HalfModel | None:
     """torch.set_default_dtype(torch.bfloat16), never set back: all that is made from then on is half."""
     calls = [call for call in script.calls if script.name_of(call.func) == "torch.set_default_dtype" and call.args]
     dtype = format_of(calls[0].args[0], script) if len(calls) == 1 else ""
-    if dtype not in ("fp16", "bf16") or TRAINED_IN_PART.search(script.text):
+    if dtype not in ("fp16", "bf16") or TRAINED_IN_PART.search(script.code):
         return None
     return HalfModel(name="every new parameter", dtype=dtype, call=calls[0])
 
@@ -111,14 +120,14 @@ def half_default(script: Script) -> HalfModel | None:
 def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
     name = amp.script.name_of(call.func)
     # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely.
-    picks = "requires_grad" in ast.unparse(call) and TRAINED_IN_PART.search(amp.script.text)
+    picks = "requires_grad" in ast.unparse(call) and TRAINED_IN_PART.search(amp.script.code)
     plain = name.rpartition(".")[2] in PLAIN_OPTIMIZERS
     return name.startswith(("torch.optim.", "transformers.")) and plain and not picks
 
 
 def optimized_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     """Names of the models an optimizer steps, also through a list made before and through a function's parameter."""
-    given = script.assigned.get(dotted_name(call.args[0]), []) if call.args else []
+    given = script.values(dotted_name(call.args[0])) if call.args else []
     for source in (call, *(value for value in given if script.share_scope(value, call))):
         for name in models_of(source):
             yield name, call
@@ -158,6 +167,17 @@ def handed_out(script: Script, call: ast.Call, model: str) -> list[tuple[str, as
         return []
     given = [(name, value) for name, values in script.assigned.items() for value in values]
     return [(n, v) for n, v in given if isinstance(v, ast.Call) and dotted_name(v.func) == builder.name]
+
+
+def with_wrappers(script: Script, known: list[tuple[str, ast.AST]]) -> list[tuple[str, ast.AST]]:
+    """`sharded` of `sharded = FSDP(model)` holds the same weights."""
+    for name, values in script.assigned.items():
+        for value in values:
+            wraps = isinstance(value, ast.Call) and WRAPPER.search(dotted_name(value.func))
+            inner = dotted_name(value.args[0]) if wraps and isinstance(value, ast.Call) and value.args else ""
+            if inner and any(inner == own and script.share_scope(value, where) for own, where in known):
+                known.append((name, value))
+    return known
 
 
 def root(value: ast.expr) -> str:

@@ -44,6 +44,41 @@ LOOP_RULES = (
         good="    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()",
     ),
     Rule(
+        name="stepped-within-window",
+        severity=Severity.ERROR,
+        title="the optimizer steps at every micro-batch, the gradients are cleared at the window's end",
+        why="Each step uses the gradients of all micro-batches so far again. With a scaler it is worse: step() has "
+        "divided the old ones by the scale already, and the new, scaled ones are added to them.",
+        bad="scaler.step(optimizer)\nscaler.update()\nif (i + 1) % accumulate == 0:\n    optimizer.zero_grad()",
+        good="if (i + 1) % n == 0:\n    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()",
+    ),
+    Rule(
+        name="step-never-due",
+        severity=Severity.ERROR,
+        title="the step waits for a counter that only the step moves",
+        why="With a window of two or more the counter stops at a value for which the test fails: nothing is trained "
+        "from then on, and the loss is logged as if it were.",
+        bad="if (step + 1) % accumulate == 0:\n    optimizer.step()\n    step += 1",
+        good="batch += 1\nif batch % accumulate == 0:\n    optimizer.step()\n    step += 1",
+    ),
+    Rule(
+        name="step-without-backward",
+        severity=Severity.ERROR,
+        title="one branch steps without a backward",
+        why="The branch with AMP runs backward, the one without only steps: it trains nothing, or on old gradients.",
+        bad="if scaler is None:\n    optimizer.step()\nelse:\n    scaler.scale(loss).backward()",
+        good="if scaler is None:\n    loss.backward()\n    optimizer.step()",
+    ),
+    Rule(
+        name="engine-step-gated",
+        severity=Severity.WARNING,
+        title="a DeepSpeed engine's step() is called at the window's end only",
+        why="The engine counts micro-batches in step() and steps by itself at gradient_accumulation_steps; it divides "
+        "the loss too. Called every n-th time it waits n times as long, and what is clipped by hand is still scaled.",
+        bad="engine.backward(loss / n)\nif (i + 1) % n == 0:\n    engine.step()",
+        good="engine.backward(loss)\nengine.step()",
+    ),
+    Rule(
         name="clip-not-sharded",
         severity=Severity.ERROR,
         title="torch's clip_grad_norm_ on FSDP's parameters",

@@ -33,14 +33,23 @@ SCALER_RULES = (
         threads=("huggingface/transformers#23905", "huggingface/transformers#24449", "espnet/espnet#2362"),
     ),
     Rule(
-        name="unscale-outside-window",
+        name="update-skipped",
         severity=Severity.ERROR,
-        title="unscale_ runs at every micro-batch of an accumulation window",
-        why="step and update wait for the window's end, so the second micro-batch unscales again: GradScaler raises, "
-        "and before that, scaled and unscaled gradients were added up.",
-        bad="scaler.unscale_(optimizer)\nif (i + 1) % 4 == 0:\n    scaler.step(optimizer)\n    scaler.update()",
-        good="if (i + 1) % 4 == 0:\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n    scaler.update()",
-        threads=("huggingface/transformers#23905",),
+        title="a path unscales the gradients and leaves out update",
+        why="update() is what allows the next unscale_. Where an accumulation window, a large norm or a NaN skips the "
+        "step by hand and update() with it, the next unscale_ raises, and the scale that overflowed never falls.",
+        bad="scaler.unscale_(optimizer)\nif norm < limit:\n    scaler.step(optimizer)\n    scaler.update()",
+        good="scaler.unscale_(optimizer)\nif norm < limit:\n    scaler.step(optimizer)\nscaler.update()",
+        threads=("huggingface/transformers#23905", "Haian-Jin/LVSM#19", "microsoft/Swin-Transformer#311"),
+    ),
+    Rule(
+        name="overflow-raises",
+        severity=Severity.ERROR,
+        title="a gradient that is not finite ends the run",
+        why="An fp16 run overflows now and then, at its start above all: the scale begins at 65536. step() skips "
+        "such a step and update() halves the scale; an exception before it ends the run instead.",
+        bad="scaler.unscale_(optimizer)\nnorm = clip_grad_norm_(params, 1.0, error_if_nonfinite=True)",
+        good="scaler.unscale_(optimizer)\nnorm = clip_grad_norm_(params, 1.0)\nscaler.step(optimizer)",
     ),
     Rule(
         name="step-without-update",
