@@ -20,7 +20,7 @@ from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.errors import ConfigError, DataError, Interrupted, counted
 from halfstep.guide.ask import Prompt, Question, path_in, read_answers
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
-from halfstep.guide.guide import QUESTIONS, new_yaml_file, write_new
+from halfstep.guide.guide import FAMILIES, QUESTIONS, TASK, new_yaml_file, write_new
 from halfstep.guide.rules import Rate, Situation, batch, duration, learning_rate, training_rate, workers
 from halfstep.guide.suggest import ORDER, suggestions
 from halfstep.guide.trial import Trial, Trials, measured_trial
@@ -507,6 +507,20 @@ def test_a_choice_is_understood_by_name_number_and_beginning() -> None:
     for wrong in ("", "3", "fastest", "slow"):
         with pytest.raises(ConfigError, match="is not a choice"):
             question.chosen(wrong)
+
+
+def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
+    assert [TASK.chosen(name) for name in TASK.choices] == list(TASK.choices)
+    assert TASK.chosen("Radio Maps") == "radio maps"
+    assert all(kind.models for kind in FAMILIES.values())
+
+
+@pytest.mark.parametrize("workload", ["radiodiff_vae", "radiodiff"])
+def test_both_stages_of_radio_maps_are_suggested_for_a_cpu(tmp_path: Path, workload: str) -> None:
+    look = look_at_demo(workload, tmp_path / "demo")
+    found = suggestions(situation(workload=workload, look=look, hardware=CPU))[0].config
+    assert found.workload == workload
+    assert found.data.image_size == 16
 
 
 @pytest.mark.parametrize(

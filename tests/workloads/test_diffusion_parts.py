@@ -104,6 +104,12 @@ def test_samplers_find_the_image_of_a_model_that_knows_it(sampler: str, target: 
     assert errors == sorted(errors, reverse=True)
 
 
+def test_a_sampler_of_another_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'euler'") as refused:
+        scheduler_of("euler", NoiseSchedule(), "eps", clips=True)  # type: ignore[arg-type]
+    assert refused.value.fix == "ddim or dpm"
+
+
 def test_more_sampling_steps_than_timesteps_are_refused() -> None:
     with pytest.raises(ConfigError, match="101 sampling steps"):
         check_steps(101, NoiseSchedule(num_steps=100))

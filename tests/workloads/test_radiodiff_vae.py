@@ -136,6 +136,8 @@ def test_the_guide_shows_cities_with_their_gains_and_takes_sides_that_can_be_hal
     name, picture = guide.picture(opened.train.sample(0, key=(0, 0, 0)), 0, opened.classes)
     assert (name, picture.size) == ("map 0", (2 * SIDE, SIDE))
     assert guide.for_side(config, 21) == {"data.image_size": 20}  # type: ignore[arg-type]
+    second = settings("radiodiff", data, {}, data__image_size=32).config
+    assert guide.for_side(second, 70) == {"data.image_size": 64}  # type: ignore[arg-type]  # three halvings after two
 
 
 def test_sizes_that_cannot_be_halved_and_faulty_trees_are_refused_before_the_first_step(data: Path) -> None:

@@ -20,6 +20,7 @@ from halfstep.run.checkpoint import load
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
+from halfstep.workloads import adversarial
 from halfstep.workloads import load as load_settings
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.export import measured_scale
@@ -86,13 +87,13 @@ def test_both_phases_clip_before_they_step(data: Path, tmp_path: Path) -> None:
 def test_an_exploding_discriminator_costs_its_own_steps_alone(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = autoencoder.hinge_loss
+    original = adversarial.discriminator_loss
 
     def exploding(outputs: Any, batch: Any) -> tuple[Tensor, float]:
         loss, num = original(outputs, batch)
         return loss * torch.where((batch["index"] == 3).any(), torch.inf, 1.0), num
 
-    monkeypatch.setattr(autoencoder, "hinge_loss", exploding)
+    monkeypatch.setattr(adversarial, "discriminator_loss", exploding)
     run = train(settings("vae", data, **{**GAN, "model__gan_from_step": 0}, **EACH_STEP), out=tmp_path / "run")
     found = steps_of(run)
 
@@ -102,6 +103,27 @@ def test_an_exploding_discriminator_costs_its_own_steps_alone(
     assert still("discriminator.layers.0.weight") in (1, 2)  # its picture comes once in each of two epochs
     assert still("vae.encoder.conv_in.weight") == 0
     assert all(bool(tensor.isfinite().all()) for tensor in found[6].values())
+    skipped = [line for line in stored_lines(run) if line.get("event") == "skipped"]
+    assert {(line["phase"], line["reason"]) for line in skipped} == {("discriminator", "loss is inf")}
+
+
+def test_a_discriminator_that_has_not_started_counts_for_nothing_even_if_it_overflows(data: Path) -> None:
+    wish = {**GAN, "model__gan_from_step": 5}
+    built = autoencoder.build(settings("vae", data, **wish).config)  # type: ignore[arg-type]
+    samples = [built.train_samples.sample(k, key=(0, 0, k)) for k in range(2)]
+    loaded = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+    batch = built.prepared(loaded, key=(0, 0), training=True)
+
+    def gradients() -> dict[str, Tensor]:
+        built.model.zero_grad()
+        loss, _ = built.phases[0].loss(built.forward(built.model.train(), batch), batch)  # type: ignore[misc]
+        loss.backward()
+        return {name: value.grad.clone() for name, value in built.model.vae.named_parameters()}
+
+    before = gradients()
+    with torch.no_grad():
+        built.model.discriminator.layers[0].weight.mul_(torch.inf)
+    assert_same_bits(gradients(), before)
 
 
 def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: Path) -> None:
@@ -120,7 +142,9 @@ def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: P
         for parameter in vae.parameters():
             parameter.zero_()
         vae.quant_conv.bias[vae.config.latent_channels :] = -100.0
-    assert measured_scale(vae, config, torch.device("cpu")) == 1.0  # type: ignore[arg-type]  # no variance at all
+    with pytest.raises(ModelError, match="standard deviation of 0") as refused:
+        measured_scale(vae, config, torch.device("cpu"))  # type: ignore[arg-type]
+    assert "model.kl_weight" in refused.value.fix
 
 
 def test_pictures_are_evaluated_and_reconstructed(data: Path, tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ class Question:
         word = self.aliases.get(word, word)
         if word.isdigit() and 1 <= int(word) <= len(names):
             return names[int(word) - 1]
-        matching = [name for name in names if name == word or word and name.startswith(word)]
-        matching = [word] if word in matching else matching
+        squeezed = {name.replace(" ", ""): name for name in names}
+        matching = [name for short, name in squeezed.items() if short == word or word and short.startswith(word)]
+        matching = [squeezed[word]] if word in squeezed else matching
         if len(matching) != 1:
             raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=nearest(answer, names))
         return matching[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, ModelError
+from halfstep.errors import ConfigError, Interrupted, ModelError
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
@@ -183,11 +183,14 @@ def diffusers_class(name: str) -> Any:
     """A class of diffusers', which is imported when one is asked for."""
     try:
         import diffusers
-    except ImportError as error:
+
+        return getattr(diffusers, name)
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error.__cause__, Interrupted):  # diffusers wraps whatever ends an import
+            raise error.__cause__ from None
         raise ModelError(
-            "diffusers is not installed", why=str(error), fix="pip install 'halfstep[diffusion]'"
+            "diffusers cannot be imported", why=" ".join(str(error).split()), fix="pip install 'halfstep[diffusion]'"
         ) from error
-    return getattr(diffusers, name)
 
 
 def freeze_(net: Net) -> Net:

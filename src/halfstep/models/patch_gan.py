@@ -62,10 +62,6 @@ class VggDistance(nn.Module):
         self.register_buffer("scale", 0.5 / std, persistent=False)
         self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
 
-    @property
-    def smallest_side(self) -> int:
-        return 16
-
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         """(N,) in fp32."""
         num, dtype = len(one), next(self.parameters()).dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from PIL import Image
 from torch import nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import DataError
+from halfstep.errors import CheckpointError, DataError
 from halfstep.report.evaluation_view import Cell
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
@@ -163,3 +165,15 @@ def failure_of(item: Input, error: DataError) -> Failure:
     about_the_file = error.what.removeprefix(f"{item.path} ")
     is_said = about_the_file != error.what or not error.why
     return Failure(file=str(item.path), why=about_the_file if is_said else error.why)
+
+
+def saved_picture(picture: Image.Image, path: Path) -> Path:
+    """Where it lies now: files of one name from several folders get numbers."""
+    numbered = (path.with_stem(f"{path.stem}_{k}") for k in itertools.count(2))
+    free = next(one for one in itertools.chain([path], numbered) if not one.exists())
+    try:
+        free.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(free)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {free}: {error}", fix="make room, or --out DIR") from error
+    return free

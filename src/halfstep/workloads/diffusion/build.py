@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.data.image_folder import check_same_classes
+from halfstep.data.loader import Samples
 from halfstep.models.diffusers_blocks import blocks_of
-from halfstep.models.diffusers_nets import config_of
+from halfstep.models.diffusers_nets import Net, config_of
 from halfstep.models.noise_schedule import noised, target_of
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
@@ -45,11 +46,37 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
     model = model_of(config, parts, store)
     samples = open_samples(config, data, parts, store)
     found = {"unet": config_of(model), "classes": list(classes), **samples.store}
+    return workload_of(
+        config,
+        parts,
+        model,
+        samples.train,
+        samples.val,
+        found,
+        with_vae=config.data.cache == "off",
+        notes=data.notes,
+        val_names=data.val_names,
+        about=(*data.about, *samples.about),
+        settled=samples.settled,
+    )
+
+
+def workload_of(
+    config: DiffusionConfig,
+    parts: Parts,
+    model: Net,
+    train: Samples,
+    val: Samples,
+    store: Mapping[str, Any],
+    *,
+    with_vae: bool = True,
+    **about: Any,
+) -> Workload:
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=samples.train,
-        val_samples=samples.val,
+        train_samples=train,
+        val_samples=val,
         prepare=Prepared(config, parts),
         forward=Forward(config, parts),
         loss=denoising_loss,
@@ -59,14 +86,11 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         scoring="mse is over all held-out samples, unweighed; mse/A-B are timesteps A to B. Noise is fixed by sample",
         fragile=FRAGILE,
         blocks=blocks_of(model),
-        store=found,
-        notes=data.notes,
-        val_names=data.val_names,
-        about=(*data.about, *samples.about),
-        settled=samples.settled,
-        frozen=frozen_parts(config, parts, with_vae=config.data.cache == "off"),
-        sample=Maker(config, parts, found).sheet,
+        store=store,
+        frozen=frozen_parts(config, parts, with_vae=with_vae),
+        sample=Maker(config, parts, store).sheet,
         scores_raw=True,
+        **about,
     )
 
 

@@ -95,7 +95,7 @@ def open_text(folder: str) -> TextConditions:
     try:
         from transformers import CLIPTextModel, CLIPTokenizer
 
-        with _without_bars():
+        with quiet_transformers():
             encoder = CLIPTextModel.from_pretrained(place, local_files_only=True, dtype=torch.float32)
         tokenizer = CLIPTokenizer.from_pretrained(words, local_files_only=True)
     except ImportError as error:
@@ -110,16 +110,19 @@ def open_text(folder: str) -> TextConditions:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
+    """Without a bar for each file it reads or writes, and without advice on packages that it could use."""
     import transformers
 
     logging: Any = transformers.utils.logging
-    was_on = logging.is_progress_bar_enabled()
+    had_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        if was_on:
+        logging.set_verbosity(verbosity)
+        if had_bars:
             logging.enable_progress_bar()
 
 

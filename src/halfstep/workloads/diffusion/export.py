@@ -21,12 +21,17 @@ from torch import nn
 from halfstep.disk import write_whole
 from halfstep.islands import fp32_island
 from halfstep.models.diffusers_nets import Net, build_net, config_of, diffusers_class, encoded_moments
-from halfstep.models.posterior import posterior
-from halfstep.workloads.diffusion.conditions import ClassConditions, Conditions, TextConditions
+from halfstep.models.posterior import latent_scale, posterior
+from halfstep.workloads.diffusion.conditions import (
+    ClassConditions,
+    Conditions,
+    TextConditions,
+    quiet_transformers,
+)
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures
 from halfstep.workloads.diffusion.latents import ENCODED_AT_ONCE, some_images
-from halfstep.workloads.diffusion.networks import open_parts
+from halfstep.workloads.diffusion.networks import Parts, open_parts
 from halfstep.workloads.diffusion.noising import schedule_of
 from halfstep.workloads.diffusion.sampling import scheduler_config
 from halfstep.workloads.diffusion.vae import VaeNet
@@ -37,10 +42,13 @@ MEASURED_IMAGES = 512
 def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], folder: Path) -> None:
     """The U-Net with all it needs to draw samples."""
     parts = open_parts(config, tuple(store["classes"]))
-    unet = _plain(model, store["unet"])
     shared = scheduler_config(schedule_of(config), config.model.target)
-    clips = parts.vae is None
-    conditions = parts.conditions
+    with quiet_transformers():
+        _save_pipeline(folder, _plain(model, store["unet"]), parts, shared)
+
+
+def _save_pipeline(folder: Path, unet: Net, parts: Parts, shared: dict[str, Any]) -> None:
+    clips, conditions = parts.vae is None, parts.conditions
     if clips and not conditions.is_told:
         scheduler = diffusers_class("DDPMScheduler")(**shared, clip_sample=True)
         diffusers_class("DDPMPipeline")(unet=unet, scheduler=scheduler).save_pretrained(folder)
@@ -93,15 +101,12 @@ def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], fo
 
 @torch.no_grad()
 def measured_scale(vae: Net, config: VaeConfig, device: torch.device) -> float:
-    """1 over the standard deviation of latents (Rombach et al. 2022), in fp32; 1 where they do not vary at all."""
+    """Of the training pictures' latents, encoded in fp32."""
     samples = square_pictures(open_pictures(config.data).train, config.data.image_size)
     images = some_images(samples, torch.device("cpu"), MEASURED_IMAGES)
     with fp32_island():
         moments = [posterior(encoded_moments(vae, part.to(device))) for part in images.split(ENCODED_AT_ONCE)]
-    means, logvars = (torch.cat([one[k] for one in moments]).double() for k in (0, 1))
-    variance = means.var(unbiased=False) + logvars.exp().mean()
-    deviation = float(variance.sqrt())
-    return 1 / deviation if deviation > 1e-6 else 1.0
+    return latent_scale(moments, source="this run")
 
 
 def _plain(net: Net, config: Mapping[str, Any]) -> Net:

@@ -14,7 +14,7 @@ from halfstep.data.decode import open_picture
 from halfstep.data.files import PICTURES, some_of
 from halfstep.data.folder_samples import centre_square
 from halfstep.data.seeds import Key
-from halfstep.errors import CheckpointError, ConfigError, DataError
+from halfstep.errors import ConfigError, DataError
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.diffusion import vae as autoencoder
@@ -25,7 +25,7 @@ from halfstep.workloads.diffusion.make import PATH_IMAGES, PATH_STATES, Maker
 from halfstep.workloads.diffusion.networks import frozen_parts, model_of, open_parts
 from halfstep.workloads.diffusion.pictures import grid, path_picture
 from halfstep.workloads.kind import Store
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.using import Input, Trained, Wishes, failure_of, saved_picture
 from halfstep.workloads.workload import Batch
 
 
@@ -53,11 +53,11 @@ class SamplePredictor:
             made.append(images)
             path = path or [*states, images[:PATH_IMAGES]]
             for k, image in enumerate(images, start=start):
-                file = _saved(image, out / f"{k:04d}.png")
+                file = saved_picture(Image.fromarray(image.numpy()), out / f"{k:04d}.png")
                 found = {"image": str(file), "seed": asked["seed"], "number": k}
                 yield Answer(file=file.name, found=found, cells=found, brief={"image": str(file)})
-        _saved(grid(torch.cat(made).numpy()), out / "grid.png")
-        _saved(path_picture([state.numpy() for state in path]), out / "path.png")
+        saved_picture(Image.fromarray(grid(torch.cat(made).numpy())), out / "grid.png")
+        saved_picture(Image.fromarray(path_picture([state.numpy() for state in path])), out / "path.png")
 
     def _made(self, trained: Trained, asked: Mapping[str, Any], start: int, num: int) -> tuple[Tensor, list[Tensor]]:
         wish = self.config.sample
@@ -123,16 +123,8 @@ class ReconstructionPredictor:
         found = to_bytes(trained(image, torch.zeros(1, *latent, device=image.device))["image"])
         error = (found.double() - pixels.double()).square().mean()
         psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))
-        file = _saved(torch.cat([pixels, found], dim=2)[0], out / item.name.with_suffix(".png"))
+        both = Image.fromarray(torch.cat([pixels, found], dim=2)[0].numpy())
+        file = saved_picture(both, out / item.name.with_suffix(".png"))
         cells: dict[str, str | float] = {"picture": str(file), "psnr": psnr}
         brief = {"picture and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
         return Answer(file=str(item.path), found=cells, cells=cells, brief=brief)
-
-
-def _saved(image: Any, path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image.numpy() if isinstance(image, Tensor) else image).save(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}", fix="make room, or --out DIR") from error
-    return path

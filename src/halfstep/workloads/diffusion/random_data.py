@@ -8,12 +8,10 @@ import torch
 
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.models.diffusers_blocks import blocks_of
 from halfstep.workloads.diffusion import vae as autoencoder
-from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
+from halfstep.workloads.diffusion.build import workload_of
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts
-from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
+from halfstep.workloads.diffusion.networks import model_of, open_parts
 from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Workload
 
@@ -36,40 +34,9 @@ def random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
 
 
 def vae_over(config: VaeConfig, store: Store, samples: Samples) -> Workload:
-    model, losses = autoencoder.model_of(config), autoencoder.VaeLoss(config)
-    return Workload(
-        name=config.workload,
-        model=model,
-        train_samples=samples,
-        val_samples=samples,
-        prepare=autoencoder.Prepared(config, model.vae),
-        forward=autoencoder.reconstruct,
-        loss=losses.reconstruction,
-        metrics=ReconstructionMetrics,
-        metric="psnr",
-        fragile=autoencoder.FRAGILE,
-        blocks=blocks_of(model.vae),
-        store=store,
-        frozen=losses.frozen(),
-    )
+    return autoencoder.workload_of(config, autoencoder.model_of(config), samples, samples, store)
 
 
 def over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
-    parts: Parts = open_parts(config, tuple(store["classes"]))
-    model = model_of(config, parts)
-    return Workload(
-        name=config.workload,
-        model=model,
-        train_samples=samples,
-        val_samples=samples,
-        prepare=Prepared(config, parts),
-        forward=Forward(config, parts),
-        loss=denoising_loss,
-        metrics=lambda: DenoisingMetrics(config.noise.steps),
-        metric="mse",
-        mode="min",
-        fragile=FRAGILE,
-        blocks=blocks_of(model),
-        store=store,
-        frozen=frozen_parts(config, parts, with_vae=True),
-    )
+    parts = open_parts(config, tuple(store["classes"]))
+    return workload_of(config, parts, model_of(config, parts), samples, samples, store)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ def scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, Any]:
 
 def scheduler_of(name: Sampler, schedule: NoiseSchedule, target: Target, *, clips: bool) -> Any:
     """diffusers' scheduler; `clips` where samples are pixels, whose range is known."""
+    if name not in get_args(Sampler):
+        raise ConfigError(f"sampler {name!r} is not known", fix=" or ".join(get_args(Sampler)))
     shared = scheduler_config(schedule, target)
     if name == "ddim":
         return diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)

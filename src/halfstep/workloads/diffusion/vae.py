@@ -1,8 +1,4 @@
-"""AutoencoderKL on a folder of pictures: reconstruction, KL, and where asked a perceptual loss and a discriminator.
-
-With a discriminator there are two phases. The VAE's takes gradients inside its loss, for the weight that balances both
-(Esser et al. 2021), so it is not compiled; the discriminator's is.
-"""
+"""AutoencoderKL on a folder of pictures: reconstruction, KL, and where asked a perceptual loss and a discriminator."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from halfstep.data import noise
+from halfstep.data.loader import Samples
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.models.diffusers_blocks import blocks_of
 from halfstep.models.diffusers_nets import (
@@ -32,7 +28,7 @@ from halfstep.models.diffusers_nets import (
 from halfstep.models.patch_gan import PatchGan, VggDistance
 from halfstep.models.posterior import drawn, kl_divergence, posterior
 from halfstep.models.weights import read_weights
-from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
+from halfstep.workloads.adversarial import adversarial_phases, adversarial_term, judged
 from halfstep.workloads.diffusion.config import VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, unit_images
 from halfstep.workloads.diffusion.scores import ReconstructionMetrics
@@ -57,48 +53,47 @@ class VaeNet(nn.Module):
         self.vae, self.discriminator = vae, discriminator
 
     def forward(self, image: Tensor, posterior_noise: Tensor) -> dict[str, Tensor]:
-        """Reconstruction, latent and KL; where a discriminator is trained, what it says, and the last weights."""
+        """Reconstruction, latent and KL."""
         mean, logvar = posterior(self.vae.encode(image).latent_dist.parameters)
         latent = drawn(mean, logvar, posterior_noise)
-        found = {"image": self.vae.decode(latent).sample, "latent": latent, "kl": kl_divergence(mean, logvar)}
-        if self.discriminator is None or not self.training:
-            return found
-        return found | {"fake": self.discriminator(found["image"]), "last": self.vae.decoder.conv_out.weight}
+        return {"image": self.vae.decode(latent).sample, "latent": latent, "kl": kl_divergence(mean, logvar)}
 
 
 def build(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run fixes the VAE's form."""
     data = open_pictures(config.data)
     model = model_of(config, store)
-    losses = VaeLoss(config)
+    pictures = [square_pictures(listing, config.data.image_size) for listing in (data.train, data.val)]
+    found = {"vae": config_of(model.vae)}
+    about = {"notes": data.notes, "val_names": data.val_names, "about": data.about}
+    return workload_of(config, model, pictures[0], pictures[1], found, **about)
+
+
+def workload_of(
+    config: VaeConfig, model: VaeNet, train: Samples, val: Samples, store: Mapping[str, Any], **about: Any
+) -> Workload:
+    steps = Reconstruction(config, model.vae)
     return Workload(
         name=config.workload,
         model=model,
-        train_samples=square_pictures(data.train, config.data.image_size),
-        val_samples=square_pictures(data.val, config.data.image_size),
-        prepare=Prepared(config, model.vae),
-        forward=reconstruct,
-        loss=losses.reconstruction,
+        train_samples=train,
+        val_samples=val,
+        prepare=steps.prepare,
+        forward=steps.forward,
+        loss=steps.loss,
         metrics=ReconstructionMetrics,
         metric="psnr",
         mode="max",
         scoring="psnr of values cut to -1..1, over all pixels of the held-out set",
         fragile=FRAGILE,
         blocks=blocks_of(model.vae),
-        store={"vae": config_of(model.vae)},
-        notes=data.notes,
-        val_names=data.val_names,
-        about=data.about,
-        phases=losses.phases(),
-        values={"gan": losses.gan_on} if config.model.gan_weight else {},
-        frozen=losses.frozen(),
+        store=store,
+        phases=steps.phases(),
+        values={"gan": steps.gan_on} if config.model.gan_weight else {},
+        frozen=steps.frozen(),
         ema_parts=("vae",),
+        **about,
     )
-
-
-def reconstruct(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = model(batch["image"], batch["posterior_noise"])
-    return found
 
 
 def model_of(config: VaeConfig, store: Mapping[str, Any] | None = None) -> VaeNet:
@@ -128,24 +123,11 @@ def latent_shape(form: Mapping[str, Any], image: Tensor) -> tuple[int, int, int]
     return int(form["latent_channels"]), height, width
 
 
-class Prepared:
-    """Images in -1..1, mirrored by chance in training, and the noise of their latents."""
+class Reconstruction:
+    """One step's arithmetic: what is drawn, what comes back, and the parts of the loss as the config weighs them."""
 
     def __init__(self, config: VaeConfig, vae: Net) -> None:
-        self.flip, self.form = config.data.flip, dict(vae.config)
-
-    def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        image = unit_images(batch, key=key, flip=self.flip if training else 0.0)
-        shape = latent_shape(self.form, image)
-        drawn_noise = noise.normal(key, len(image), shape, image.device, stream="posterior")
-        return batch | {"image": image, "posterior_noise": drawn_noise}
-
-
-class VaeLoss:
-    """The parts of the loss as the config weighs them."""
-
-    def __init__(self, config: VaeConfig) -> None:
-        self.wish = config.model
+        self.wish, self.flip, self.form = config.model, config.data.flip, dict(vae.config)
         start = self.wish.gan_from_step
         self.gan_on = Scheduled(lambda step: float(step >= start))
         self.vgg = _vgg(self.wish.vgg_weights) if self.wish.perceptual_weight and self.wish.vgg_weights else None
@@ -156,31 +138,41 @@ class VaeLoss:
     def phases(self) -> tuple[Phase, ...]:
         if not self.wish.gan_weight:
             return ()
-        return (
-            Phase(name="vae", parameters=("vae",), loss=self.against_discriminator, compiles=False),
-            Phase(
-                name="discriminator",
-                parameters=("discriminator",),
-                forward=judged,
-                loss=hinge_loss,
-                from_step=self.wish.gan_from_step,
-                optimizer={"lr": self.wish.gan_lr} if self.wish.gan_lr else {},
-            ),
+        return adversarial_phases(
+            name="vae",
+            loss=self.against_discriminator,
+            reconstruct=lambda model, batch: reconstruct(model, batch)["image"],
+            truth="image",
+            start=self.wish.gan_from_step,
+            optimizer={"lr": self.wish.gan_lr} if self.wish.gan_lr else {},
         )
 
-    def reconstruction(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
+    def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        """Images in -1..1, mirrored by chance in training, and the noise of their latents."""
+        image = unit_images(batch, key=key, flip=self.flip if training else 0.0)
+        shape = latent_shape(self.form, image)
+        drawn_noise = noise.normal(key, len(image), shape, image.device, stream="posterior")
+        return batch | {"image": image, "posterior_noise": drawn_noise}
+
+    def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        found = reconstruct(model, batch)
+        return (
+            found | judged(model, found["image"], self.gan_on.value)
+            if self.wish.gan_weight and model.training
+            else found
+        )
+
+    def loss(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
         """All but the discriminator's part; what validation reports."""
-        likeness, kl = self._likeness(outputs, batch), outputs["kl"].mean()
-        return likeness + self.wish.kl_weight * kl, len(batch["image"])
+        return self._likeness(outputs, batch) + self.wish.kl_weight * outputs["kl"].mean(), len(batch["image"])
 
     def against_discriminator(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
         """With the discriminator's part, weighed so that its gradient is as long as the reconstruction's."""
-        likeness, kl = self._likeness(outputs, batch), outputs["kl"].mean()
-        doubt, pixels = hinge_generator_loss(outputs["fake"]), float(batch["image"][0].numel())
-        balance = adaptive_weight(likeness, doubt, outputs["last"], scales=(pixels, pixels))
-        with fp32_island():
-            whole = likeness + self.wish.kl_weight * kl + self.gan_on.value * self.wish.gan_weight * balance * doubt
-        return whole, len(batch["image"])
+        likeness, pixels = self._likeness(outputs, batch), float(batch["image"][0].numel())
+        term = adversarial_term(
+            outputs, likeness, self.gan_on.value, weight=self.wish.gan_weight, scales=(pixels, pixels)
+        )
+        return likeness + self.wish.kl_weight * outputs["kl"].mean() + term, len(batch["image"])
 
     def _likeness(self, outputs: Outputs, batch: Batch) -> Tensor:
         with fp32_island():
@@ -192,17 +184,9 @@ class VaeLoss:
             return loss + self.wish.perceptual_weight * distance.mean()
 
 
-def judged(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What the discriminator says of images and of their reconstructions, which get no gradient."""
-    assert isinstance(model, VaeNet)
-    with torch.no_grad():
-        fake = reconstruct(model, batch)["image"]
-    assert model.discriminator is not None
-    return {"real": model.discriminator(batch["image"]), "fake": model.discriminator(fake)}
-
-
-def hinge_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, float]:
-    return hinge_discriminator_loss(outputs["real"], outputs["fake"]), len(batch["image"])
+def reconstruct(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = model(batch["image"], batch["posterior_noise"])
+    return found
 
 
 def _vgg(path: str) -> VggDistance:

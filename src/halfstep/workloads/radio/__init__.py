@@ -5,7 +5,12 @@ from halfstep.workloads.options import Option
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 
 _HERE = "halfstep.workloads.radio"
+_TASK = "radio maps"
 _ABOUT = "path gain of a transmitter from buildings and antenna: RadioMapSeer's png/ and gain/"
+_MODELS = {
+    "radiodiff_vae": "first stage, an autoencoder of maps: 55 M parameters at its defaults",
+    "radiodiff": "second stage, the diffusion model: start it with model.vae=RUN of a first stage",
+}
 
 _STEPS = Option("steps", int, None, "Steps of a sample; default: the run's model.sampling_steps", least=1)
 SAMPLING_OPTIONS = (_STEPS, Option("part", str, "val", "Which maps: val, test or train"))
@@ -25,8 +30,11 @@ VAE_KIND = Kind(
     guide=f"{_HERE}.guide:Guide",
     sample_size=f"{_HERE}.random_data:sample_size",
     unit="map",
-    task="radio maps, first stage",
+    task=_TASK,
     about=_ABOUT,
+    models=_MODELS,
+    usual="radiodiff_vae",
+    usual_on_cpu="radiodiff_vae",
 )
 
 KIND = Kind(
@@ -43,8 +51,12 @@ KIND = Kind(
     predict_options=PREDICT_OPTIONS,
     writes_files=True,
     foreign=f"{_HERE}.foreign:claim",
+    guide=f"{_HERE}.guide:SecondGuide",
     sample_size=f"{_HERE}.random_data:sample_size",
     unit="map",
-    task="radio maps",
+    task=_TASK,
     about=_ABOUT,
+    models=_MODELS,
+    usual="radiodiff_vae",
+    usual_on_cpu="radiodiff_vae",
 )

@@ -29,7 +29,13 @@ from halfstep.workloads.radio.build_vae import refuse_uneven
 from halfstep.workloads.radio.config import RadioDiffConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
 from halfstep.workloads.radio.ddm import ddm_loss, noised, sampled, sampling_times, times_of
-from halfstep.workloads.radio.first_stage import MEASURED_ON_HOST, first_stage, measured_scale
+from halfstep.workloads.radio.first_stage import (
+    MEASURED_ON_HOST,
+    first_stage,
+    latent_shape,
+    measured_scale,
+    reduction_of,
+)
 from halfstep.workloads.radio.latents import MOMENTS, with_latents
 from halfstep.workloads.radio.pictures import sample_pictures
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
@@ -88,14 +94,9 @@ def store_of(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) ->
     return {"sizes": dict(sizes), "scale_factor": scale, "image_size": config.data.image_size}
 
 
-def latent_shape(store: Mapping[str, Any]) -> tuple[int, int, int]:
-    side = store["image_size"] // 2 ** (len(store["sizes"]["multipliers"]) - 1)
-    return store["sizes"]["latent_channels"], side, side
-
-
 def unet_of(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
-    wish, (channels, side, _) = config.model, latent_shape(store)
-    reduction = 2 ** (len(store["sizes"]["multipliers"]) - 1)
+    wish, reduction = config.model, reduction_of(store["sizes"])
+    channels, side, _ = latent_shape(store["sizes"], store["image_size"])
     refuse_uneven(store["image_size"], reduction * 2 ** (len(wish.multipliers) - 1))
     pyramid = SwinPyramid(
         dim=wish.pyramid.width,
@@ -141,7 +142,8 @@ class Denoising:
         self, config: RadioDiffConfig, store: Mapping[str, Any], vae: RadioVAE, *, steps: int | None = None
     ) -> None:
         self.config, self.vae, self.scale = config.model, vae, store["scale_factor"]
-        self.threshold, self.latent = config.data.threshold, latent_shape(store)
+        self.threshold = config.data.threshold
+        self.latent = latent_shape(store["sizes"], store["image_size"])
         self.steps = steps or config.model.sampling_steps
 
     def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:

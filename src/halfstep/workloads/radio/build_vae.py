@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from halfstep.data import noise
@@ -20,15 +19,21 @@ from halfstep.errors import ConfigError
 from halfstep.islands import in_fp32
 from halfstep.models.patch_gan import PatchGan
 from halfstep.models.posterior import kl_divergence
-from halfstep.models.radio_names import vae_name
 from halfstep.models.radio_vae import RadioVAE, ResidualBlock
 from halfstep.models.recompute import set_recompute
-from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
+from halfstep.workloads.adversarial import adversarial_phases, adversarial_term, judged
 from halfstep.workloads.phase import Phase
 from halfstep.workloads.radio.config import RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
-from halfstep.workloads.radio.first_stage import MEASURED_MAPS, measured_scale, sizes_of, vae_of, write_first_stage
+from halfstep.workloads.radio.first_stage import (
+    MEASURED_MAPS,
+    latent_shape,
+    load_vae_,
+    measured_scale,
+    reduction_of,
+    sizes_of,
+    write_first_stage,
+)
 from halfstep.workloads.radio.pictures import sample_pictures
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.scheduled import Scheduled
@@ -39,7 +44,6 @@ FRAGILE = (
     "loss.kl: exp of the log variance",
     "latents: drawn from mean and log variance",
 )
-AUTOENCODER = ("vae",)
 
 
 class Stage1(nn.Module):
@@ -55,16 +59,14 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
     data = find_data(config)
     model = stage1(config)
     if store is None and config.model.weights:
-        weights, _ = read_weights(Path(config.model.weights))
-        named = {own: value for name, value in weights.items() if (own := vae_name(name)) is not None}
-        load_weights_(model.vae, named, source=config.model.weights)
+        load_vae_(model.vae, Path(config.model.weights))
     return workload_of(config, model, data)
 
 
 def stage1(config: RadioVaeConfig) -> Stage1:
     sizes = sizes_of(config.model.first_stage)
-    refuse_uneven(config.data.image_size, 2 ** (len(sizes["multipliers"]) - 1))
-    model = Stage1(vae_of(sizes), critic_of(config) if has_critic(config) else None)
+    refuse_uneven(config.data.image_size, reduction_of(sizes))
+    model = Stage1(RadioVAE(**sizes), critic_of(config) if has_critic(config) else None)
     set_recompute(model, "blocks" if config.train.activation_checkpointing else "none")
     return model
 
@@ -97,55 +99,35 @@ def has_critic(config: RadioVaeConfig) -> bool:
 
 
 def workload_of(config: RadioVaeConfig, model: Stage1, data: RadioData) -> Workload:
-    threshold, latent = config.data.threshold, latent_shape(config)
-
-    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        truth = unit_gain(batch["gain"], threshold)
-        drawn = noise.normal(key, len(truth), latent, truth.device, stream="posterior")
-        return batch | {"truth": truth, "map": signed(truth), "noise": drawn}
-
-    def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        reconstruction, mean, log_variance = cast(Stage1, model).vae(batch["map"], batch["noise"])
-        found = {"reconstruction": reconstruction, **loss_parts(reconstruction, batch["map"], mean, log_variance)}
-        return found if model.training else found | {"map": unsigned(reconstruction)}
-
-    def loss(outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
-        return autoencoder_loss(outputs, config.model.kl_weight), len(batch["map"])
+    steps = Reconstruction(config)
 
     def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
         return sample_pictures(data.val, model, workload, key)
 
-    started = Scheduled(lambda step: float(step >= config.model.discriminator.start))
     workload = Workload(
         name=config.workload,
         model=model,
         train_samples=data.train,
         val_samples=data.val,
-        prepare=prepare,
-        forward=forward,
-        loss=loss,
+        prepare=steps.prepare,
+        forward=steps.forward,
+        loss=steps.loss,
         metrics=RadioMetrics,
         metric="nmse",
         mode="min",
         fragile=FRAGILE,
         blocks={ResidualBlock: ResidualBlock.forward},
         scoring=f"of reconstructions: {SCORING}",
-        store={"sizes": sizes_of(config.model.first_stage), "image_size": config.data.image_size},
+        store={"sizes": steps.sizes, "image_size": config.data.image_size},
         notes=data.notes,
         val_names=data.val_names(),
         about=(*data.about, *_about_critic(config)),
-        phases=phases_of(config, started) if has_critic(config) else (),
-        values={"started": started} if has_critic(config) else {},
-        ema_parts=AUTOENCODER,
+        phases=steps.phases(),
+        values={"started": steps.started} if has_critic(config) else {},
+        ema_parts=("vae",),
         sample=pictures,
     )
     return workload
-
-
-def latent_shape(config: RadioVaeConfig) -> tuple[int, int, int]:
-    sizes = config.model.first_stage
-    side = config.data.image_size // 2 ** (len(sizes.multipliers) - 1)
-    return sizes.latent_channels, side, side
 
 
 def _about_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:
@@ -157,7 +139,47 @@ def _about_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:
     return (("discriminator", f"none: {why}"),)
 
 
-# --- losses ---
+class Reconstruction:
+    """One step's arithmetic: bytes to maps, what comes back of them, and the losses."""
+
+    def __init__(self, config: RadioVaeConfig) -> None:
+        self.config, self.wish, self.sizes = config, config.model, sizes_of(config.model.first_stage)
+        start = self.wish.discriminator.start
+        self.started = Scheduled(lambda step: float(step >= start))
+
+    def phases(self) -> tuple[Phase, ...]:
+        if not has_critic(self.config):
+            return ()
+        return adversarial_phases(
+            name="autoencoder",
+            loss=self.against_discriminator,
+            reconstruct=lambda model, batch: cast(Stage1, model).vae(batch["map"], batch["noise"])[0],
+            truth="map",
+            start=self.wish.discriminator.start,
+        )
+
+    def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        truth = unit_gain(batch["gain"], self.config.data.threshold)
+        shape = latent_shape(self.sizes, self.config.data.image_size)
+        drawn = noise.normal(key, len(truth), shape, truth.device, stream="posterior")
+        return batch | {"truth": truth, "map": signed(truth), "noise": drawn}
+
+    def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        reconstruction, mean, log_variance = cast(Stage1, model).vae(batch["map"], batch["noise"])
+        found = {"reconstruction": reconstruction, **loss_parts(reconstruction, batch["map"], mean, log_variance)}
+        if not model.training:
+            return found | {"map": unsigned(reconstruction)}
+        return found | judged(model, reconstruction, self.started.value) if has_critic(self.config) else found
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
+        """All but the discriminator's part."""
+        return autoencoder_loss(outputs, self.wish.kl_weight), len(batch["map"])
+
+    def against_discriminator(self, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
+        side, weight = self.config.data.image_size, self.wish.discriminator.weight
+        plain, nll = autoencoder_loss(outputs, self.wish.kl_weight), outputs["nll"].mean()
+        term = adversarial_term(outputs, nll, self.started.value, weight=weight, scales=(1 / side, float(side)))
+        return plain + term, len(batch["map"])
 
 
 @in_fp32
@@ -172,55 +194,6 @@ def loss_parts(reconstruction: Tensor, truth: Tensor, mean: Tensor, log_variance
 @in_fp32
 def autoencoder_loss(outputs: Mapping[str, Tensor], kl_weight: float) -> Tensor:
     return outputs["nll"].mean() + kl_weight * outputs["kl"].mean()
-
-
-def phases_of(config: RadioVaeConfig, started: Scheduled) -> tuple[Phase, ...]:
-    """Two steps an iteration, each with its own verdict and clipping."""
-    wish = config.model
-
-    def judged(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        stage = cast(Stage1, model)
-        reconstruction, mean, log_variance = stage.vae(batch["map"], batch["noise"])
-        found = {"reconstruction": reconstruction, **loss_parts(reconstruction, batch["map"], mean, log_variance)}
-        assert stage.discriminator is not None
-        return found | {"fake": stage.discriminator(reconstruction), "last_layer": stage.vae.decoder.conv_out.weight}
-
-    def generator_loss(outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
-        plain = autoencoder_loss(outputs, wish.kl_weight)
-        adversarial = hinge_generator_loss(outputs["fake"])
-        scales = (1 / config.data.image_size, float(config.data.image_size))
-        weight = adaptive_weight(outputs["nll"].mean(), adversarial, outputs["last_layer"], scales=scales)
-        # Selected, not multiplied by 0: a discriminator that has not started must not matter even if it overflows.
-        term = torch.where(started.value > 0, wish.discriminator.weight * weight * adversarial, 0.0)
-        return plain + term, len(batch["map"])
-
-    def both(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        stage = cast(Stage1, model)
-        assert stage.discriminator is not None
-        with torch.no_grad():
-            reconstruction, _, _ = stage.vae(batch["map"], batch["noise"])
-        return {"real": stage.discriminator(batch["map"]), "fake": stage.discriminator(reconstruction.detach())}
-
-    def critic_loss(outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
-        return hinge_discriminator_loss(outputs["real"], outputs["fake"]), len(batch["map"])
-
-    return (
-        Phase(
-            name="autoencoder",
-            parameters=AUTOENCODER,
-            forward=judged,
-            loss=generator_loss,
-            compiles=False,
-            counted=True,
-        ),
-        Phase(
-            name="discriminator",
-            parameters=("discriminator",),
-            forward=both,
-            loss=critic_loss,
-            from_step=wish.discriminator.start,
-        ),
-    )
 
 
 def export(model: nn.Module, config: RadioVaeConfig, store: Mapping[str, Any], folder: Path) -> None:

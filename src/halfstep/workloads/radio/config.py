@@ -198,6 +198,16 @@ SMALL_FIRST_STAGE: dict[str, Any] = {
     "model.first_stage.z_channels": 4,
     "model.first_stage.latent_channels": 4,
 }
+SMALL_UNET: dict[str, Any] = {
+    "model.width": 32,
+    "model.multipliers": (1, 2),
+    "model.windows": ((2, 2), (1, 1)),
+    "model.feature_windows": ((2, 2), (1, 1)),
+    "model.pyramid.width": 32,
+    "model.pyramid.depths": (1, 1),
+    "model.pyramid.num_heads": (1, 2),
+    "model.pyramid.window": 8,
+}
 
 
 class RadioVaeConfig(RunConfig):
@@ -225,14 +235,7 @@ class RadioDiffConfig(RunConfig):
 
     demo: ClassVar[dict[str, Any]] = {
         **SMALL_FIRST_STAGE,
-        "model.width": 32,
-        "model.multipliers": (1, 2),
-        "model.windows": ((2, 2), (1, 1)),
-        "model.feature_windows": ((2, 2), (1, 1)),
-        "model.pyramid.width": 32,
-        "model.pyramid.depths": (1, 1),
-        "model.pyramid.num_heads": (1, 2),
-        "model.pyramid.window": 8,
+        **SMALL_UNET,
         "model.sampling_steps": 5,
         "model.pyramid.stochastic_depth": 0.0,
         "model.dropout": 0.0,

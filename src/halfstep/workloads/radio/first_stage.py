@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from halfstep.data.radio_maps import RadioMaps
 from halfstep.disk import write_whole
 from halfstep.errors import ConfigError, ModelError
+from halfstep.models.posterior import latent_scale
 from halfstep.models.radio_names import vae_name
 from halfstep.models.radio_vae import RadioVAE
 from halfstep.models.weights import load_weights_, read_weights
@@ -36,19 +36,25 @@ class FirstStage:
     """As its run has measured it."""
 
 
-def vae_of(sizes: Mapping[str, Any]) -> RadioVAE:
-    return RadioVAE(
-        width=sizes["width"],
-        multipliers=tuple(sizes["multipliers"]),
-        num_blocks=sizes["num_blocks"],
-        z_channels=sizes["z_channels"],
-        latent_channels=sizes["latent_channels"],
-        dropout=sizes["dropout"],
-    )
-
-
 def sizes_of(config: FirstStageConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
+
+
+def reduction_of(sizes: Mapping[str, Any]) -> int:
+    """Pixels of a map for each place of its latent, along a side."""
+    return int(2 ** (len(sizes["multipliers"]) - 1))
+
+
+def latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, int, int]:
+    side = image_size // reduction_of(sizes)
+    return sizes["latent_channels"], side, side
+
+
+def load_vae_(vae: RadioVAE, path: Path) -> None:
+    """Weights of ours, or of a public checkpoint."""
+    weights, _ = read_weights(path)
+    named = {own: value for name, value in weights.items() if (own := vae_name(name)) is not None}
+    load_weights_(vae, named, source=str(path))
 
 
 def first_stage(config: RadioDiffConfig) -> FirstStage:
@@ -77,10 +83,8 @@ def first_stage(config: RadioDiffConfig) -> FirstStage:
         path, facts = folder / WEIGHTS, _facts(folder / FACTS)
     else:
         facts = {"sizes": sizes_of(config.model.first_stage), "scale_factor": None}
-    vae = vae_of(facts["sizes"])
-    weights, _ = read_weights(path)
-    named = {own: value for name, value in weights.items() if (own := vae_name(name)) is not None}
-    load_weights_(vae, named, source=str(path))
+    vae = RadioVAE(**facts["sizes"])
+    load_vae_(vae, path)
     return FirstStage(
         vae=vae.eval(), source=str(path.resolve()), sizes=facts["sizes"], scale_factor=facts["scale_factor"]
     )
@@ -104,20 +108,8 @@ def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: flo
 
 @torch.no_grad()
 def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
-    """1 / standard deviation of the latents that are drawn for some training maps, in float64."""
+    """Of the latents of some training maps."""
     device = next(vae.parameters()).device
-    means, variances = [], []
-    for index in range(0, len(maps), max(1, len(maps) // count)):
-        gain = maps.sample(index, key=(0, 0, index))["gain"].to(device)
-        mean, log_variance = vae.encode(signed(unit_gain(gain, threshold))[None])
-        means.append(mean.double().flatten())
-        variances.append(log_variance.double().exp().flatten())
-    spread = float(torch.cat(means).std())
-    if not spread > 0 or spread == float("inf"):
-        raise ModelError(
-            f"the latents of {source} have a standard deviation of {spread:g}",
-            why="one value everywhere holds no map, and scaling it to 1 divides by 0",
-            fix="train stage 1 longer, or with a smaller model.kl_weight; model.scale_factor=0.3 sets the scale",
-        )
-    # Of an autoencoder that has hardly trained the draws vary, and not the means.
-    return 1 / math.sqrt(spread**2 + float(torch.cat(variances).mean()))
+    places = range(0, len(maps), max(1, len(maps) // count))
+    gains = (maps.sample(place, key=(0, 0, place))["gain"][None].to(device) for place in places)
+    return latent_scale([vae.encode(signed(unit_gain(gain, threshold))) for gain in gains], source=source)

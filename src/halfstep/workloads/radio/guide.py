@@ -8,17 +8,17 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.workloads.guiding import Opened
-from halfstep.workloads.radio.config import SMALL_FIRST_STAGE, RadioVaeConfig
+from halfstep.workloads.radio.config import SMALL_FIRST_STAGE, SMALL_UNET, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import find_data
 from halfstep.workloads.radio.pictures import city_picture, map_picture
 
 
 class Guide:
-    """Of the first stage, with which everybody begins; the second needs a trained one."""
+    """Of the first stage, with which everybody begins."""
 
     small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_FIRST_STAGE, "model.discriminator.enabled": False}
 
-    def open(self, config: RadioVaeConfig) -> Opened:
+    def open(self, config: RadioVaeConfig | RadioDiffConfig) -> Opened:
         data = find_data(config)
         size = data.train.size
         return Opened(
@@ -34,7 +34,16 @@ class Guide:
         both.paste(gain, (city.width, 0))
         return f"map {index}", both
 
-    def for_side(self, config: RadioVaeConfig, side: int) -> dict[str, Any]:
+    def for_side(self, config: RadioVaeConfig | RadioDiffConfig, side: int) -> dict[str, Any]:
         """A side that all levels can halve."""
-        step = 2 ** (len(config.model.first_stage.multipliers) - 1)
+        levels = len(config.model.first_stage.multipliers)
+        if isinstance(config, RadioDiffConfig):
+            levels += len(config.model.multipliers) - 1
+        step = 2 ** (levels - 1)
         return {"data.image_size": max(step, side // step * step)}
+
+
+class SecondGuide(Guide):
+    """Of the second stage, which needs a trained first one to start; to be planned it needs none."""
+
+    small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_FIRST_STAGE, **SMALL_UNET}

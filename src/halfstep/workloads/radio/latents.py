@@ -79,7 +79,11 @@ def _encoded(
         with fp32_island():
             moments = torch.cat(vae.encode(signed(unit_gain(gain, config.data.threshold))), dim=1)
         if not bool(moments.isfinite().all()):
-            raise ConfigError(f"the first stage gives NaN or infinity for {maps.name_of(start)} or one after it")
+            raise ConfigError(
+                f"the first stage gives NaN or infinity for {maps.name_of(start)} or one after it",
+                why="latents on disk are computed in fp32, so no format helps",
+                fix="another first stage: model.vae=RUN",
+            )
         progress(places.stop, len(maps))
         yield moments
 

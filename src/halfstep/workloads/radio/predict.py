@@ -16,7 +16,7 @@ from PIL import Image
 
 from halfstep.data.radio_maps import GAIN_NAME, RadioFiles, RadioTree, read_condition, read_gray
 from halfstep.data.seeds import Key
-from halfstep.errors import CheckpointError, DataError
+from halfstep.errors import DataError
 from halfstep.models.radio_unet import RadioUNet
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
@@ -29,7 +29,7 @@ from halfstep.workloads.radio.data import signed, unit_gain, unsigned
 from halfstep.workloads.radio.first_stage import first_stage
 from halfstep.workloads.radio.pictures import Array, MapRow, map_sheet
 from halfstep.workloads.radio.scores import map_scores
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.using import Input, Trained, Wishes, failure_of, saved_picture
 
 
 class MapPredictor:
@@ -129,8 +129,8 @@ def _written(row: MapRow, item: Input, out: Path) -> Answer:
     """The map alone, and drawn beside all that is known of it, with its scores."""
     pixels = (row.predicted * 255).round().astype(np.uint8)
     written = {
-        "map": _saved(Image.fromarray(pixels), out / "maps" / item.path.name),
-        "picture": _saved(map_sheet([row]), out / "pictures" / item.path.name),
+        "map": str(saved_picture(Image.fromarray(pixels), out / "maps" / item.path.name)),
+        "picture": str(saved_picture(map_sheet([row]), out / "pictures" / item.path.name)),
     }
     scores = {} if row.truth is None else _scores(row.predicted, row.truth)
     return Answer(
@@ -144,12 +144,3 @@ def _written(row: MapRow, item: Input, out: Path) -> Answer:
 def _scores(predicted: Array, truth: Array) -> dict[str, float]:
     one, other = (torch.from_numpy(np.ascontiguousarray(values))[None, None] for values in (predicted, truth))
     return {name: float(value) for name, value in map_scores(one, other).items()}
-
-
-def _saved(picture: Image.Image, path: Path) -> str:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}", fix="make room, or --out DIR") from error
-    return str(path)

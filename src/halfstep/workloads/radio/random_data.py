@@ -8,12 +8,13 @@ import torch
 
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
+from halfstep.models.radio_vae import RadioVAE
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.radio import build, build_vae
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData
-from halfstep.workloads.radio.first_stage import sizes_of, vae_of
+from halfstep.workloads.radio.first_stage import sizes_of
 from halfstep.workloads.workload import Workload
 
 RadioConfig = RadioDiffConfig | RadioVaeConfig
@@ -36,7 +37,8 @@ def over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
     data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
     if isinstance(config, RadioVaeConfig):
         return build_vae.workload_of(config, build_vae.stage1(config), data)
-    vae = FrozenPart(module=vae_of(store["sizes"]).eval())
+    store = {**random_store(config), **store}
+    vae = FrozenPart(module=RadioVAE(**store["sizes"]).eval())
     return build.workload_of(config, store, build.unet_of(config, store), vae, data)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from PIL import Image
 
 from halfstep.data.files import READABLE
 from halfstep.data.images import read_image
-from halfstep.errors import CheckpointError, DataError
+from halfstep.errors import DataError
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
@@ -18,7 +17,7 @@ from halfstep.workloads.segmentation.build import background_class, model_from_s
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.pictures import overlay
 from halfstep.workloads.segmentation.tiles import Array, WholeImages, any_size
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.using import Input, Trained, Wishes, failure_of, saved_picture
 
 
 class MaskPredictor:
@@ -39,13 +38,13 @@ class MaskPredictor:
 
     def _written(self, item: Input, classes: Array, out: Path) -> Answer:
         name = item.name.with_suffix("")
-        mask = _unused(out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
-        picture = _unused(out / "overlays" / f"{name}_overlay.png")
-        _save(Image.fromarray(self.table.paint(classes)), mask)
+        painted = Image.fromarray(self.table.paint(classes))
+        mask = saved_picture(painted, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
         with any_size():
             image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
         shown = image if image.shape[-1] != 2 else image[..., :1]
-        _save(overlay(shown, classes, background=background_class(self.config, self.table)), picture)
+        laid_over = overlay(shown, classes, background=background_class(self.config, self.table))
+        picture = saved_picture(laid_over, out / "overlays" / f"{name}_overlay.png")
         shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
         return Answer(
             file=str(item.path),
@@ -60,17 +59,3 @@ class MaskPredictor:
                 "share of each mask value": ", ".join(f"{value}: {share:.1%}" for value, share in shares.items()),
             },
         )
-
-
-def _unused(path: Path) -> Path:
-    """Files of one name from several folders get numbers."""
-    numbered = (path.with_stem(f"{path.stem}_{k}") for k in itertools.count(2))
-    return next(free for free in itertools.chain([path], numbered) if not free.exists())
-
-
-def _save(picture: Image.Image, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}", fix="make room, or --out DIR") from error
