@@ -34,6 +34,7 @@ from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo
+from tiny_radio import write_tiny_demo
 
 CPU = Hardware(
     kind="cpu", device="cpu", name="CPU", vendor="Arm", memory_total_bytes=8 * 2**30, support={"fp32": "native"}
@@ -517,10 +518,12 @@ def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
 
 @pytest.mark.parametrize("workload", ["radiodiff_vae", "radiodiff"])
 def test_both_stages_of_radio_maps_are_suggested_for_a_cpu(tmp_path: Path, workload: str) -> None:
-    look = look_at_demo(workload, tmp_path / "demo")
-    found = suggestions(situation(workload=workload, look=look, hardware=CPU))[0].config
-    assert found.workload == workload
-    assert found.data.image_size == 16
+    root = write_tiny_demo(tmp_path / "RadioMapSeer")
+    looked = look_at(workload, root)
+    chosen = suggestions(situation(workload=workload, look=looked, hardware=CPU, data_dir=str(root)))[0]
+    (tmp_path / "run.yaml").write_text(chosen.to_yaml())
+    again = load(str(tmp_path / "run.yaml")).config
+    assert (again.workload, again.data.image_size, again.model.first_stage.width) == (workload, 64, 16)
 
 
 @pytest.mark.parametrize(

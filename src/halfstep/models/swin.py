@@ -156,7 +156,8 @@ class SwinPyramid(nn.Module):
     ) -> None:
         super().__init__()
         self.widths = tuple(dim * 2**stage for stage in range(len(depths)))
-        drops = iter(torch.linspace(0, stochastic_depth, sum(depths)).tolist())
+        last = max(1, sum(depths) - 1)
+        drops = iter([stochastic_depth * place / last for place in range(sum(depths))])
         layers: list[nn.Module] = [
             nn.Sequential(nn.Conv2d(channels, dim, patch, stride=patch), ToLastDim(), nn.LayerNorm(dim))
         ]

@@ -22,6 +22,7 @@ from halfstep.kernels.fast_forms import decided, forced
 from halfstep.models.recompute import Blocks as BlockSequence
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_low import activation_budget as budget
+from halfstep.tune.recast import weights_cast_again
 from halfstep.workloads.workload import Workload
 
 Mode: TypeAlias = Literal["eager", "compile", "graph"]
@@ -176,7 +177,8 @@ def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[...
         # A forward of its own: a kind that inherits it has it from its parent, which may not be asked for.
         own = {kind: given for kind, given in blocks.items() if "forward" in vars(kind)}
         forwards = {k: given if given and is_captured else compiled(plain(k)) for k, given in own.items()}
-        with _swapped(forwards), forced(is_captured, "group_norm"), most_shapes():
+        copies = weights_cast_again() if is_captured else contextlib.nullcontext()
+        with _swapped(forwards), forced(is_captured, "group_norm"), most_shapes(), copies:
             return region(*arguments)
 
     return run

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.data.loader import Batch
+from halfstep.errors import counted
 from halfstep.models.posterior import drawn
 from halfstep.models.radio_layers import LinearAttention, TimedBlock
 from halfstep.models.radio_names import unet_name
@@ -182,7 +183,7 @@ class Denoising:
             "error_c": (drift + x0).detach().square().flatten(1).mean(1),
             "error_noise": (predicted - batch["noise"]).detach().square().flatten(1).mean(1),
         }
-        return found if model.training else found | {"map": self.sample(unet, features, batch)}
+        return found | {"map": self.sample(unet, features, batch)} if "start" in batch else found
 
     def loss(self, outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
         losses = ddm_loss(
@@ -237,7 +238,11 @@ def workload_of(
         store=store,
         notes=data.notes,
         val_names=data.val_names(),
-        about=(*data.about, *about, ("sampling", f"{wish.sampling_steps} steps, {calls} calls of the network")),
+        about=(
+            *data.about,
+            *about,
+            ("sampling", f"{counted(wish.sampling_steps, 'step')}, {counted(calls, 'call')} of the network"),
+        ),
         frozen={"vae": vae},
         sample=pictures,
     )

@@ -189,24 +189,13 @@ class RadioTrainConfig(TrainConfig):
     )
 
 
+SMALL_DATA: dict[str, Any] = {"data.image_size": 16, "data.num_workers": 0}
 SMALL_FIRST_STAGE: dict[str, Any] = {
-    "data.image_size": 16,
-    "data.num_workers": 0,
     "model.first_stage.width": 16,
     "model.first_stage.multipliers": (1, 2),
     "model.first_stage.num_blocks": 1,
     "model.first_stage.z_channels": 4,
     "model.first_stage.latent_channels": 4,
-}
-SMALL_UNET: dict[str, Any] = {
-    "model.width": 32,
-    "model.multipliers": (1, 2),
-    "model.windows": ((2, 2), (1, 1)),
-    "model.feature_windows": ((2, 2), (1, 1)),
-    "model.pyramid.width": 32,
-    "model.pyramid.depths": (1, 1),
-    "model.pyramid.num_heads": (1, 2),
-    "model.pyramid.window": 8,
 }
 
 
@@ -214,11 +203,12 @@ class RadioVaeConfig(RunConfig):
     """One run of stage 1."""
 
     demo: ClassVar[dict[str, Any]] = {
+        **SMALL_DATA,
         **SMALL_FIRST_STAGE,
         "model.discriminator.enabled": False,
         "optimizer.lr": 4e-3,
         "train.batch_size": 8,
-        "train.epochs": 3,
+        "train.epochs": 2,
     }
 
     data: RadioDataConfig = RadioDataConfig()
@@ -234,14 +224,24 @@ class RadioDiffConfig(RunConfig):
     """One run of stage 2."""
 
     demo: ClassVar[dict[str, Any]] = {
+        **SMALL_DATA,
         **SMALL_FIRST_STAGE,
-        **SMALL_UNET,
-        "model.sampling_steps": 5,
+        "model.width": 16,
+        "model.multipliers": (1,),
+        "model.windows": ((2, 2),),
+        "model.feature_windows": ((2, 2),),
+        "model.fourier_scale": 1.0,
+        "model.pyramid.width": 32,
+        "model.pyramid.depths": (2,),
+        "model.pyramid.num_heads": (2,),
+        "model.pyramid.window": 8,
         "model.pyramid.stochastic_depth": 0.0,
         "model.dropout": 0.0,
-        "optimizer.lr": 2e-3,
+        "model.sampling_steps": 5,
+        "optimizer.lr": 4e-3,
         "train.batch_size": 8,
-        "train.epochs": 8,
+        "train.epochs": 4,
+        "train.validate_every": 2,
     }
 
     data: RadioDiffDataConfig = RadioDiffDataConfig()

@@ -8,15 +8,27 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.workloads.guiding import Opened
-from halfstep.workloads.radio.config import SMALL_FIRST_STAGE, SMALL_UNET, RadioDiffConfig, RadioVaeConfig
+from halfstep.workloads.radio.config import SMALL_FIRST_STAGE, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import find_data
 from halfstep.workloads.radio.pictures import city_picture, map_picture
+
+SMALL_SIZE = {"data.image_size": 64}
+SMALL_UNET: dict[str, Any] = {
+    "model.width": 32,
+    "model.multipliers": (1, 2),
+    "model.windows": ((2, 2), (1, 1)),
+    "model.feature_windows": ((2, 2), (1, 1)),
+    "model.pyramid.width": 32,
+    "model.pyramid.depths": (2, 2),
+    "model.pyramid.num_heads": (2, 4),
+    "model.pyramid.window": 8,
+}
 
 
 class Guide:
     """Of the first stage, with which everybody begins."""
 
-    small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_FIRST_STAGE, "model.discriminator.enabled": False}
+    small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, "model.discriminator.enabled": False}
 
     def open(self, config: RadioVaeConfig | RadioDiffConfig) -> Opened:
         data = find_data(config)
@@ -46,4 +58,4 @@ class Guide:
 class SecondGuide(Guide):
     """Of the second stage, which needs a trained first one to start; to be planned it needs none."""
 
-    small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_FIRST_STAGE, **SMALL_UNET}
+    small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, **SMALL_UNET}
