@@ -36,8 +36,9 @@ def _without_copy(kept: Tensor) -> Tensor | Source:
     if cast is None or cast.name() != "ToCopyBackward0":
         return kept
     source = getattr(cast.next_functions[0][0], "variable", None)
-    is_copy = isinstance(source, nn.Parameter) and source.numel() == kept.numel() and source.device == kept.device
-    return (source, kept.dtype, is_turned) if is_copy else kept
+    if not isinstance(source, nn.Parameter) or source.numel() != kept.numel() or source.device != kept.device:
+        return kept
+    return source, kept.dtype, is_turned
 
 
 def _copied_again(kept: Tensor | Source) -> Tensor:
