@@ -220,8 +220,16 @@ def test_rows_that_fit_come_fastest_first_and_keep_the_effective_batch(unet: Mem
     assert fits[0].prediction.cell.setting == NORMAL
     assert fits[0].batch_size < 4
     assert fits[0].accumulate > 1
-    assert all(fit.batch_size * fit.accumulate >= 4 and fit.prediction.total <= limit for fit in fits)
+    assert all(fit.batch_size * fit.accumulate == 4 and fit.prediction.total <= limit for fit in fits)
     assert any("BatchNorm" in note for note in notes_of(unet, config, fits))
+
+
+def test_the_effective_batch_stays_exactly_where_it_is_not_a_multiple_of_what_fits(unet: MemoryPlanner) -> None:
+    config = unet.step.config
+    config = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 10})})
+    limit = unet.predict(cell(batch_size=4, accumulate=2), base_batch=10).total
+    [fit] = fitting(unet, config, limit, "eager", ("bf16",), most=1)
+    assert (fit.largest_batch, fit.batch_size, fit.accumulate) == (4, 2, 5)
 
 
 def test_a_larger_batch_comes_with_its_learning_rate(gpt2: MemoryPlanner) -> None:

@@ -158,9 +158,8 @@ def fitting(
 
 def _fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit:
     wanted = config.train.batch_size * config.train.accumulate
-    size = min(largest, config.train.batch_size)
-    accumulate = math.ceil(wanted / size)
-    size = math.ceil(wanted / accumulate)  # even pieces: the last one as large as the others
+    size = next(n for n in range(min(largest, config.train.batch_size), 0, -1) if wanted % n == 0)
+    accumulate = wanted // size
     taken = dataclasses.replace(cell, batch_size=size, accumulate=accumulate)
     return Fit(
         prediction=planner.predict(taken, base_batch=max(config.train.batch_size, 2)),

@@ -21,7 +21,7 @@ from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
 from halfstep.run.planned_step import Fixed, PlannedStep
 from halfstep.tune.memory_low import NORMAL, MemorySetting
-from halfstep.tune.modes import Mode
+from halfstep.tune.modes import Mode, has_convolutions
 from halfstep.tune.planner.compiled import PRODUCTS, compiled_timeline
 from halfstep.tune.planner.timeline import Timeline, at_batch, eager_timeline
 from halfstep.tune.planner.trace import Trace
@@ -117,7 +117,7 @@ class MemoryPlanner:
         return max(peaks, key=lambda peak: peak.total())
 
     def _lines(self, cell: Cell, batch_size: int) -> list[Timeline]:
-        how, recompute = _family(cell.precision), cell.setting.recompute
+        how, recompute = self._family(cell.precision), cell.setting.recompute
         key = (how, cell.mode, recompute, batch_size)
         if key not in self._timelines:
             self._timelines[key] = self._worked_out(how, cell.mode, recompute, batch_size)
@@ -141,6 +141,12 @@ class MemoryPlanner:
         traces = self._traced(how, recompute if keeps_cheap else "none", batch_size, chains=False)
         return [_as_compiled(trace, keeps_cheap=keeps_cheap) for trace in traces]
 
+    def _family(self, precision: str) -> str:
+        """Precisions of one family take the same memory; TF32 and fp32 differ where something convolves."""
+        if precision == "tf32":
+            return "tf32" if has_convolutions(self.step.workload.model) else "fp32"
+        return {"fp16": "bf16", "fp8": "bf16"}.get(precision, precision)
+
     def _traced(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[Trace]:
         key = (precision, recompute, batch_size, chains)
         if key not in self._traces:
@@ -148,7 +154,7 @@ class MemoryPlanner:
         return self._traces[key]
 
     def _fixed_of(self, cell: Cell) -> Fixed:
-        key = (_family(cell.precision), cell.setting.optimizer_bits)
+        key = (self._family(cell.precision), cell.setting.optimizer_bits)
         if key not in self._fixed:
             self._fixed[key] = self.step.fixed(key[0], cell.setting)
         return self._fixed[key]
@@ -172,8 +178,3 @@ class MemoryPlanner:
 def _as_compiled(trace: Trace, *, keeps_cheap: bool = True) -> Timeline:
     leaves_it = trace.is_chain or not trace.compiles
     return eager_timeline(trace) if leaves_it else compiled_timeline(trace, keeps_cheap=keeps_cheap)
-
-
-def _family(precision: str) -> str:
-    """Precisions of one family take the same memory."""
-    return {"tf32": "tf32", "fp16": "bf16", "fp8": "bf16"}.get(precision, precision)
