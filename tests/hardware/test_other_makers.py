@@ -32,7 +32,7 @@ GRANTED = {
     "Xe-HPG": {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "fp8": "bf16"},
     "Xe-HPC": {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "tf32": "fp32", "fp8": "bf16"},
 }
-"""The table of docs/video.md."""
+"""The table of docs/precision.md."""
 
 
 @pytest.mark.parametrize("card", CARDS)
