@@ -7,7 +7,6 @@ notion of what things are.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -34,20 +33,20 @@ class FilterBank(nn.Module):
     def __init__(self, patch: int) -> None:
         super().__init__()
         self.patch = patch
-        colours = torch.tensor(list(itertools.product(LEVELS, repeat=3)))
         sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / 8
         diagonal = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 0.0, 1.0], [0.0, 1.0, 2.0]]) / 8
         edges = torch.stack([sobel, sobel.T, diagonal, diagonal.flip(1)])
-        self.register_buffer("colours", colours)
+        self.register_buffer("levels", torch.tensor(LEVELS).view(-1, 1, 1))
         self.register_buffer("edges", edges.unsqueeze(1))
 
     def forward(self, images: Tensor) -> Tensor:
         with fp32_island():
             images = to_fp32(images)
-            colours, edges = self.get_buffer("colours").float(), self.get_buffer("edges").float()
-            # Of the squared distance, what is the same for all colours does not matter to the softmax.
-            likeness = F.conv2d(images, 2 * colours[..., None, None], -colours.square().sum(1))
-            nearness = torch.softmax(SHARPNESS * likeness, dim=1)
+            levels, edges = self.get_buffer("levels").float(), self.get_buffer("edges").float()
+            # Colours are all triples of levels, so a softmax over them is the product of one for each channel.
+            nearness = torch.softmax(-SHARPNESS * (images.unsqueeze(2) - levels).square(), dim=2)
+            red, green, blue = nearness.unbind(1)
+            nearness = _products(_products(red, green), blue)
             grey = images.mean(1, keepdim=True)
             strength = F.conv2d(F.pad(grey, (1, 1, 1, 1), mode="replicate"), edges).abs()
             pooled = F.avg_pool2d(torch.cat([nearness, 4 * strength, grey], dim=1), self.patch)
@@ -55,6 +54,11 @@ class FilterBank(nn.Module):
             looks = (pooled - pooled.mean((2, 3), keepdim=True)) / SPREAD
             places = _places(looks.shape[2], looks.shape[3], looks.device).expand(len(looks), -1, -1, -1)
             return torch.cat([looks, places], dim=1).flatten(2).transpose(1, 2)
+
+
+def _products(one: Tensor, other: Tensor) -> Tensor:
+    """Every channel of (N, C, H, W) times every one of (N, D, H, W): (N, C · D, H, W)."""
+    return (one.unsqueeze(2) * other.unsqueeze(1)).flatten(1, 2)
 
 
 def _places(rows: int, columns: int, device: torch.device) -> Tensor:
