@@ -83,13 +83,15 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path) -> None:
     np.save(tmp_path / "a.npy", video)
     (tmp_path / "frames").mkdir()
     for t in range(2):
-        Image.fromarray(video[t]).save(tmp_path / "frames" / f"{t}.png")
+        Image.fromarray(video[t]).save(tmp_path / "frames" / f"{t:08d}_image.png")
+        Image.fromarray(video[t, ..., 0]).save(tmp_path / "frames" / f"{t:08d}_mask_00.png")
     shard = next(clips.glob("*validation*.tar"))
     asked = [tmp_path / "a.npy", tmp_path / "frames", shard]
     made = predict(run, asked, report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
     assert not made.failed
     assert np.load(tmp_path / "out" / "a_slots.npy").shape == (3, 32, 48)
     assert (tmp_path / "out" / "frames.gif").exists()
+    assert len(np.load(tmp_path / "out" / "frames_slots.npy")) == 2, "masks are no frames"
     assert (tmp_path / "out" / shard.stem / "000001.gif").exists()
 
 

@@ -1,6 +1,6 @@
 """Slots of videos: for each a gif and a sheet, and slot numbers as an array.
 
-Pictures are frames: those of one folder are one video, in their natural order.
+Pictures are frames: those of one folder are one video, in their natural order; STEVE's masks beside them are none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.data.clips import crop_box
 from halfstep.data.files import PICTURES, BadFiles, load_array
+from halfstep.data.frame_folders import STEVE_MASK
 from halfstep.data.images import read_image
 from halfstep.data.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
 from halfstep.data.videos import Array, ShardVideos
@@ -56,6 +57,8 @@ class SlotPredictor:
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """One for each file; frames of a folder share theirs."""
         assert wishes.out is not None
+        inputs = [item for item in inputs if not STEVE_MASK.match(item.path.stem)] or inputs
+        bar.total = len(inputs)
         for _, grouped in groupby(inputs, key=lambda item: item.path.parent if _is_frame(item) else item.path):
             items = list(grouped)
             try:
