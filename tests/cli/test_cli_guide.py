@@ -126,7 +126,6 @@ def write_demo_pairs(folder: Path) -> Path:
         ("start: perhaps", "'perhaps' is not a choice"),
         ("task: segmentation\ndata: /no/such/folder", "/no/such/folder does not exist"),
         ("task: segmentation\nmodel: resnet50", "answered, but not asked: model"),
-        ("task: segmentation\nfile: there.txt", "is not a name for a config"),
         ("task: own\nworkload: nowhere", "'nowhere' is not an import path"),
         ("task: own\nworkload: no_such_module:build", "cannot be imported"),
         ("task: own\nworkload: json:loads", "no folder"),
@@ -170,7 +169,7 @@ def test_piped_lines_are_answers_and_a_wrong_folder_is_asked_again(
     assert (config.workload, config.preset, config.data.dir) == ("resnet34", "stable", str(folder))
 
 
-@pytest.mark.parametrize("lines", ["", "segmentation\n", "segmentation\n\nfast\n1\n"])
+@pytest.mark.parametrize("lines", ["", "segmentation\n"])
 def test_input_that_ends_early_leaves_nothing_behind(
     place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, lines: str
 ) -> None:
@@ -269,8 +268,7 @@ def test_a_person_at_a_terminal_is_led_to_a_config(place: Path, capsys: Capture)
     assert run(capsys, "train", "new.yaml", "--show-config")[0] == 0
 
 
-@pytest.mark.parametrize(("key", "words"), [("\x03", "nothing was written"), ("\x04", "the input ended")])
-def test_ctrl_c_and_ctrl_d_leave_nothing_behind(place: Path, key: str, words: str) -> None:
+def test_ctrl_c_leaves_nothing_behind(place: Path) -> None:
     with terminal(*QUICK) as person:
         person.expect("What do you want to train?")
         person.expect("> ")
@@ -280,10 +278,10 @@ def test_ctrl_c_and_ctrl_d_leave_nothing_behind(place: Path, key: str, words: st
         person.type("\n")
         person.expect("What matters most?")
         person.expect("> ")
-        person.type(key)
+        person.type("\x03")
         code, text = person.end()
     assert code == 128 + signal.SIGINT
-    assert words in text
+    assert "nothing was written" in text
     assert "Traceback" not in text
     assert_nothing_is_left(place)
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from halfstep.cli.main import main
+from halfstep.data.binary_sets import ROW_BYTES as RECORD
 from halfstep.errors import DataError
 from halfstep.exercises.benchmark_formats import run as benchmark
-from halfstep.exercises.small_cnn import RECORD, generated, read_cifar
+from halfstep.exercises.small_cnn import generated, read_cifar
 
 
 def exercise(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -69,7 +70,7 @@ def test_what_is_no_cifar_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="3 bytes"):
         read_cifar(tmp_path / "cut")
     written_cifar(tmp_path / "hundred", labels=20)
-    with pytest.raises(DataError, match="label is 19"):
+    with pytest.raises(DataError, match="a label of 19"):
         read_cifar(tmp_path / "hundred")
 
 

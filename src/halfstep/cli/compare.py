@@ -135,13 +135,7 @@ def _asked_rows(rows: list[str] | None, precisions: str, *, simulate: bool) -> l
     if rows:
         return [_row(text) for text in rows]
     names = [name.strip() for name in precisions.split(",") if name.strip()]
-    return [Row(name=name, overrides=_precision(name, simulate=simulate)) for name in names]
-
-
-def _precision(name: str, *, simulate: bool) -> tuple[str, ...]:
-    """Strict: a row that quietly ran in another format would compare nothing."""
-    how = "precision.simulate=true" if simulate and name not in ("fp32", "tf32") else "precision.strict=true"
-    return (f"precision={name}", how)
+    return [Row.in_precision(name, simulate=simulate) for name in names]
 
 
 def _row(text: str) -> Row:

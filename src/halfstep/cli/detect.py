@@ -57,9 +57,10 @@ def command(
     if gpu.lower() == LIST:
         print_known(as_json=as_json)
         return
-    devices = (known(gpu),) if gpu else devices_here(device, look_only=no_measure, fresh=fresh)
+    from halfstep.hardware.gpus import known_gpu
     from halfstep.precision.advice import advise
 
+    devices = (known_gpu(gpu),) if gpu else devices_here(device, look_only=no_measure, fresh=fresh)
     answers = [(hardware, advise(hardware)) for hardware in devices]
     if as_json:
         print_json(answers)
@@ -95,12 +96,6 @@ def print_known(*, as_json: bool) -> None:
     from halfstep.report.tables import pairs_table
 
     Console().print(pairs_table((family, ", ".join(models)) for family, models in names.items()))
-
-
-def known(name: str) -> Hardware:
-    from halfstep.hardware.gpus import known_gpu
-
-    return known_gpu(name)
 
 
 def devices_here(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:

@@ -7,6 +7,7 @@ that what follows from them follows; all others are ours, on top of the translat
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ def has_key(values: Mapping[str, Any], path: str) -> bool:
 
 
 def with_words(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    changed: dict[str, Any] = copied(values)
+    changed: dict[str, Any] = copy.deepcopy(dict(values))
     for statement in override_statements(words):
         *parents, name = statement.path.split(".")
         section = changed
@@ -120,10 +121,6 @@ def with_words(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any
             section = section[parent]
         section[name] = statement.value
     return changed
-
-
-def copied(value: Any) -> Any:
-    return {key: copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 # --- references ---

@@ -42,10 +42,12 @@ def field_at(schema: type[Section], path: str) -> FieldInfo:
     return fields_of(schema)[open_section_of(path) or path]
 
 
-def sections_of(schema: type[Section]) -> set[str]:
+@functools.cache
+def sections_of(schema: type[Section]) -> frozenset[str]:
     """Paths that hold settings, not values: `train`, `data`, `data.augment`."""
     paths = (path.split(".")[:-1] for path in fields_of(schema))
-    return {".".join(parts[:length]) for parts in paths for length in range(1, len(parts) + 1)} | set(OPEN_SECTIONS)
+    inner = {".".join(parts[:length]) for parts in paths for length in range(1, len(parts) + 1)}
+    return frozenset(inner | set(OPEN_SECTIONS))
 
 
 def canonical(statement: Statement, schema: type[Section]) -> Statement | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import re
 import shutil
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +38,8 @@ UNREADABLE = (
 )
 
 OnBadFile = Literal["error", "skip"]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class BadFiles:
@@ -61,10 +65,39 @@ class BadFiles:
             )
 
 
+def refuse_missing(root: Path) -> None:
+    """A data folder that is not there."""
+    if not root.is_dir():
+        kind = "is a file" if root.exists() else "does not exist"
+        raise DataError(
+            f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
+        )
+
+
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:
+    """`work` on every item, or what is wrong with it, in order; Pillow decodes without the interpreter's lock."""
+
+    def attempt(item: Item) -> Result | DataError:
+        try:
+            return work(item)
+        except DataError as error:
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(attempt, items))
+
+
+def held_out(items: Sequence[Item], fraction: float, seed: int | str) -> tuple[list[Item], list[Item]]:
+    """Training and validation parts: the same for the same items and seed, at least one in each where it can be."""
+    num = min(len(items) - 1, max(1, round(len(items) * fraction))) if fraction > 0 else 0
+    chosen = set(random.Random(seed).sample(range(len(items)), num))
+    train = [item for place, item in enumerate(items) if place not in chosen]
+    return train, [items[place] for place in sorted(chosen)]
+
+
 def readable_files(folder: Path) -> list[Path]:
     """The files of `folder` with a known ending, dotfiles aside, in natural order (2 before 10)."""
-    if not folder.is_dir():
-        raise DataError(f"no folder {folder}", why="it does not exist or is a file", fix="check data.dir")
+    refuse_missing(folder)
     visible = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
     found = [path for path in visible if path.suffix.lower() in READABLE]
     if not found:

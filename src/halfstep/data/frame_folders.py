@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import PICTURES, UNREADABLE, BadFiles, natural_key, some_of, unreadable
+from halfstep.data.files import PICTURES, UNREADABLE, BadFiles, natural_key, refuse_missing, some_of, unreadable
 from halfstep.data.images import image_facts, read_image
 from halfstep.data.videos import Array, Video, small_labels
 from halfstep.errors import DataError, counted
@@ -94,8 +94,7 @@ class FrameFolders:
 
 
 def _subfolders(root: Path) -> list[Path]:
-    if not root.is_dir():
-        raise DataError(f"no folder {root}", why="it does not exist or is a file", fix="check data.dir")
+    refuse_missing(root)
     return [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
 
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import shlex
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.data.decode import check_picture, open_picture
-from halfstep.data.files import PICTURES, BadFiles, natural_key, some_of
+from halfstep.data.files import PICTURES, BadFiles, held_out, in_threads, natural_key, refuse_missing, some_of
 from halfstep.data.layouts import pair_folders
 from halfstep.data.metadata_file import labels_in
 from halfstep.errors import DataError, counted, printable
@@ -117,15 +115,6 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     )
 
 
-def refuse_missing(root: Path) -> None:
-    """A data folder that is not there."""
-    if not root.is_dir():
-        kind = "is a file" if root.exists() else "does not exist"
-        raise DataError(
-            f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
-        )
-
-
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     """Refuse data whose classes are not those that a model was trained on, naming the difference."""
     if tuple(trained) == tuple(found):
@@ -206,12 +195,7 @@ def _split(
     """Hold out the same share of every class, at least one picture and never the last."""
     train, val = {}, {}
     for name, paths in found.items():
-        num_val = min(len(paths) - 1, max(1, round(len(paths) * layout.val_fraction)))
-        if layout.val_fraction <= 0:
-            num_val = 0
-        held_out = set(random.Random(f"{layout.seed} {name}").sample(range(len(paths)), num_val))
-        train[name] = [path for i, path in enumerate(paths) if i not in held_out]
-        val[name] = [paths[i] for i in sorted(held_out)]
+        train[name], val[name] = held_out(paths, layout.val_fraction, f"{layout.seed} {name}")
     if layout.val_fraction > 0 and not any(val.values()):
         raise DataError(
             "every class has one picture: nothing is left for validation",
@@ -265,7 +249,9 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     To stop at the first bad file, headers and ends of files are enough: they show what is not a picture and what was
     cut short. To leave bad files out, every one is decoded, since only that finds them all.
     """
-    found = _errors(folder.train.paths + folder.val.paths, deep=bad_files.mode == "skip")
+    paths = folder.train.paths + folder.val.paths
+    outcomes = in_threads(check_picture if bad_files.mode == "skip" else check_header_and_end, paths)
+    found = {path: error for path, error in zip(paths, outcomes, strict=True) if error is not None}
     for error in found.values():
         bad_files.report(error)
     if not found:
@@ -298,18 +284,3 @@ def _is_whole(start: bytes, end: bytes, length: int) -> bool:
     if start.startswith(b"RIFF"):
         return length >= int.from_bytes(start[4:8], "little") + 8
     return True
-
-
-def _errors(paths: Sequence[Path], *, deep: bool) -> dict[Path, DataError]:
-    check = check_picture if deep else check_header_and_end
-
-    def attempt(path: Path) -> DataError | None:
-        try:
-            check(path)
-        except DataError as error:
-            return error
-        return None
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
-        outcomes = zip(paths, threads.map(attempt, paths), strict=True)
-        return {path: error for path, error in outcomes if error is not None}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +22,7 @@ from halfstep.data.decode import open_picture
 from halfstep.data.files import BadFiles, OnBadFile
 from halfstep.data.folder_samples import REDUCING_GAP, centre_square
 from halfstep.data.image_folder import ImageFolder
+from halfstep.data.loader import read_ahead
 from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, is_pack, open_pack, partial_file
 from halfstep.disk import free_bytes
 from halfstep.errors import DataError, counted
@@ -228,13 +228,4 @@ def _decode_all(
         return size
 
     workers = settings.workers or os.cpu_count() or 1
-    ahead = 16 * workers  # images begun before the oldest one is taken
-    with ThreadPoolExecutor(workers) as threads:
-        begun: dict[int, Future[tuple[int, int] | DataError]] = {}
-        try:
-            for number in range(len(paths)):
-                for future in range(number + len(begun), min(number + ahead, len(paths))):
-                    begun[future] = threads.submit(fill, future)
-                yield number, begun.pop(number).result()
-        finally:
-            threads.shutdown(cancel_futures=True)
+    yield from enumerate(read_ahead(fill, range(len(paths)), num_threads=workers))

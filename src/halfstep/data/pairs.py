@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.data.files import BadFiles, natural_key, readable_files, some_of
+from halfstep.data.files import BadFiles, held_out, natural_key, readable_files, refuse_missing, some_of
 from halfstep.data.layouts import VALIDATION_NAMES, Layout, Names, PairLayout, find_layout
 from halfstep.data.name_patterns import ID, NamePattern
 from halfstep.errors import DataError, nearest
@@ -48,7 +47,7 @@ class FoundPairs:
 
 def find_split(root: Path, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
     """The training and validation pairs of a data folder."""
-    check_folder(root)
+    refuse_missing(root)
     folder, found = find_layout(root, layout)
     parts = [names for names in (found.train, found.val) if names]
     pairs = [_paired(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts]
@@ -132,10 +131,8 @@ def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], 
             why="an image that was trained on proves nothing",
             fix="add images, or train without validation: data.val_fraction=0",
         )
-    num_val = min(len(pairs) - 1, max(1, round(len(pairs) * split.val_fraction)))
-    chosen = set(random.Random(split.seed).sample(range(len(pairs)), num_val))
-    train = tuple(pair for i, pair in enumerate(pairs) if i not in chosen)
-    return train, tuple(pair for i, pair in enumerate(pairs) if i in chosen)
+    train, val = held_out(pairs, split.val_fraction, split.seed)
+    return tuple(train), tuple(val)
 
 
 def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
@@ -165,15 +162,6 @@ def _listed(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
     if unknown:
         raise DataError(f"{path} lists {some_of(unknown)}, which no pair is called", fix=nearest(unknown[0], by_name))
     return tuple(dict.fromkeys(by_name[name] for name in wanted))
-
-
-def check_folder(root: Path) -> None:
-    """Refuse what is not a folder."""
-    if not root.is_dir():
-        kind = "is a file" if root.exists() else "does not exist"
-        raise DataError(
-            f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
-        )
 
 
 def _one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:

@@ -8,19 +8,17 @@ DIR/<class>/*, DIR/train/<class>/*         classes (image_folder)
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from halfstep.data.files import PICTURES, natural_key, some_of
+from halfstep.data.files import PICTURES, held_out, natural_key, refuse_missing, some_of
 from halfstep.data.image_folder import (
     FolderLayout,
     ImageFolder,
     Listing,
     find_images,
     pictures_below,
-    refuse_missing,
     split_folders,
 )
 from halfstep.data.metadata_file import captions_in
@@ -109,10 +107,7 @@ def _divided(root: Path, train: list[Path], val: list[Path], layout: FolderLayou
     if divided and not (train and val):
         raise DataError(f"no pictures in the {'validation' if train else 'training'} folder of {root}")
     if not divided and layout.val_fraction > 0:
-        num_val = min(len(train) - 1, max(1, round(len(train) * layout.val_fraction)))
-        held_out = set(random.Random(f"{layout.seed} pictures").sample(range(len(train)), num_val))
-        val = [train[k] for k in sorted(held_out)]
-        train = [path for k, path in enumerate(train) if k not in held_out]
+        train, val = held_out(train, layout.val_fraction, f"{layout.seed} pictures")
     listings = [Listing(paths=tuple(paths), labels=(0,) * len(paths)) for paths in (train, val)]
     source = "its own folder" if divided else f"{layout.val_fraction:.0%} of the pictures"
     return ImageFolder(root=root, classes=("",), train=listings[0], val=listings[1], val_source=source)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.data.cache import SampleCache
-from halfstep.data.files import BadFiles, some_of
+from halfstep.data.files import BadFiles, in_threads, some_of
 from halfstep.data.images import image_facts, read_image
 from halfstep.data.seeds import generator_for
 from halfstep.errors import DataError, counted, printable
@@ -72,7 +71,6 @@ Array = np.ndarray[Any, Any]
 GAIN_NAME = re.compile(r"(\d+)_(\d+)\.png$")
 NUM_VERSIONS = 6
 """Of each map with missing buildings."""
-SCAN_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,8 +287,7 @@ def checked(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFile
     """Those whose pictures are of one size: headers are read, and every pixel where bad files are to be left out."""
     paths = list(dict.fromkeys(path for item in files for path in item.all()))
     look = _size_of_whole if bad_files.mode == "skip" else _size
-    with ThreadPoolExecutor(SCAN_THREADS) as threads:  # decoding releases the GIL
-        seen = dict(zip(paths, threads.map(look, paths), strict=True))
+    seen = dict(zip(paths, in_threads(look, paths), strict=True))
     whole = []
     for item in files:
         if error := _fault(item, seen):
@@ -303,20 +300,14 @@ def checked(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFile
 Seen = tuple[int, int] | DataError
 
 
-def _size(path: Path) -> Seen:
-    try:
-        return image_facts(path).size
-    except DataError as error:
-        return error
+def _size(path: Path) -> tuple[int, int]:
+    return image_facts(path).size
 
 
-def _size_of_whole(path: Path) -> Seen:
-    try:
-        size = image_facts(path).size
-        read_antenna(path, size) if path.parent.name == "antennas" else _bytes_of(path)
-        return size
-    except DataError as error:
-        return error
+def _size_of_whole(path: Path) -> tuple[int, int]:
+    size = _size(path)
+    read_antenna(path, size) if path.parent.name == "antennas" else _bytes_of(path)
+    return size
 
 
 def _fault(item: RadioFiles, seen: Mapping[Path, Seen]) -> DataError | None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from halfstep.data.cache import SampleCache
-from halfstep.data.files import BadFiles
+from halfstep.data.files import BadFiles, Item, Result, in_threads
 from halfstep.data.images import ImageFacts, image_facts, raw_range, read_image, resize_image, scale_for
 from halfstep.data.masks import MaskTable, MaskValue, mask_facts, mask_files, read_mask, resize_mask, values_in
 from halfstep.data.pairs import Pair
 from halfstep.errors import DataError, printable
-
-Result = TypeVar("Result")
-SCAN_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,26 +131,15 @@ def _inspect_fully(pair: Pair) -> ImageFacts:
     return facts
 
 
-Item = TypeVar("Item")
-
-
 def _for_each(
     work: Callable[[Item], Result], items: Sequence[Item], bad_files: BadFiles
 ) -> list[tuple[Item, Result | None]]:
-    """`work` on every item in threads (decoding releases the GIL), errors reported in the items' order."""
-
-    def attempt(item: Item) -> Result | DataError:
-        try:
-            return work(item)
-        except DataError as error:
-            return error
-
+    """`work` on every item in threads, errors reported in the items' order."""
     results: list[tuple[Item, Result | None]] = []
-    with ThreadPoolExecutor(SCAN_THREADS) as threads:
-        for item, outcome in zip(items, threads.map(attempt, items), strict=True):
-            if isinstance(outcome, DataError):
-                bad_files.report(outcome)
-            results.append((item, None if isinstance(outcome, DataError) else outcome))
+    for item, outcome in zip(items, in_threads(work, items), strict=True):
+        if isinstance(outcome, DataError):
+            bad_files.report(outcome)
+        results.append((item, None if isinstance(outcome, DataError) else outcome))
     return results
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageSequence
 
-from halfstep.data.files import UNREADABLE, BadFiles, natural_key, some_of, unreadable
+from halfstep.data.files import UNREADABLE, BadFiles, natural_key, refuse_missing, some_of, unreadable
 from halfstep.data.frame_folders import FrameFolders
 from halfstep.data.videos import Array, ShardVideos, Video, Videos, what_was_left_out
 from halfstep.errors import DataError, counted
@@ -171,8 +171,7 @@ def find_videos(
         if val is None:
             return _split(train, val_videos, val_fraction, "shards", bad_files)
         return _two(train, val, "shards by pattern")
-    if not root.is_dir():
-        raise DataError(f"no folder {root}", why="it does not exist or is a file", fix="check data.dir")
+    refuse_missing(root)
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
     if tars:
         return _tars(root, tars, val_videos, val_fraction, bad_files)

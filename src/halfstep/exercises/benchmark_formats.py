@@ -25,7 +25,7 @@ def run(folder: Path, *, data: str | None = None, seeds: int = SEEDS, steps: int
     simulates = hardware.kind == "cpu"
     common = [f"train.max_steps={steps}", "train.batch_size=32", "data.num_workers=0", "optimizer.lr=3e-3",
               "train.early_stopping_patience=0", *([f"data.dir={data}"] if data else [])]  # fmt: skip
-    rows = tuple(Row(name=name, overrides=_overrides(name, simulates=simulates)) for name in FORMATS)
+    rows = tuple(Row.in_precision(name, simulate=simulates) for name in FORMATS)
     request = Request(target=WORKLOAD, overrides=tuple(common), rows=rows, looks=(seeds,), margin=MARGIN)
     with tempfile.TemporaryDirectory() as scratch:
         place, comparison = new_comparison(request, Path(scratch) / "comparison")
@@ -46,11 +46,6 @@ def run(folder: Path, *, data: str | None = None, seeds: int = SEEDS, steps: int
         picture=picture,
         numbers={"accuracy": {line.name: list(line.values) for line in lines}},
     )
-
-
-def _overrides(name: str, *, simulates: bool) -> tuple[str, ...]:
-    how = "precision.simulate=true" if simulates and name != "fp32" else "precision.strict=true"
-    return (f"precision={name}", how)
 
 
 def _cells(line: Line, baseline: Line) -> tuple[str, ...]:

@@ -11,16 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
+from halfstep.data.binary_sets import cifar_folder
+from halfstep.data.binary_sets import read_cifar as read_binary
 from halfstep.errors import DataError
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.workload import Workload
 
 SIDE, NUM_CLASSES = 32, 10
-RECORD = 1 + 3 * SIDE * SIDE
-"""A label byte, then red, green and blue."""
-TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
-TEST_FILE = "test_batch.bin"
-FOLDERS = (".", "cifar-10-batches-bin")
 
 
 class Pictures:
@@ -38,31 +35,16 @@ class Pictures:
 
 def read_cifar(root: Path) -> tuple[Pictures, Pictures]:
     """The binary version's five batches and its test batch, as they unpack; fewer training batches do too."""
-    folder = next((root / name for name in FOLDERS if (root / name / TEST_FILE).is_file()), None)
+    folder = cifar_folder(root)
     if folder is None:
         raise DataError(
-            f"{root} holds no {TEST_FILE}",
-            why="CIFAR-10's binary version is read: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
+            f"{root} holds no CIFAR-10",
+            why="its binary version is read: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated pictures",
         )
-    batches = [_records(folder / name) for name in TRAIN_FILES if (folder / name).is_file()]
-    if not batches:
-        raise DataError(f"{folder} holds a test batch and no {TRAIN_FILES[0]}", fix="unpack the whole archive")
-    return _pictures(np.concatenate(batches)), _pictures(_records(folder / TEST_FILE))
-
-
-def _records(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    data = np.fromfile(path, np.uint8)
-    if len(data) == 0 or len(data) % RECORD:
-        raise DataError(f"{path} has {len(data):,} bytes", why=f"records are {RECORD} bytes", fix="download it again")
-    return data.reshape(-1, RECORD)
-
-
-def _pictures(records: np.ndarray[Any, np.dtype[np.uint8]]) -> Pictures:
-    labels = torch.from_numpy(records[:, 0].astype(np.int64))
-    if int(labels.max()) >= NUM_CLASSES:
-        raise DataError(f"a label is {int(labels.max())}", why="CIFAR-10 has ten classes", fix="is it CIFAR-100?")
-    return Pictures(torch.from_numpy(records[:, 1:].reshape(-1, 3, SIDE, SIDE).copy()), labels)
+    _, *parts = read_binary(folder)
+    train, test = (Pictures(part.pixels.permute(0, 3, 1, 2).contiguous(), part.labels) for part in parts)
+    return train, test
 
 
 def generated(count: int, seed: int) -> Pictures:

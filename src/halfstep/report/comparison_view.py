@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.tables import columns_table
@@ -59,12 +59,8 @@ def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str
     return columns
 
 
-def comparison_table(lines: Sequence[Line], metric: str) -> Table:
-    return columns_table(comparison_columns(lines, metric), left=("row", "verdict"))
-
-
 def show_comparison(lines: Sequence[Line], metric: str, notes: Sequence[str], console: Console) -> None:
-    console.print(comparison_table(lines, metric))
+    console.print(columns_table(comparison_columns(lines, metric), left=("row", "verdict")))
     for note in notes:
         console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
 
@@ -73,7 +69,7 @@ def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
     """The metric over steps: the mean over seeds as a line, the seeds' range as a band."""
     figure = new_figure((8.4, 4.8))
     axes = figure.subplots()
-    for line, colour in zip(lines, _cycled(len(lines)), strict=True):
+    for line, colour in zip(lines, itertools.cycle(COLOURS), strict=False):
         steps, means, lows, highs = _band(line.curves)
         if steps:
             axes.plot(steps, means, color=colour, linewidth=1.8, marker="o", markersize=3, label=line.name)
@@ -98,10 +94,6 @@ def _band(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], lis
     steps = sorted(set.intersection(*(set(one) for one in found)))
     values = [[one[step] for one in found] for step in steps]
     return steps, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
-
-
-def _cycled(count: int) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
 
 def _number(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class Setting:
 def settings(loaded: Loaded) -> Iterator[Setting]:
     """Every setting in the order of the schema; an open section shows each of its keys."""
     for path, field in fields_of(type(loaded.config)).items():
-        value = value_at(loaded, path)
+        value = operator.attrgetter(path)(loaded.config)
         described = field.description or ""
         if path in OPEN_SECTIONS and isinstance(value, dict) and value:
             for key, item in value.items():
@@ -41,23 +42,12 @@ def settings(loaded: Loaded) -> Iterator[Setting]:
             yield Setting(key=path, value=value, origin=loaded.origins.get(path, DEFAULT), description=described)
 
 
-def value_at(loaded: Loaded, path: str) -> object:
-    value: Any = loaded.config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def config_as_json(loaded: Loaded) -> dict[str, Any]:
     """The view for scripts."""
     return {
         "settings": {
-            setting.key: {
-                "value": setting.value,
-                "source": asdict(setting.origin),
-                "description": setting.description,
-            }
-            for setting in settings(loaded)
+            one.key: {"value": one.value, "source": asdict(one.origin), "description": one.description}
+            for one in settings(loaded)
         },
         "overridden": [asdict(override) for override in loaded.overridden],
         "notes": list(loaded.notes),

@@ -29,6 +29,12 @@ class Row:
     name: str
     overrides: tuple[str, ...]
 
+    @classmethod
+    def in_precision(cls, name: str, *, simulate: bool) -> Row:
+        """Strict: a row that quietly ran in another format would compare nothing."""
+        how = "precision.simulate=true" if simulate and name not in ("fp32", "tf32") else "precision.strict=true"
+        return cls(name=name, overrides=(f"precision={name}", how))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
