@@ -1,7 +1,7 @@
 # Two commands on a fresh clone, with only Python (>= 3.11) and make there:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run every check
-#   make soak    kill processes of a run thirty times at random points (minutes)
+#   make soak    the tests that take minutes, and processes of a run killed thirty times at random points
 #   make demos   train every workload's demo and assert what it learned (minutes each)
 # On an x86 Linux machine the pinned torch is the CUDA build (gigabytes); on others it is small.
 
@@ -18,6 +18,7 @@ demos: $(STAMP)
 	set -e; for demo in demos/*.py; do echo "== $$demo"; $(BIN)/python "$$demo"; done
 
 soak: $(STAMP)
+	$(BIN)/python -m pytest -q -m soak
 	$(BIN)/python tests/soak_ranks.py
 
 # Dozens of processes import halfstep: its bytecode is kept, whatever the shell says.

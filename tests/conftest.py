@@ -28,6 +28,9 @@ nothing_waits_for_the_disk()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("soak") and "soak" not in config.getoption("-m"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes, `make soak` runs it: this was NOT tested"))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -90,7 +90,7 @@ ANY_JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(place=st.sampled_from(places(RECORD)), value=ANY_JSON, removes=st.booleans())
 def test_any_change_of_a_file_is_compared_or_refused(
     tmp_path_factory: pytest.TempPathFactory, place: tuple[Any, ...], value: object, removes: bool
