@@ -267,7 +267,7 @@ def test_a_start_knows_whether_the_compilers_cache_was_filled() -> None:
         forget_in_memory()
         return found
 
-    scalar: Any = inductor_config.patch({"cpp.vec_isa_ok": False})  # compiles in half the time
+    scalar = inductor_config.patch({"cpp.vec_isa_ok": False})  # compiles in half the time
     with empty_cache(), scalar:
         assert [start(), start()] == ["cold", "warm"]
     assert CacheWatch().found() == ""
