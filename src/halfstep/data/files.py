@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from halfstep.disk import free_bytes
 from halfstep.errors import DataError
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
@@ -72,6 +73,17 @@ def refuse_missing(root: Path) -> None:
         raise DataError(
             f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
         )
+
+
+def refuse_no_room(path: Path, num_bytes: int, what: str) -> None:
+    """A cache that cannot be written, or has no room, where it is to be."""
+    elsewhere = "name a file elsewhere: data.cache_file=FILE"
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=elsewhere)
+    free = free_bytes(path.parent)
+    if num_bytes > free:
+        why = f"{path.parent} has {free / 1e9:.1f} GB left"
+        raise DataError(f"{what} would take {num_bytes / 1e9:.1f} GB", why=why, fix=f"free some, or {elsewhere}")
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:

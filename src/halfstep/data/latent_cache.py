@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from halfstep.data.crops import uniform
+from halfstep.data.files import refuse_no_room
 from halfstep.data.stored_images import first_of, gathered
-from halfstep.disk import free_bytes
 from halfstep.errors import DataError
 
 NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
@@ -48,7 +48,7 @@ class LatentCache:
 def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]) -> str:
     """Write `num` rows of this shape, given as batches of them; returns their checksum."""
     num_bytes = num * math.prod(shape) * BYTES
-    _check_room(path, num_bytes)
+    refuse_no_room(path, num_bytes, "the latents")
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     digest, written = hashlib.sha256(), 0
     try:
@@ -162,20 +162,6 @@ def _header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> b
     text = json.dumps({"__metadata__": {**meta, CHECKSUM: checksum}, NAME: entry}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _check_room(path: Path, num_bytes: int) -> None:
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise DataError(
-            f"cannot write {path}", why="no such folder, or not writable", fix="another place: data.cache_file=FILE"
-        )
-    free = free_bytes(path.parent)
-    if num_bytes > free:
-        raise DataError(
-            f"the latents would take {num_bytes / 1e9:.1f} GB",
-            why=f"{path.parent} has {free / 1e9:.1f} GB left",
-            fix="another place: data.cache_file=FILE",
-        )
 
 
 def _broken(path: Path, why: str) -> DataError:

@@ -19,12 +19,11 @@ from rich.progress import Progress, TaskID
 
 from halfstep.data.crops import Array
 from halfstep.data.decode import open_picture
-from halfstep.data.files import BadFiles, OnBadFile
+from halfstep.data.files import BadFiles, OnBadFile, refuse_no_room
 from halfstep.data.folder_samples import REDUCING_GAP, centre_square
 from halfstep.data.image_folder import ImageFolder
 from halfstep.data.loader import read_ahead
 from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, is_pack, open_pack, partial_file
-from halfstep.disk import free_bytes
 from halfstep.errors import DataError, counted
 
 
@@ -162,19 +161,13 @@ def why_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> 
 def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
     """Refuse a cache over the limit, in a place that is taken or has no room for it, before any work."""
     needed = num_images * settings.size * settings.size * 3
-    what = f"{counted(num_images, 'image')} of {settings.size}×{settings.size} pixels would take {needed / 1e9:.1f} GB"
+    what = f"{counted(num_images, 'image')} of {settings.size}×{settings.size} pixels"
     if needed > settings.limit_gb * 1e9:
         fits = math.isqrt(int(settings.limit_gb * 1e9 / num_images / 3))
         raise DataError(
-            what,
+            f"{what} would take {needed / 1e9:.1f} GB",
             why=f"the limit is {settings.limit_gb:g} GB",
             fix=f"raise data.cache_limit_gb (--limit-gb), or store {fits} pixels per side: data.cache_size (--size)",
-        )
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise DataError(
-            f"cannot write {path}",
-            why="no such folder, or not writable",
-            fix="name a file elsewhere: data.cache_file=FILE (--out FILE)",
         )
     if path.exists() and not is_pack(path):
         raise DataError(
@@ -182,13 +175,7 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
             why="only an older cache is replaced",
             fix="delete it, or name another file: data.cache_file=FILE (--out FILE)",
         )
-    free = free_bytes(path.parent)
-    if needed > free:
-        raise DataError(
-            what,
-            why=f"{path.parent} has {free / 1e9:.1f} GB left",
-            fix="free some, or name a file elsewhere: data.cache_file=FILE (--out FILE)",
-        )
+    refuse_no_room(path, needed, what)
 
 
 def check_classes_left(index: PackIndex) -> None:
