@@ -1,9 +1,7 @@
-"""Rows that do not disturb each other: memory, compiled code and the process's switches are as before each one.
+"""Rows that do not disturb each other, and what could disturb them: switches, memory, compiled code, other users.
 
-Whether a start found its kernels in the compilers' caches, and caches that are empty on purpose.
-
-Two compilers are looked at: torch's, and Triton where our own kernels go to it directly. The kernels that torch's
-compiler writes go to Triton as well; they are counted with the graph they belong to.
+A start is warm where the compilers found their kernels on disk. Two compilers count: torch's, and Triton where our own
+kernels go to it directly. Kernels that torch's compiler hands to Triton count with the graph they belong to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`halfstep bench --explain`: where a step's time goes."""
+"""`halfstep bench --explain`: where a step's time goes, from a profile and from what a profile cannot know."""
 
 from __future__ import annotations
 

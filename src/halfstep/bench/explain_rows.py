@@ -1,4 +1,4 @@
-"""Which rows of a bench are explained, and what is known of each beside its profile."""
+"""Which rows of a bench are explained, on which data, and what is known of each beside its profile."""
 
 from __future__ import annotations
 

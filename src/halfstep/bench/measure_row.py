@@ -3,10 +3,9 @@
 It trains in a thread of its own, backward included: torch keeps cuDNN's algorithms for each thread, and in the thread
 of an earlier row it would train with what that one had found (see `fresh_thread`).
 
-The clock a runner calls after each step: warm-up, then windows, timed on the device without waiting for it.
-
-On CUDA a window lies between two events on the stream, so host and device run on as they do in training. The host
-waits three times only: after the first step, after the warm-up, and at the end.
+It calls its clock after each step: warm-up, then windows. On CUDA a window lies between two events on the stream, so
+host and device run on as they do in training. The host waits three times only: after the first step, after the warm-up,
+and at the end.
 """
 
 from __future__ import annotations

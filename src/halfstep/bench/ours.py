@@ -1,4 +1,4 @@
-"""halfstep as one who is timed: the run room's own assembly, engine, guard and prefetch."""
+"""halfstep as one who is timed: a run's own assembly, engine, guard and prefetch."""
 
 from __future__ import annotations
 

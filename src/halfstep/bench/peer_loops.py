@@ -1,15 +1,14 @@
-"""The loop of PyTorch's own mixed-precision recipe: autocast, GradScaler for fp16, clipping after unscaling.
+"""The training loops of the peers, as their users write them.
 
-Lightning: a LightningModule handed to a Trainer that owns the loop.
+Plain: PyTorch's mixed-precision recipe, with autocast, GradScaler for fp16 and clipping after unscaling.
 
-As its documentation shows, the whole LightningModule goes through torch.compile, which takes in `training_step` and
-with it the loss: so the two variants differ by layout, optimizer and flags only. Logger, checkpoints, progress bar and
-model summary are off in both, as nothing else that is timed has them.
+Lightning: a LightningModule handed to a Trainer that owns the loop. The whole module goes through torch.compile, as its
+documentation shows, and with `training_step` the loss: so the two variants differ by layout, optimizer and flags only.
+Logger, checkpoints, progress bar and model summary are off, as nothing else that is timed has them.
 
-Hugging Face Accelerate: `prepare`, `backward` and `clip_grad_norm_` of an Accelerator, in the user's own loop.
-
-Documented, its TorchDynamoPlugin compiles the model and the loader copies as it does by default. Tuned, the prepared
-model is compiled together with the loss and the loader's copies do not wait.
+Accelerate: `prepare`, `backward` and `clip_grad_norm_` of an Accelerator in the user's own loop. Documented, its
+TorchDynamoPlugin compiles the model and the loader copies as it does by default. Tuned, the prepared model is compiled
+together with the loss and the loader's copies do not wait.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""What every peer is given: the same model, the same batches, AdamW, and how far its user went for speed.
+"""What every peer gets: the same model, the same batches, AdamW, and a process that looks as if it were its own.
 
 `documented` is what a project's own pages show for the precision, with the compiler on. `tuned` adds what somebody who
 reads the performance guides does by hand: channels_last where it is known to help, fused AdamW, the loss inside the
 compiled region, TF32 for what stays fp32, cudnn.benchmark. `graphs` is `tuned` with the compiler's own CUDA graphs
 (mode `reduce-overhead`).
 
-A peer runs as if alone in its process, and leaves no trace in ours.
-
-What every row needs, `apart` does: backend flags, memory and compiled code. Frameworks do more: they print and warn,
-install signal handlers, set environment variables and draw random numbers.
+`apart` restores what every row may change: backend flags, memory and compiled code. Frameworks change more: they print
+and warn, install signal handlers, set environment variables and draw random numbers; `isolated` undoes that.
 """
 
 from __future__ import annotations

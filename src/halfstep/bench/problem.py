@@ -1,9 +1,7 @@
-"""A workload on random data: its real model, loss and preparation, and no folder of data.
+"""What is timed: a workload's real model, loss and preparation on random data, the same for all who run it.
 
-What is timed: the same problem, run by halfstep in one of its modes or by a peer as its users would.
-
-A peer such as Lightning owns its loop, so a runner is not asked for one step at a time: it trains, and says after
-each step that it was made. The time between two such moments is the time of a step.
+A peer such as Lightning owns its loop, so a runner is not asked for one step at a time: it trains, and calls back after
+each step. The time between two calls is the time of a step.
 """
 
 from __future__ import annotations

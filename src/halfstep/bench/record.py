@@ -1,4 +1,4 @@
-"""A bench as plain JSON: the rows with all that they depend on. `--save` writes it, `stored` reads it back."""
+"""A bench as plain JSON: rows and all that they depend on. `--save` writes it, `--baseline` reads and checks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`halfstep bench --explain`: the same rows, taken apart instead of timed."""
+"""The rows of `halfstep bench`, timed or, with `--explain`, taken apart."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The `halfstep` command: collects the commands, normalises flags, turns our errors into messages and exit codes.
 
-Standard output and error that a reader may leave: what a command does, and its exit code, do not depend on it.
-
-Without this `halfstep check x.py | head -1` ends with 0, 1 or 120, by how much was printed before `head` was gone.
+A reader may leave (`halfstep check x.py | head -1`): neither what a command does nor its exit code depends on that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a run's folder is and how long it may take: flags of `halfstep train` that other projects have, too."""
+"""Where a run goes, on how many GPUs and for how long: flags of `halfstep train` that say nothing of its config."""
 
 from __future__ import annotations
 

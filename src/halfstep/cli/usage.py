@@ -1,9 +1,8 @@
-"""A call that the parser refuses, as one of our errors: what was given, what was expected, where to look.
+"""How words become a command's arguments, and how a mistake in them becomes one of our errors.
 
-Commands on a run's folder take the options of that run's workload besides their own.
-
-The parser knows only what every workload shares, so a family's options (`Kind.predict_options`) are taken out of the
-words before it sees them, and stand below its help. No torch: a run's config file names the workload.
+Commands on a run's folder take the options of that run's workload besides their own. The parser knows only what every
+workload shares, so a family's options (`Kind.predict_options`) are taken out of the words before it sees them, and
+stand below its help. No torch: a run's config file names the workload.
 """
 
 from __future__ import annotations

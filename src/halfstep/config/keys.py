@@ -1,4 +1,4 @@
-"""The keys of a schema, and the way from any spelling of a key to its full path."""
+"""The keys of a schema: from any spelling to the full path, and pydantic's complaints about their values as ours."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The base of every part of a config, and the number types its fields use.
+"""The base of every part of a config, the number types its fields use, and how plain text becomes a typed value.
 
-Plain text to typed values: one rule for YAML scalars and for `key=value` overrides.
-
-YAML 1.1 reads `1e-5` as text, `010` as 8 and `1:30` as 90. Here a number is what a person calls a number.
-What a text means may depend on where it stands (`off` is a word for `train.fast` and a bool for `ema.enabled`),
-so unquoted text stays `Plain` until its field is known.
+YAML 1.1 reads `1e-5` as text, `010` as 8 and `1:30` as 90. Here a number is what a person calls a number, in YAML and
+in `key=value` words alike. What a text means may depend on where it stands (`off` is a word for `train.fast` and a bool
+for `ema.enabled`), so unquoted text stays `Plain` until its field is known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was said, where: a layer is a list of statements, and every value of a config remembers its own."""
+"""What was said, where: files, `key=value` words and flags become statements, and every value remembers its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run optimizes: optimizer, schedule, loop."""
+"""How a run optimizes, and what keeps it from damaging its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""CIFAR-10 in its binary version: `data_batch_1.bin` ... `data_batch_5.bin`, `test_batch.bin`, `batches.meta.txt`."""
+"""Small images in binary files, as they are distributed: CIFAR-10; MNIST, Fashion-MNIST and their kin.
+
+CIFAR-10: `data_batch_1.bin` ... `data_batch_5.bin`, `test_batch.bin`, `batches.meta.txt`. MNIST:
+`train-images-idx3-ubyte`, `t10k-labels-idx1-ubyte`, or `.gz`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading arrays and pictures, and what happens with a file that cannot be read."""
+"""Files of a data set: finding, reading and dividing them, and what happens with one that cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of classes on disk: which files there are, and the class of each.
+"""Folders of classes on disk: which files there are, the class of each, and which of them are bad.
 
     DIR/train/<class>/*  DIR/val/<class>/*     ImageFolder
     DIR/<class>/*                              one folder, divided by a seed, class by class

@@ -4,15 +4,9 @@ A sample is a pure function of (seed, epoch, index), so to resume in the middle 
 batch. Torch's DataLoader moves the work into processes; errors come back as values, because torch would wrap them in
 a traceback of the worker.
 
-Batches that a worker process makes as a whole, straight into memory that it shares with the main process.
-
-Sample by sample, every image would be copied once more into its batch, and what is computed for all of them at once
-at nearly no cost would be computed for each.
-
-Batches from memory, made ahead by threads.
-
-A data set whose batch is one gather from an array needs no worker processes: the gather runs without the
-interpreter's lock, and its result need not be sent from process to process.
+Two kinds of data sets make whole batches. `WorkerBatches` fill memory that a worker shares with the main process, which
+saves a copy of every image. `WholeBatches` gather them from an array: that runs without the interpreter's lock, so
+threads read ahead, and nothing is sent between processes.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@
 
 All of them are gray pictures of one size, 256×256 in the original.
 
-Who of RadioMapSeer's maps trains, validates and tests: by their numbers, so that a part of the data keeps its roles.
-
-Both public splits shuffle the maps 1..700 with numpy's seed 42 and cut the row. RadioUNet's ranges do not touch.
-RadioDiff's do: the map at index 600 is in all three parts, and its IRT4 validation lies inside the training maps.
+Maps train, validate and test by their numbers, so that a part of the data keeps its roles. Both public splits shuffle
+the maps 1..700 with numpy's seed 42 and cut the row. RadioUNet's ranges do not touch. RadioDiff's do: the map at index
+600 is in all three parts, and its IRT4 validation lies inside the training maps.
 """
 
 from __future__ import annotations

@@ -5,11 +5,9 @@ An epoch of training goes once over the tokens in windows of `context`, whose fi
 starts at the first token and predicts every other one exactly once; the last window is filled up with targets of -1,
 which do not count.
 
-Files of token ids that other projects write: nanoGPT's and llm.c's.
-
-nanoGPT's `train.bin` and `val.bin` are 16-bit ids and nothing else, with `meta.pkl` beside them where these are
-characters. llm.c's shards (`*_train_*.bin`, `*_val_*.bin`) begin with 256 32-bit numbers: a magic one, a version, how
-many ids follow.
+Files are nanoGPT's or llm.c's. nanoGPT's `train.bin` and `val.bin` are 16-bit ids and nothing else, with `meta.pkl`
+beside them where these are characters. llm.c's shards (`*_train_*.bin`, `*_val_*.bin`) begin with 256 32-bit numbers:
+a magic one, a version, how many ids follow.
 """
 
 from __future__ import annotations

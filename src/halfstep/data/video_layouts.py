@@ -3,6 +3,8 @@
 Patterns of shards are taken as given. Otherwise: tars whose names say `train` and `val`; folders `train/` and `val/`;
 or one set of videos, of which the last ones in order are kept for validation, as STEVE splits. Videos of a set are
 often cuts of one recording, so a random split would test on what was trained on.
+
+A video may be one file: gif through Pillow; mp4, mov, avi, webm, mkv through PyAV or OpenCV where installed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Every format starts on a small problem, whose time tells whether the full one fits the budget. Where it does not (bf16
 on a CPU without it is 100 times slower than fp32) the small one is the measurement, and a note says so.
-A note shows the numbers of the table, in the table's words.
-
-The operations that are timed: one problem each, in any format, with its fp64 answer.
 
 Inputs are drawn once in fp32 and cast outside the timed call: a model keeps its activations in the low format too.
 The error is that of the whole path, cast included. Only a slice of the answer is checked against fp64, on the CPU,

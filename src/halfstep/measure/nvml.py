@@ -1,4 +1,7 @@
-"""The one door to NVML. Energy and other processes' memory are extras: without NVML they are unknown, not an error."""
+"""The one door to NVML. Energy and other processes' memory are extras: without NVML they are unknown, not an error.
+
+Energy comes from the GPU's own counter (Volta and newer): of the whole board, not of this process alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The confusion matrix as a picture: true classes down, predicted ones across, by their share of the true class."""
+"""What a classifier confuses: the confusion matrix, and a page of its most confident mistakes."""
 
 from __future__ import annotations
 

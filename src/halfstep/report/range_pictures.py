@@ -1,4 +1,4 @@
-"""How large the numbers of a step are, module by module, against what the format can hold."""
+"""How large the numbers of a step are, module by module, against what a format can hold."""
 
 from __future__ import annotations
 
