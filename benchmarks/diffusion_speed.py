@@ -19,13 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.bench.settings import bench_config
@@ -40,9 +39,9 @@ from halfstep.workloads.diffusion.networks import Parts, model_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.kind import Kind, Store
 from halfstep.workloads.workload import Batch, Workload
-from recording import store, time_steps
+from recording import store
 from row_turns import Turn
-from step_rows import first_steps, halfstep_row, rows
+from step_rows import halfstep_row, rows, torch_row
 
 WARM_UP, STEPS, WINDOWS = 8, 15, 3
 TOKENS, TEXT_DIM, LATENT = 77, 768, (4, 64, 64)
@@ -220,32 +219,15 @@ def by_torch(name: str, row: str, precision: str, arguments: argparse.Namespace)
     model, loss_of, host = made(name, small)
     model = model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=is_tuned)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     run = torch.compile(lambda batch: loss_of(model, batch)) if is_tuned else lambda batch: loss_of(model, batch)
     weights = [parameter.detach() for parameter in model.parameters()]
     shadows = [weight.clone() for weight in weights]
     host = {key: value.pin_memory() if device.type == "cuda" else value for key, value in host.items()}
-    last = torch.zeros(())
-
-    def step() -> None:
-        nonlocal last
-        optimizer.zero_grad(set_to_none=True)
-        batch = {key: value.to(device, non_blocking=True) for key, value in host.items()}
-        with autocast(device, precision):
-            loss = run(batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        averaged_(shadows, weights, fused=is_tuned)
-        last = loss.detach()
-
-    start_s = first_steps(step, 2 if small else WARM_UP)
-    turn()
-    times = time_steps(step, warmup=2, steps=2 if small else STEPS, windows=WINDOWS)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
+    counts = (2, 2, WINDOWS) if small else (WARM_UP, STEPS, WINDOWS)
+    return torch_row(
+        lambda: {key: value.to(device, non_blocking=True) for key, value in host.items()}, run, model, optimizer, turn,
+        precision=precision, counts=counts, after_step=lambda: averaged_(shadows, weights, fused=is_tuned),
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -298,11 +280,6 @@ def vae_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     mean, logvar = posterior(model.encode(image).latent_dist.parameters)
     made_image = model.decode(mean + (0.5 * logvar).exp() * torch.randn_like(mean)).sample
     return (made_image.float() - image).abs().mean() + 1e-6 * kl_divergence(mean, logvar).mean()
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +29,9 @@ from torch.nn import functional as F
 
 from halfstep.bench.settings import bench_config
 from halfstep.models.gpt2 import GPT2S, gpt2
-from recording import store, time_steps
+from recording import store
 from row_turns import Turn
-from step_rows import first_steps, halfstep_row, rows
+from step_rows import halfstep_row, rows, torch_row
 
 WARM_UP, STEPS, WINDOWS = 12, 15, 3
 CONTEXT = 1024
@@ -144,30 +143,13 @@ def by_torch(case: Case, row: str, precision: str, small: bool) -> dict[str, Any
     model = model.to(device).train()
     is_tuned = row != "plain"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=is_tuned)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     run = torch.compile(lambda tokens: loss_of(model, tokens)) if is_tuned else lambda tokens: loss_of(model, tokens)
     host = torch.randint(model.config.vocab_size if row != "stock" else 50257, (case.batch_size, context + 1))
     host = host.pin_memory() if device.type == "cuda" else host
-    last = torch.zeros(())
-
-    def step() -> None:
-        nonlocal last
-        optimizer.zero_grad(set_to_none=True)
-        tokens = host.to(device, non_blocking=True)
-        with autocast(device, precision):
-            loss = run(tokens)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        last = loss.detach()
-
-    start_s = first_steps(step, 2 if small else WARM_UP)
-    turn()
-    times = time_steps(step, warmup=2, steps=2 if small else STEPS, windows=WINDOWS)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
+    counts = (2, 2, WINDOWS) if small else (WARM_UP, STEPS, WINDOWS)
+    return torch_row(
+        lambda: host.to(device, non_blocking=True), run, model, optimizer, turn, precision=precision, counts=counts
+    )
 
 
 def made(case: Case, row: str, small: bool) -> tuple[Any, Callable[[Any, Tensor], Tensor], int]:
@@ -195,11 +177,6 @@ def their_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 def stock_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
 
 
 RUN: dict[str, Callable[[Case, str, str, bool], dict[str, Any]]] = {

@@ -28,9 +28,9 @@ from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.workloads import KINDS
 from halfstep.workloads.workload import Batch, Workload
-from recording import store, time_steps
+from recording import store
 from row_turns import Turn
-from step_rows import first_steps, halfstep_row, rows
+from step_rows import halfstep_row, rows, torch_row
 
 ROWS = ("plain", "tuned", "halfstep")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
@@ -90,7 +90,7 @@ def by_halfstep(row: str, precision: str, config: RunConfig, arguments: argparse
 def by_torch(row: str, precision: str, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """Our model as a user of plain PyTorch would train it; islands stay, since they are part of the model."""
     torch.manual_seed(0)
-    turn, small = Turn(), arguments.small
+    turn = Turn()
     turn.begin()
     device, is_tuned = torch.device("cuda" if torch.cuda.is_available() else "cpu"), row == "tuned"
     torch.backends.cudnn.benchmark = True
@@ -101,8 +101,6 @@ def by_torch(row: str, precision: str, config: RunConfig, arguments: argparse.Na
         part.module.to(device).eval().requires_grad_(False)
     model = workload.model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=1e-4, fused=is_tuned)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     average = [parameter.detach().clone() for parameter in model.parameters()]
     loaded = kind.make_batch(config, made)
     host = {name: value.pin_memory() if device.type == "cuda" else value for name, value in loaded.items()}
@@ -110,29 +108,16 @@ def by_torch(row: str, precision: str, config: RunConfig, arguments: argparse.Na
     def loss_of(batch: Batch) -> Tensor:
         return workload.weighed_loss(workload.forward(model, batch), batch)[0]
 
-    run = torch.compile(loss_of) if is_tuned else loss_of
-    last = torch.zeros(())
-
-    def step() -> None:
-        nonlocal last
-        optimizer.zero_grad(set_to_none=True)
+    def batch_of() -> Batch:
         placed = {name: value.to(device, non_blocking=True) for name, value in host.items()}
-        batch = workload.prepared(placed, key=(0, 0), training=True)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss = run(batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        averaged(average, list(model.parameters()), fused=is_tuned)
-        last = loss.detach()
+        return workload.prepared(placed, key=(0, 0), training=True)
 
-    start_s = first_steps(step, 1 if small else WARM_UP)
-    turn()
-    times = time_steps(step, warmup=1, steps=2 if small else STEPS, windows=WINDOWS)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
+    run = torch.compile(loss_of) if is_tuned else loss_of
+    counts = (1, 2, WINDOWS) if arguments.small else (WARM_UP, STEPS, WINDOWS)
+    return torch_row(
+        batch_of, run, model, optimizer, turn, precision=precision, counts=counts,
+        after_step=lambda: averaged(average, list(model.parameters()), fused=is_tuned),
+    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -37,9 +37,9 @@ from halfstep.workloads.slots.config import SlotContrastConfig
 from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.slots.random_data import random_batch
-from recording import store, time_steps
+from recording import store
 from row_turns import Turn
-from step_rows import first_steps, halfstep_row, rows
+from step_rows import halfstep_row, rows, torch_row
 
 ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low", "fifty_steps")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
@@ -123,8 +123,6 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     model = build_model(config, backbone).to(device).train()
     is_tuned = row == "plain_tuned"
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-4, fused=is_tuned)
-    scaler = torch.amp.GradScaler(device.type, enabled=arguments.precision == "fp16")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.precision)
     prepare, batch = prepare_of(config), random_batch(config, {})
     host = batch["video"].pin_memory() if device.type == "cuda" else batch["video"]
 
@@ -135,28 +133,14 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
         error = plain_error(model, slots.flatten(0, 1), features.flatten(0, 1))
         return error + 0.5 * slot_contrast(slots, temperature=0.1, across_batch=True)
 
+    def batch_of() -> Tensor:
+        return prepare({"video": host.to(device, non_blocking=True)}, key=(0,), training=True)["video"]
+
     run = torch.compile(loss_of) if is_tuned else loss_of
-    last = torch.zeros(())
-
-    def step() -> None:
-        nonlocal last
-        optimizer.zero_grad(set_to_none=True)
-        video = prepare({"video": host.to(device, non_blocking=True)}, key=(0,), training=True)["video"]
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss = run(video)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        scaler.step(optimizer)
-        scaler.update()
-        last = loss.detach()
-
-    small = arguments.small
-    start_s = first_steps(step, 2 if small else WARM_UP)
-    turn()
-    times = time_steps(step, warmup=2, steps=2 if small else STEPS, windows=WINDOWS)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
+    counts = (2, 2, WINDOWS) if arguments.small else (WARM_UP, STEPS, WINDOWS)
+    return torch_row(
+        batch_of, run, model, optimizer, turn, precision=arguments.precision, counts=counts, clip_norm=0.05
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from halfstep.bench.bench import Request, concluded, measured, runners
 from halfstep.bench.measure_row import Schedule
@@ -17,7 +18,7 @@ from halfstep.bench.problem import problem_for, step_flops
 from halfstep.bench.row import Row
 from halfstep.config.schema import RunConfig
 from profiled import Profiled
-from recording import finish_device_work
+from recording import finish_device_work, time_steps
 from row_turns import Turn, rows_in_turn
 
 
@@ -57,6 +58,48 @@ def first_steps(step: Callable[[], object], number: int) -> float:
         step()
     finish_device_work()
     return first_s
+
+
+def torch_row(
+    batch_of: Callable[[], Any],
+    loss_of: Callable[[Any], Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    turn: Turn,
+    *,
+    precision: str,
+    counts: tuple[int, int, int],
+    clip_norm: float = 1.0,
+    norm_type: float = 2.0,
+    init_scale: float = 2.0**16,
+    after_step: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """A step of a loop in stock PyTorch, with the loss under autocast; `counts` are warm-up, steps and windows."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16", init_scale=init_scale)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    last = torch.zeros(())
+
+    def step() -> None:
+        nonlocal last
+        optimizer.zero_grad(set_to_none=True)
+        batch = batch_of()
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            loss = loss_of(batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm, norm_type)
+        scaler.step(optimizer)
+        scaler.update()
+        after_step()
+        last = loss.detach()
+
+    warm_up, steps, windows = counts
+    start_s = first_steps(step, warm_up)
+    turn()
+    times = time_steps(step, warmup=2, steps=steps, windows=windows)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
 
 
 def halfstep_row(

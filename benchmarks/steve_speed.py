@@ -37,9 +37,9 @@ from halfstep.models.word_decoder import WordDecoder
 from halfstep.workloads import KINDS
 from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.workload import Batch, Workload
-from recording import store, time_steps
+from recording import store
 from row_turns import Turn
-from step_rows import first_steps, halfstep_row, rows
+from step_rows import halfstep_row, rows, torch_row
 
 ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
@@ -174,36 +174,21 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     model = workload.model.to(device).train()
     is_tuned = row == "plain_tuned"
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4, fused=is_tuned)
-    scaler = torch.amp.GradScaler(device.type, enabled=arguments.precision == "fp16", init_scale=1.0)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.precision)
     host = kind.make_batch(config, made)["video"]
     host = host.pin_memory() if device.type == "cuda" else host
 
     def loss_of(batch: Batch) -> Tensor:
         return LOSSES[arguments.case](workload, model, batch)
 
+    def batch_of() -> Batch:
+        return workload.prepared({"video": host.to(device, non_blocking=True)}, key=(0,), training=True)
+
     run = torch.compile(loss_of) if is_tuned else loss_of
-    last = torch.zeros(())
-
-    def step() -> None:
-        nonlocal last
-        optimizer.zero_grad(set_to_none=True)
-        batch = workload.prepared({"video": host.to(device, non_blocking=True)}, key=(0,), training=True)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss = run(batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05, torch.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        last = loss.detach()
-
-    small = arguments.small
-    start_s = first_steps(step, 2 if small else WARM_UP)
-    turn()
-    times = time_steps(step, warmup=2, steps=2 if small else STEPS, windows=WINDOWS)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {**times, "peak_gb": peak / 1e9, "start_s": start_s, "loss": float(last)}
+    counts = (2, 2, WINDOWS) if arguments.small else (WARM_UP, STEPS, WINDOWS)
+    return torch_row(
+        batch_of, run, model, optimizer, turn, precision=arguments.precision, counts=counts, clip_norm=0.05,
+        norm_type=torch.inf, init_scale=1.0,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
