@@ -148,6 +148,20 @@ def test_a_call_of_compiled_code_has_the_modules_of_the_nodes_above_it() -> None
     assert code.modules(calls) == [("0",), ("0", "1"), ("2",), ("3",), ()]
 
 
+def test_a_call_without_nodes_of_its_own_is_of_those_that_its_buffer_was_made_from() -> None:
+    source = """
+def call(args):
+        # Topologically Sorted Source Nodes: [zeros, embedding_grad], Original ATen: [aten.embedding_dense_backward]
+        triton_poi_fused_embedding_dense_backward_1.run(buf5, 800, stream=stream0)
+        # Topologically Sorted Source Nodes: [mm_1], Original ATen: [aten.mm]
+        extern_kernels.mm(buf1, primals_3, out=buf2)
+        aten.index_put_(buf5, [buf7], buf6, True)
+"""
+    graph = {"embedding_grad": "wte", "mm_1": "head"}
+    called = ["triton_poi_fused_embedding_dense_backward_1", "mm", "index_put_"]
+    assert CompiledCode([source], [graph]).modules(called) == [("wte",), ("head",), ("wte",)]
+
+
 def test_nodes_traced_on_the_side_know_their_modules_forward_and_backward() -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -24,7 +24,8 @@ Nodes = Mapping[str, str]
 """The modules of a graph's nodes, by the names that inductor calls them."""
 
 _SOURCE_NODES = re.compile(r"# .*Source Nodes: \[(.*)\], Original ATen")
-_CALL = re.compile(r"(?:(triton_\w+)\.run|extern_kernels\.(\w+)|torch\.ops\.\w+\.(\w+)(?:\.\w+)?)\(")
+_CALL = re.compile(r"(?:(triton_\w+)\.run|extern_kernels\.(\w+)|(?:torch\.ops\.\w+|\baten)\.(\w+)(?:\.\w+)?)\(")
+_BUFFER = re.compile(r"\bbuf\d+\b")
 SAME = {"bias_addmm": "addmm"}
 """What inductor calls otherwise than the profiler."""
 
@@ -38,14 +39,18 @@ class Site:
 
 
 def sites_of(source: str) -> list[Site]:
-    """The calls of a generated module, in order."""
+    """The calls of a generated module, in order. One without nodes above it, such as `aten.index_put_`, is of those that
+    its first buffer was made from."""
     found: list[Site] = []
     nodes: tuple[str, ...] = ()
+    made_from: dict[str, tuple[str, ...]] = {}
     for line in source.partition("def call(")[2].splitlines():
         if named := _SOURCE_NODES.search(line):
             nodes = tuple(name.strip() for name in named[1].split(",") if name.strip())
         elif called := _CALL.search(line):
-            callee = next(name for name in called.groups() if name)
+            callee, buffers = next(name for name in called.groups() if name), _BUFFER.findall(line)
+            nodes = nodes or made_from.get(next(iter(buffers), ""), ())
+            made_from |= dict.fromkeys(buffers, nodes)
             found.append(Site(SAME.get(callee, callee), nodes))
             nodes = ()
     return found

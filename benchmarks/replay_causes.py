@@ -1,0 +1,180 @@
+"""How often replay names the cause, and whether its change works: faults planted in all families and in own loops.
+
+    python benchmarks/replay_causes.py [--out DIR] [--only gram,teacher]
+
+Each is a training of a few steps (planted_in_families.py, planted_in_loops.py) whose first capsule is replayed. Named
+right means the cause, and the sample where one is to be named. A change with a line for the config is put into it, and
+the training run again: it has to end without a fault. A change of code or data is held to the step itself, where replay
+has tried it. What replay says it cannot try on one step (a kernel to mend, a sign) counts as not shown to work, and a
+fault that is gone when it is run again needs no change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import halfstep as hs
+from halfstep.errors import HalfstepError
+from halfstep.evidence.capsule import all_in
+from halfstep.evidence.causes import NOT_REPRODUCED
+from halfstep.evidence.replay import Replayed
+from halfstep.models.radio_vae import RadioVAE
+from halfstep.run.capsules import replay_run
+from halfstep.run.train import train
+from halfstep.workloads import KINDS, load
+from halfstep.workloads.diffusion.demo import write_demo as write_pictures
+from halfstep.workloads.radio.demo import write_demo as write_maps
+from halfstep.workloads.radio.first_stage import write_first_stage
+from halfstep.workloads.slots.demo import write_demo as write_clips
+from planted_in_families import IN_FAMILIES, Cause
+from planted_in_loops import IN_LOOPS
+from recording import store
+
+ALWAYS: Mapping[str, Any] = {
+    "device": "cpu", "log.quiet": True, "log.curves": False, "train.fast": "off", "data.num_workers": 0,
+    "train.batch_size": 4, "train.epochs": 1000, "train.validate_every": 1000, "precision.default": "fp32",
+    "train.max_steps": 14,
+}  # fmt: skip
+STAGE = {"width": 8, "multipliers": [1, 2], "num_blocks": 1, "z_channels": 2, "latent_channels": 2, "dropout": 0.0}
+RADIO = {
+    "data.image_size": 16, "optimizer.lr": 3e-3, **{f"model.first_stage.{name}": value for name, value in STAGE.items()}
+}  # fmt: skip
+PICTURES = {"data.image_size": 8, "train.batch_size": 6, "model.channels": [8, 16], "model.layers": 1}
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "unet": {"data.image_size": 32, "model.base_channels": 4, "model.depth": 2},
+    "resnet50": {"data.image_size": 32, "model.width": 8, "model.blocks": [1, 1, 1, 1], "train.batch_size": 8,
+                 "train.max_steps": 126},
+    "vit_s_16": {"data.image_size": 32, "model.depth": 2, "model.dim": 32, "model.heads": 2, "model.patch": 8},
+    "gpt2": {"model.depth": 2, "model.heads": 2, "model.dim": 32, "model.context": 32},
+    "vae": {**PICTURES, "optimizer.lr": 2e-3},
+    "diffusion": {**PICTURES, "noise.steps": 20, "noise.beta_end": 0.5, "sample.num": 4, "sample.steps": 4,
+                  "model.attention": [1]},
+    "radiodiff_vae": {**RADIO, "model.discriminator.enabled": False, "train.batch_size": 3},
+    "radiodiff": {**RADIO, "model.width": 8, "model.multipliers": [1], "model.windows": [[2, 2]],
+                  "model.feature_windows": [[2, 2]], "model.pyramid.width": 8, "model.pyramid.depths": [1],
+                  "model.pyramid.num_heads": [2], "model.pyramid.window": 4, "model.scale_factor": 0.5},
+    "slotcontrast": {"data.image_size": 32, "data.chunk_size": 2, "model.backbone": "filters", "model.patch": 8,
+                     "model.slots": 3, "model.slot_dim": 8, "model.decoder_hidden": [16], "train.clip_norm": 1,
+                     "train.val_batch_size": 2, "train.validate_every_steps": 0},
+    "steve": {"data.image_size": 16, "model.vocabulary": 16, "model.slots": 3, "model.slot_dim": 16,
+              "model.cnn_channels": 8, "model.mlp_dim": 16, "model.dim": 16, "model.decoder_blocks": 1,
+              "model.tau_steps": 20, "schedule.warmup_steps": 5},
+}  # fmt: skip
+DATA: Mapping[str, tuple[str, Callable[[Path], object]]] = {
+    "vae": ("pictures", lambda folder: write_pictures(folder, num_images=24, side=12)),
+    "radiodiff_vae": ("maps", lambda folder: write_maps(
+        folder, side=16, num_maps={"train": 3, "val": 1, "test": 1}, num_transmitters=4)),
+    "slotcontrast": ("clips", lambda folder: write_clips(
+        folder, num_train=8, num_val=2, frames=5, side=32, per_shard=4)),
+    "steve": ("short", lambda folder: write_clips(folder, num_train=4, num_val=2, frames=6, side=16)),
+}  # fmt: skip
+SAME_DATA = {"diffusion": "vae", "radiodiff": "radiodiff_vae", "vit_s_16": "resnet50"}
+
+
+def data_of(workload: str, folder: Path) -> Path:
+    workload = SAME_DATA.get(workload, workload)
+    name, write = DATA.get(workload, (workload, lambda path: KINDS[workload].write_demo(workload, path, seed=0)))
+    if not (folder / name).exists():
+        write(folder / name)
+    return folder / name
+
+
+def first_stage(folder: Path) -> Path:
+    if not (folder / "stage").exists():
+        (folder / "stage" / "model").mkdir(parents=True)
+        torch.manual_seed(0)
+        vae = RadioVAE(**{**STAGE, "multipliers": (1, 2)})
+        with torch.no_grad():
+            vae.quant_conv.bias[2:] = -8
+        write_first_stage(vae, STAGE, 0.5, folder / "stage" / "model")
+    return folder / "stage"
+
+
+def trained(name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag: str = "run") -> list[Path]:
+    """The capsules that it leaves."""
+    values = {**ALWAYS, **TINY[cause.workload], "data.dir": str(data_of(cause.workload, folder)), **cause.settings}
+    if cause.workload == "radiodiff":
+        values["model.vae"] = str(first_stage(folder))
+    words = [f"{key}={json.dumps(value)}" for key, value in {**values, **more}.items()]
+    out = folder / f"{name}-{tag}"
+    # The planted error, or the end that faults in a row make.
+    with contextlib.suppress(HalfstepError, RuntimeError, IndexError):
+        train(load(f"planted_in_families:{name}", overrides=words), out=out)
+    return all_in(out / "capsules")
+
+
+def of_family(name: str, folder: Path) -> tuple[Replayed, bool, str]:
+    """What replay found, whether it is right, and how its change was shown to work."""
+    cause = IN_FAMILIES[name]
+    found = replay_run(trained(name, cause, folder, {})[0])
+    named = [sample.split()[0] for sample in found.diagnosis.samples]
+    is_right = found.cause == cause.expected and (not cause.sample or named == [cause.sample])
+    line = found.remedy.line if found.remedy is not None else ""
+    if line.partition(":")[0] in ("precision.modules", "precision.default", "optimizer.lr"):
+        return found, is_right, "" if trained(name, cause, folder, yaml.safe_load(line), "again") else "run"
+    return found, is_right, _on_step(found)
+
+
+def of_loop(name: str, folder: Path) -> tuple[Replayed, bool, str]:
+    torch.manual_seed(0)
+    loop = IN_LOOPS[name]()
+    optimizer = torch.optim.SGD(loop.model.parameters(), loop.lr, fused=True)
+    step = hs.Step(loop.model, optimizer, capsules=folder / name, **{"precision": "fp32", **loop.options})
+    with contextlib.suppress(HalfstepError, RuntimeError), step:
+        for batch in loop.batches:
+            step(loop.loss_fn, [batch])
+    found = hs.replay(all_in(folder / name)[0], loop.model, loop.loss_fn)
+    return found, found.cause == loop.expected, _on_step(found)
+
+
+def _on_step(found: Replayed) -> str:
+    return "step" if found.remedy is not None and found.remedy.works else ""
+
+
+def row_of(name: str, folder: Path) -> dict[str, Any]:
+    is_family = name in IN_FAMILIES
+    found, is_right, works = (of_family if is_family else of_loop)(name, folder)
+    change = found.remedy.change.replace(str(Path(__file__).parent), "benchmarks") if found.remedy is not None else ""
+    print(f"{name:14} {'right' if is_right else 'WRONG'} {found.cause:40} {works or '-':5} {change}", flush=True)
+    return {
+        "name": name,
+        "workload": IN_FAMILIES[name].workload if is_family else "own loop",
+        "cause": found.cause,
+        "named_right": is_right,
+        "change": change,
+        "works_on": works,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out")
+    parser.add_argument("--only", default="", help="names, by commas")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as temporary:
+        names = arguments.only.split(",") if arguments.only else (*IN_FAMILIES, *IN_LOOPS)
+        rows = [row_of(name, Path(temporary)) for name in names]
+    to_change = [row for row in rows if row["cause"] != NOT_REPRODUCED or not row["named_right"]]
+    counts = {
+        "planted": len(rows),
+        "named_right": sum(row["named_right"] for row in rows),
+        "to_change": len(to_change),
+        "change_works": sum(bool(row["works_on"]) for row in to_change),
+    }
+    print("named {named_right} of {planted}, change works for {change_works} of {to_change}".format(**counts))
+    store("replay_causes", {**counts, "rows": rows}, torch.device("cpu"), arguments.out)
+
+
+if __name__ == "__main__":
+    main()
