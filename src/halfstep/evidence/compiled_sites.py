@@ -39,8 +39,8 @@ class Site:
 
 
 def sites_of(source: str) -> list[Site]:
-    """The calls of a generated module, in order. One without nodes above it, such as `aten.index_put_`, is of those that
-    its first buffer was made from."""
+    """The calls of a generated module, in order. One without nodes above it, such as `aten.index_put_`, is of those
+    that its first buffer was made from."""
     found: list[Site] = []
     nodes: tuple[str, ...] = ()
     made_from: dict[str, tuple[str, ...]] = {}
