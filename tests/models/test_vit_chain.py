@@ -89,12 +89,10 @@ def test_in_fp16_the_chain_with_its_own_attention_is_as_near_to_fp64_as_the_mode
     assert mean(errors(chained, exact)) < 1.7 * mean(errors(plain, exact))
 
 
-@pytest.mark.parametrize("how", ["none", "pointwise"])
 @pytest.mark.parametrize("registers", [0, 2])
-def test_in_fp32_the_chain_is_the_model(registers: int, how: Recompute) -> None:
+def test_in_fp32_the_chain_is_the_model(registers: int) -> None:
     model = tiny(registers=registers)
     exact = outcome(tiny(registers=registers).double(), IMAGES.double(), torch.float64)
-    set_recompute(model, how)
     with forced(True, "chain", "class_token"):
         assert max(errors(outcome(model, IMAGES, torch.float32), exact)) < 1e-5
 
@@ -102,14 +100,10 @@ def test_in_fp32_the_chain_is_the_model(registers: int, how: Recompute) -> None:
 # Triton's interpreter cuts bf16 off where a GPU rounds: twice the error.
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(("dtype", "times"), [(torch.float16, 1.7), (torch.bfloat16, 3)])
-@pytest.mark.parametrize("how", ["none", "pointwise"])
-def test_in_a_half_format_the_chain_is_as_near_to_fp64_as_the_model(
-    dtype: torch.dtype, times: float, how: Recompute
-) -> None:
+def test_in_a_half_format_the_chain_is_as_near_to_fp64_as_the_model(dtype: torch.dtype, times: float) -> None:
     model = tiny()
     exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
     plain = outcome(model, IMAGES, dtype)
-    set_recompute(model, how)
     with forced(True, "chain", "class_token"):
         chained = outcome(model, IMAGES, dtype)
     assert mean(errors(chained, exact)) < times * mean(errors(plain, exact))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import weakref
 from pathlib import Path
 
@@ -18,14 +17,12 @@ from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble
 from halfstep.run.engine import Engine
 from halfstep.run.rehearse import rehearsal
-from halfstep.run.train import train
 from halfstep.step.randomness import generator_states
 from halfstep.tune import choose
 from halfstep.tune.choose import expected_steps, tuned
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, asked_mode
 from halfstep.tune.trials import Rehearse, Trial, cost_in
-from halfstep.workloads import from_dict
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.workload import Workload
 from mode_trials import made
@@ -179,21 +176,6 @@ def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, m
     monkeypatch.setattr(choose, "cost_in", fits_with_blocks)
     config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
     assert tuned(config, workload, plan, lambda line: None, rehearsal).memory["recompute"] == "blocks"
-
-
-def test_a_run_with_memory_low_trains_and_resumes_without_measuring_again(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = {
-        "data.dir": str(demo), "data.image_size": 16, "data.num_workers": 0, "model.base_channels": 2, "device": "cpu",
-        "model.depth": 1, "train.batch_size": 2, "train.epochs": 1, "train.memory": "low",
-    }  # fmt: skip
-    folder = train(from_dict("unet", values), out=tmp_path / "run")
-    assert "memory low:" in capsys.readouterr().err
-    stored = json.loads((folder / "plan.json").read_text())
-    assert stored["mode"] == "eager"
-    train(from_dict("unet", {**values, "train.epochs": 2}), resume=folder)
-    assert "memory low:" not in capsys.readouterr().err
 
 
 def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import torch
 
-from halfstep.tune.fresh_thread import in_fresh_thread, place_for_graphs
-
-FIRST_IMPORT_IN_A_THREAD = """
-import gc, threading
-from halfstep.tune.fresh_thread import import_graphs
-from torch.compiler import reset
-
-def work():
-    import_graphs()
-    reset()
-    from torch._inductor import cudagraph_trees
-    places.append(cudagraph_trees.local.tree_manager_containers)
-
-places = []
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
-gc.collect()
-others = [{} for _ in range(1000)]
-assert places == [{}] and not any(other is places[0] for other in others)
-"""
+from halfstep.tune.fresh_thread import TREES, import_graphs, in_fresh_thread, place_for_graphs
+from warm_processes import process
 
 
-def test_a_thread_that_imports_the_compilers_graphs_first_may_end() -> None:
-    ended = subprocess.run([sys.executable, "-c", FIRST_IMPORT_IN_A_THREAD], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr  # torch 2.11 crashed
+def first_import_in_a_thread() -> None:
+    assert TREES not in sys.modules
+    places: list[object] = []
+
+    def work() -> None:
+        import_graphs()
+        torch.compiler.reset()
+        places.append(sys.modules[TREES].local.tree_manager_containers)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    gc.collect()
+    others = [{} for _ in range(1000)]
+    assert places == [{}]
+    assert not any(other is places[0] for other in others)
+
+
+def test_a_thread_that_imports_the_compilers_graphs_first_may_end(tmp_path: Path) -> None:
+    with process(first_import_in_a_thread, output=tmp_path / "said") as started:
+        started.join()
+        assert started.exitcode == 0, (tmp_path / "said").read_text()  # torch 2.11 crashed
 
 
 def test_the_compilers_graphs_have_a_place_in_every_thread() -> None:

@@ -14,7 +14,8 @@ from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
 from halfstep.tune.choose import fp8_gains
-from halfstep.workloads import KINDS, load
+from halfstep.workloads import load
+from halfstep.workloads.classification.demo import write_demo
 from halfstep.workloads.workload import Workload
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
@@ -39,7 +40,7 @@ def never(*_anything: object) -> dict[LayerShape, Fp8Gain]:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp8") / "demo"
-    KINDS["vit_s_16"].write_demo("vit_s_16", folder, seed=0)
+    write_demo(folder, num_train=1, num_val=1, side=32)
     return folder
 
 

@@ -29,6 +29,7 @@ from halfstep.tune.memory_low import (
     levers_of,
     optimizer_for,
 )
+from halfstep.workloads.segmentation.demo import write_demo
 from memory_settings import memory_setting, state_bytes
 from tiny_runs import unet_run
 from whole_runs import final_state, resume
@@ -177,12 +178,12 @@ def test_a_budget_is_put_back() -> None:
 def measured_on_cpu(setting: MemorySetting) -> Cost:
     """Bytes alive at the worst moment of a real step, and its time."""
     torch.manual_seed(0)
-    model = UNet(base_channels=24, depth=2)
+    model = UNet(base_channels=16, depth=1)
     optimizer = optimizer_for(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
     gc.collect()
     began = time.perf_counter()
     with LiveBytes() as live, memory_setting(model, setting):
-        model(torch.randn(2, 3, 48, 48)).square().mean().backward()
+        model(torch.randn(2, 3, 32, 32)).square().mean().backward()
     optimizer.step()
     ms = 1e3 * (time.perf_counter() - began)
     return Cost(ms, live.peak + state_bytes(optimizer))
@@ -213,7 +214,7 @@ def test_a_lower_budget_keeps_less_in_a_compiled_region() -> None:
     for share in (1.0, 0.3):
         torch.compiler.reset()
         x = torch.randn(64, 64, requires_grad=True)
-        layers = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())))
+        layers = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(64, 64), nn.GELU())))
         with activation_budget(share):
             run = torch.compile(layers, backend="aot_eager_decomp_partition", fullgraph=True)
             graph = run(x).grad_fn
@@ -222,16 +223,22 @@ def test_a_lower_budget_keeps_less_in_a_compiled_region() -> None:
 
 
 def test_a_run_with_one_byte_moments_and_recomputing_resumes_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = MemorySetting(recompute="pointwise", optimizer_bits=8)
     choice = MemoryChoice(setting=both, reason="set by the test")
     monkeypatch.setattr("halfstep.tune.choose.choose_memory", lambda *_args, **_options: choice)
-    small = {"train.memory": "low", "model.base_channels": 16, "data.num_workers": 0, "schedule.name": "constant"}
+    data = tmp_path / "demo"
+    write_demo(data, num_images=20, side=16)
+    small = {"train.memory": "low", "model.base_channels": 8, "data.num_workers": 0, "schedule.name": "constant",
+             "data.dir": str(data), "data.image_size": 16, "train.batch_size": 4, "train.max_steps": 3,
+             "log.quiet": False}  # fmt: skip
     whole = unet_run(tmp_path / "whole", small)
-    cut = unet_run(tmp_path / "cut", {**small, "train.max_steps": 4})
-    monkeypatch.undo()  # a resumed run follows its plan
-    resume(cut, "train.max_steps=6")
+    cut = unet_run(tmp_path / "cut", {**small, "train.max_steps": 2})
+    assert "memory low:" in capsys.readouterr().err
+    monkeypatch.undo()
+    resume(cut, "train.max_steps=3")
+    assert "memory low:" not in capsys.readouterr().err  # a resumed run follows its plan
     one, other = (final_state(run)[0] for run in (whole, cut))
     moments = [name for name in one if "exp_avg_codes" in name]
     assert moments

@@ -17,12 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS, WARPS = 64, 64, 4
-PARTS = 32
-"""Parts that a program of a group adds at once."""
-MOST_PARTS = 256
-"""Of a sum over all rows: enough programs to fill the device, few enough to be added quickly."""
-FIELDS = tl.constexpr(5)
-"""Of `table`, and of the sums that the gradient takes."""
+PARTS = 32  # parts that a program of a group adds at once
+MOST_PARTS = 256  # of a sum over all rows: enough programs to fill the device, few enough to be added quickly
+FIELDS = tl.constexpr(5)  # of `table`, and of the sums that the gradient takes
 
 
 @triton.jit

@@ -32,8 +32,7 @@ LOGITS = Blocks(4096, warps=8, programs=8 * 132)
 GRADIENT = Blocks(1024, warps=2, programs=24 * 132)
 SUMS = Blocks(2048, warps=8, programs=2 * 132)
 """Eight or sixteen values per thread, in loads of 16 bytes; few programs for sums, since each leaves a part of them."""
-SUM_LOADS = 8
-"""How many loads of the logits' gradient the parts of a tile have together."""
+SUM_LOADS = 8  # how many loads of the logits' gradient the parts of a tile have together
 
 
 @triton.jit

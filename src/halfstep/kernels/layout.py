@@ -26,6 +26,5 @@ def row_stride(x: Tensor) -> int:
     return stride
 
 
-CHANNELS, PIXELS = 64, 128
-"""Of a tile of the row convolution: host and kernel share them."""
+CHANNELS, PIXELS = 64, 128  # of a tile of the row convolution: host and kernel share them
 """Of a tile: 128 bytes of channels, the widest that are swizzled, and the fewest rows of two warpgroups' matrices."""

@@ -28,12 +28,9 @@ class Norm(NamedTuple):
 class GradientSums(NamedTuple):
     """Sums over rows, each [channels], with g the gradient of y·scale + offset."""
 
-    g: Tensor
-    """Σ g, the gradient of the bias."""
-    gx: Tensor
-    """Σ g·(y - mean)."""
-    weight: Tensor
-    """inverse·Σ g·(y - mean), the gradient of the weight."""
+    g: Tensor  # Σ g, the gradient of the bias
+    gx: Tensor  # Σ g·(y - mean)
+    weight: Tensor  # inverse·Σ g·(y - mean), the gradient of the weight
 
 
 def normalisation(y: Tensor, norm: nn.BatchNorm2d, parts: Tensor | None = None) -> Norm:

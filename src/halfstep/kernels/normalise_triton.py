@@ -24,8 +24,7 @@ SUM_PROGRAMS = 4 * 132
 """Four per multiprocessor of an H200; more would lengthen the second sum, over programs. This and the tiles are the
 fastest of those tried there on maps of 67 to 411 MB."""
 MAP_COLUMNS, MAP_ROWS, MAP_TILES = 128, 32, 4
-MAP_VALUES = 512
-"""Of a tile, for each warp: sixteen a thread."""
+MAP_VALUES = 512  # of a tile, for each warp: sixteen a thread
 FINISH_VALUES, FINISH_WARPS = 8192, 8
 """How many of one sum's parts a program adds at once: all that `SUM_PROGRAMS` leave, in one round trip to memory."""
 

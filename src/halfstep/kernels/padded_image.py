@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-PIXEL = 4
-"""Channels of a padded pixel: 8 bytes of a half format, the least that asynchronous copies move well."""
+PIXEL = 4  # channels of a padded pixel: 8 bytes of a half format, the least that asynchronous copies move well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

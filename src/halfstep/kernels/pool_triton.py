@@ -176,8 +176,7 @@ class Tiles:
 
     num_windows: int
     grid: tuple[int, int]
-    options: dict[str, int]
-    """What every kernel of windows is compiled for."""
+    options: dict[str, int]  # what every kernel of windows is compiled for
 
 
 def tiles_of(y: Tensor, blocks: Blocks) -> Tiles:

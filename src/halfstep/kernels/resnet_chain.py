@@ -32,18 +32,14 @@ from halfstep.kernels.stem import StemConv, stem_fits
 
 Gradients = tuple[Tensor | None, ...]
 Layer = tuple[nn.Conv2d, nn.BatchNorm2d]
-Reader = tuple[Tensor, int]
-"""The weight and the stride of a convolution that reads a block's input."""
+Reader = tuple[Tensor, int]  # the weight and the stride of a convolution that reads a block's input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    layers: Sequence[Layer]
-    """In the order they run."""
-    projection: Layer | None
-    """Of the shortcut, where the shape changes."""
-    keep: bool
-    """Whether normalised maps within the block stay in memory, or are computed again in backward."""
+    layers: Sequence[Layer]  # in the order they run
+    projection: Layer | None  # of the shortcut, where the shape changes
+    keep: bool  # whether normalised maps within the block stay in memory, or are computed again in backward
 
     @property
     def readers(self) -> list[nn.Conv2d]:

@@ -24,12 +24,10 @@ from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_
 class Tiling:
     """What is to be measured on a GPU: the sizes of a kernel's tiles and of its grid."""
 
-    values: int
-    """Of a tile: 8 per thread are a 16-byte access of a half format."""
+    values: int  # of a tile: 8 per thread are a 16-byte access of a half format
     most_channels: int
     num_warps: int
-    num_programs: int
-    """Over a whole map, to be counted in multiprocessors, of which an H200 has 132."""
+    num_programs: int  # over a whole map, to be counted in multiprocessors, of which an H200 has 132
 
 
 SUMS = Tiling(values=2048, most_channels=64, num_warps=8, num_programs=132 * 4)

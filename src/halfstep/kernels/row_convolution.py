@@ -20,14 +20,11 @@ from torch.nn import functional as F
 from halfstep.kernels.layout import CHANNELS, PIXELS
 from halfstep.kernels.normalise import Norm, dense_like
 
-LEAST_FILLED = 0.85
-"""Of a strip's pixels that must lie in the image: what lies beside it is multiplied in vain."""
-LEAST_ROWS = 32
-"""For a program: each fetches two rows more than it writes, and multiplies three."""
+LEAST_FILLED = 0.85  # of a strip's pixels that must lie in the image: what lies beside it is multiplied in vain
+LEAST_ROWS = 32  # for a program: each fetches two rows more than it writes, and multiplies three
 MOST_IDLE = 1.25
 """Times what a full device would take: beyond it cuDNN is asked. (1.06 and 1.13 were measured, and gained.)"""
-COMPARED_ROWS = 5
-"""Of a program, when the kernel is held against torch: all its buffers are used twice."""
+COMPARED_ROWS = 5  # of a program, when the kernel is held against torch: all its buffers are used twice
 FORMATS = (torch.bfloat16, torch.float16)
 
 

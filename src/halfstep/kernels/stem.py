@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 from halfstep.kernels.normalise import GradientSums, Norm
 from halfstep.kernels.padded_image import PIXEL, PaddedImage, Windows
 
-OUT_CHANNELS_AT_ONCE = 16
-"""The least that matrix units take."""
+OUT_CHANNELS_AT_ONCE = 16  # the least that matrix units take
 
 
 def stem_fits(image: Tensor, weight: Tensor, stride: int, padding: int) -> bool:

@@ -27,8 +27,7 @@ from torch.nn import functional as F
 from halfstep.kernels.fast_forms import has_room_for_tiles
 from halfstep.kernels.normalise import combined
 
-MOST_TOKENS = 256
-"""Whose gradients a program of our attention kernel holds at once."""
+MOST_TOKENS = 256  # whose gradients a program of our attention kernel holds at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +42,8 @@ class Block:
     norm_2: nn.LayerNorm
     first: nn.Linear
     second: nn.Linear
-    is_causal: bool = False
-    """Tokens look at themselves and at those before them."""
-    by_tanh: bool = False
-    """GELU as GPT-2 has it."""
+    is_causal: bool = False  # tokens look at themselves and at those before them
+    by_tanh: bool = False  # GELU as GPT-2 has it
 
 
 class Rounded(NamedTuple):

@@ -21,8 +21,7 @@ MULTIPROCESSORS = 132
 NORM_VALUES, NORM_WARPS = 4096, 4
 NORM_BACKWARD_VALUES, NORM_BACKWARD_STAGES, NORM_BACKWARD_PARTS = 1024, 3, 4 * MULTIPROCESSORS
 """Values of a tile of whole rows; backward holds more of each row in registers."""
-MAP_ROWS, MAP_COLUMNS, MAP_WARPS, MAP_STAGES = 16, 256, 4, 2
-"""A tile where rows need not be whole."""
+MAP_ROWS, MAP_COLUMNS, MAP_WARPS, MAP_STAGES = 16, 256, 4, 2  # a tile where rows need not be whole
 GELU_PARTS, GELU_BACKWARD_PARTS = 3 * MULTIPROCESSORS, MULTIPROCESSORS
 """Programs for the rows of some columns; there are as many columns of programs as a row has tiles."""
 PACKED_ROWS, PACKED_COLUMNS, PACKED_STAGES, PACKED_PARTS = 8, 512, 1, 2 * MULTIPROCESSORS

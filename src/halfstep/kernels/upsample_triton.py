@@ -38,8 +38,7 @@ DOUBLED = Blocks(128, 128, 64, warps=4, stages=3)
 """Two programs share a multiprocessor: one computes while the other reads or writes."""
 HALVED = Blocks(128, 256, 64, warps=8, stages=3)
 WEIGHTS = Blocks(128, 256, 64, warps=8, stages=4)
-WEIGHT_PROGRAMS = 132
-"""One per multiprocessor of an H200, since a program's tiles fill its shared memory."""
+WEIGHT_PROGRAMS = 132  # one per multiprocessor of an H200, since a program's tiles fill its shared memory
 EXACT = Blocks(32, 32, 32, warps=4, stages=3)
 """In fp32, which no matrix unit multiplies: larger tiles become code that takes minutes to compile."""
 

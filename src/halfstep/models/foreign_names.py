@@ -15,8 +15,7 @@ from torch import Tensor
 
 WRAPPERS = ("module.", "model.", "net.", "network.", "backbone.", "base_model.")
 """DataParallel and DDP, Lightning, and what scripts call their only part."""
-COMPILED = "_orig_mod."
-"""torch.compile puts it before the names of each part it wrapped, wherever that is."""
+COMPILED = "_orig_mod."  # torch.compile puts it before the names of each part it wrapped, wherever that is
 
 Table = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 _LAYER = r"encoder.layers.encoder_layer_\1"

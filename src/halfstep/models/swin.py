@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-MASKED = -100.0
-"""Added to the logits of two positions that are neighbours only because the map was rolled."""
+MASKED = -100.0  # added to the logits of two positions that are neighbours only because the map was rolled
 
 
 class WindowAttention(nn.Module):
@@ -98,7 +97,7 @@ class StochasticDepth(nn.Module):
     def __init__(self, probability: float) -> None:
         super().__init__()
         self.leaves_out = probability > 0
-        # A tensor: each block has its own, and as a number it would be compiled into code of its own.
+        # a tensor: each block has its own, and as a number it would be compiled into code of its own.
         self.register_buffer("kept", torch.tensor(1 - probability), persistent=False)
 
     def forward(self, branch: Tensor) -> Tensor:

@@ -270,10 +270,8 @@ def chained_logits(
     return logits
 
 
-Weights = Mapping[nn.Conv2d, Tensor]
-"""Of convolutions, in the format they compute in."""
-RawMap = tuple[Tensor, Tensor | None]
-"""And parts of its statistics, where the convolution has summed them."""
+Weights = Mapping[nn.Conv2d, Tensor]  # of convolutions, in the format they compute in
+RawMap = tuple[Tensor, Tensor | None]  # and parts of its statistics, where the convolution has summed them
 
 
 def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> RawMap:

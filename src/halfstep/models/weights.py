@@ -24,8 +24,7 @@ NESTS = (
 )  # fmt: skip
 """Keys below which training scripts keep weights; as trained before averaged."""
 SHOWN = 4
-TORCH_PROTOCOL = 2
-"""Of the pickles that torch.save writes; pickle.dump's is newer."""
+TORCH_PROTOCOL = 2  # of the pickles that torch.save writes; pickle.dump's is newer
 NOT_WEIGHTS = {
     b"version https://git-lfs": ("it is a pointer of Git LFS, not the file itself", "git lfs pull"),
     b"<!DOCTYPE": ("it is a web page", "download the file behind it"),

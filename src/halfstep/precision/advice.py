@@ -16,15 +16,12 @@ from halfstep.precision.decide import decide
 
 NOUN = {"cpu": "CPU", "tpu": "TPU"}
 
-LAYOUT_GAIN = 1.05
-"""A layout that gains less than this is within the noise of a few samples."""
+LAYOUT_GAIN = 1.05  # a layout that gains less than this is within the noise of a few samples
 
 EXAMPLE_SAMPLE_BYTES = 1.29 * 2**30
 """Saved for backward by a 64-channel U-Net on one 512x512 image in fp32, counted with saved-tensor hooks."""
-EXAMPLE_FIXED_BYTES = 31_037_698 * 16
-"""Its weights, gradients and Adam's two moments, in fp32."""
-USABLE_MEMORY = 0.8
-"""The rest goes to workspaces, fragmentation and the CUDA context."""
+EXAMPLE_FIXED_BYTES = 31_037_698 * 16  # its weights, gradients and Adam's two moments, in fp32
+USABLE_MEMORY = 0.8  # the rest goes to workspaces, fragmentation and the CUDA context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +34,8 @@ class Setting:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
     precision: str
-    headline: str
-    """One line, such as `use bf16: native, measured 7.1x fp32 on matmul, error 2e-03`."""
-    reason: str
-    """The ladder's own words, as a plan would store them."""
+    headline: str  # one line, such as `use bf16: native, measured 7.1x fp32 on matmul, error 2e-03`
+    reason: str  # the ladder's own words, as a plan would store them
     settings: tuple[Setting, ...]
     lost: str
     warnings: tuple[str, ...] = ()

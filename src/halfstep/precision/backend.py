@@ -37,8 +37,7 @@ class BackendFlags:
     """The raw state: leaves without what they inherit, and the two old switches."""
 
     leaves: tuple[str, ...]
-    matmul_precision: str
-    """Of `set_float32_matmul_precision`: highest, high or medium."""
+    matmul_precision: str  # of `set_float32_matmul_precision`: highest, high or medium
     cudnn_allow_tf32: bool
 
 

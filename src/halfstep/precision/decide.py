@@ -136,18 +136,11 @@ def _rows(
         fp8 = Fp8Layers(gains=gains, force=force)
         return rows_of(model, default, parts, cuda_lists=default.simulated or hardware.kind != "cpu", fp8=fp8)
     whole = Row(module=WHOLE_MODEL, storage=default.storage, compute=default.compute, reason="the default")
-    return [whole, *(_pattern_row(pattern, part) for pattern, part in parts.items())]
-
-
-def _pattern_row(pattern: str, part: Grant) -> Row:
-    return Row(
-        module=pattern,
-        storage=part.storage,
-        compute=part.compute,
-        reason=part.reason if part.warning else f"asked for {part.asked}",
-        kind="module",
-        precision=part.precision,
-    )
+    return [whole, *(
+        Row(module=pattern, storage=part.storage, compute=part.compute, kind="module", precision=part.precision,
+            reason=part.reason if part.warning else f"asked for {part.asked}")
+        for pattern, part in parts.items()
+    )]  # fmt: skip
 
 
 def _island(text: str) -> Row:

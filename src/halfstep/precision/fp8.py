@@ -26,8 +26,7 @@ FP8_DTYPES = {FP8_E4M3.name: torch.float8_e4m3fn, FP8_E5M2.name: torch.float8_e5
 ROWS_MULTIPLE = 16
 """The matrix units take inner dimensions in steps of 16; tokens are the inner dimension of the weight's gradient."""
 
-SMALLEST_AMAX = 1e-12
-"""Below this an operand counts as all zeros: its scale stays finite (torchao uses the same bound)."""
+SMALLEST_AMAX = 1e-12  # below this an operand counts as all zeros: its scale stays finite (torchao uses the same bound)
 
 
 class InFp8(Part):
@@ -92,8 +91,7 @@ class Fp8Product(torch.autograd.Function):
         return grad_tokens, grad_weight
 
 
-Scaled = tuple[torch.Tensor, torch.Tensor]
-"""fp8 values, and the fp32 factor that gives the real ones back."""
+Scaled = tuple[torch.Tensor, torch.Tensor]  # fp8 values, and the fp32 factor that gives the real ones back
 
 
 def cast(tensor: torch.Tensor, fmt: Format) -> Scaled:

@@ -27,14 +27,12 @@ from halfstep.precision.row import Row
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # which is applied by rows that this file judges
 
-MULTIPLE = 16
-"""The fp8 matmul of the matrix units takes rows of 16 bytes only (cuBLASLt, torch._scaled_mm)."""
+MULTIPLE = 16  # the fp8 matmul of the matrix units takes rows of 16 bytes only (cuBLASLt, torch._scaled_mm)
 
 MIN_GAIN = 1.05
 """Below this a layer stays bf16: the rest of the step, which fuses with a bf16 layer, takes back more than that."""
 
-FEWEST_LAYERS = 3
-"""A model of one or two layers has nothing between its first and its last."""
+FEWEST_LAYERS = 3  # a model of one or two layers has nothing between its first and its last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

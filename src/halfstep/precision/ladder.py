@@ -15,8 +15,7 @@ from halfstep.hardware.describe import times
 from halfstep.hardware.facts import Hardware
 
 LADDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
-AUTO_RUNGS = LADDER[1:]
-"""fp8 changes what a model computes too much to be chosen unasked."""
+AUTO_RUNGS = LADDER[1:]  # fp8 changes what a model computes too much to be chosen unasked
 
 FORMATS_OF = {
     "fp8": ("fp8_e4m3", "fp8_e5m2"),
@@ -28,8 +27,7 @@ FORMATS_OF = {
 }
 PRECISIONS = ("auto", *FORMATS_OF)
 
-TIE = 1.1
-"""bf16 is taken over a rung less than this much faster: its range needs no loss scaling."""
+TIE = 1.1  # bf16 is taken over a rung less than this much faster: its range needs no loss scaling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,8 +62,7 @@ PROMOTE = (
 )
 """Run in the widest format of the inputs."""
 
-BANNED = ("binary_cross_entropy",)
-"""Refused: its gradient overflows fp16. `binary_cross_entropy_with_logits` is safe."""
+BANNED = ("binary_cross_entropy",)  # refused: its gradient overflows fp16. `binary_cross_entropy_with_logits` is safe.
 
 KEPT = (
     *("conv1d.padding", "conv2d.padding", "conv3d.padding", "_addmm_activation", "mkldnn_rnn_layer"),
@@ -117,8 +116,12 @@ def _kernels(device_type: str) -> dict[str, Kernel]:
     """What must be overridden: entries of CUDA's lists that the device has not, or has otherwise."""
     key = KEYS[device_type]
     own = {name for name in _aten_names() if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)}
-    casts = [(name, _casting(_lower_format)) for name in (*LOWER, *RECURRENT) if name not in own]
-    casts += [(name, _casting(_always_fp32)) for name in FP32 if name not in own]
+    casts = [
+        (name, _casting(lambda _, device: torch.get_autocast_dtype(device)))
+        for name in (*LOWER, *RECURRENT)
+        if name not in own
+    ]
+    casts += [(name, _casting(lambda *_: torch.float32)) for name in FP32 if name not in own]
     casts += [(name, _casting(_widest)) for name in PROMOTE]
     casts += [(name, _naming_fp32) for name in FP32_BY_DTYPE] + [(name, _refusing) for name in BANNED]
     kernels = {name: make(_overload(name), device_type) for name, make in casts}
@@ -143,14 +146,6 @@ def _is_eligible(value: Any, device_type: str) -> bool:
         and value.is_floating_point()
         and value.dtype != torch.float64
     )
-
-
-def _lower_format(arguments: list[Any], device_type: str) -> torch.dtype:
-    return torch.get_autocast_dtype(device_type)
-
-
-def _always_fp32(arguments: list[Any], device_type: str) -> torch.dtype:
-    return torch.float32
 
 
 def _widest(arguments: list[Any], device_type: str) -> torch.dtype:

@@ -24,27 +24,19 @@ class Plan:
     """What was asked, what was granted, why they differ, and one row a module."""
 
     asked: str
-    granted: str
-    """One of fp32, tf32, bf16, fp16, fp8, bf16-true."""
+    granted: str  # one of fp32, tf32, bf16, fp16, fp8, bf16-true
     reason: str
-    device: str
-    """How torch names it; empty for hardware that is not here: such a plan prints but does not run."""
+    device: str  # how torch names it; empty for hardware that is not here: such a plan prints but does not run
     device_name: str
-    simulated: bool = False
-    """Numerics of `granted` on hardware that lacks it: never a statement about speed."""
+    simulated: bool = False  # numerics of `granted` on hardware that lacks it: never a statement about speed
     rows: tuple[Row, ...] = ()
-    frozen: tuple[Row, ...] = ()
-    """Those of parts that the model uses and does not hold; empty in plans of older runs."""
-    warnings: tuple[str, ...] = ()
-    """What the user must see once: a fall down the ladder, an ignored wish."""
-    mode: Literal["", "eager", "compile", "graph"] = ""
-    """How steps run, once that is chosen; empty before."""
-    mode_reason: str = ""
-    """What was measured for it."""
+    frozen: tuple[Row, ...] = ()  # those of parts that the model uses and does not hold; empty in plans of older runs
+    warnings: tuple[str, ...] = ()  # what the user must see once: a fall down the ladder, an ignored wish
+    mode: Literal["", "eager", "compile", "graph"] = ""  # how steps run, once that is chosen; empty before
+    mode_reason: str = ""  # what was measured for it
     channels_last: bool | None = None
     """The memory layout that was measured to be faster; None where nothing was measured."""
-    tunes_kernels: bool = False
-    """Whether the compiler searches each kernel's block sizes: faster steps, a longer start."""
+    tunes_kernels: bool = False  # whether the compiler searches each kernel's block sizes: faster steps, a longer start
     cudnn_benchmark: bool = False
     """Whether cuDNN times its algorithms at each start, for full batches, instead of guessing."""
     gains: tuple[Gain, ...] = ()
@@ -52,8 +44,7 @@ class Plan:
     memory: dict[str, Any] = field(default_factory=dict)
     """The setting of `train.memory: low`; empty for the normal step."""
     memory_reason: str = ""
-    memory_trials: tuple[str, ...] = ()
-    """What each lever saved and cost, a line each."""
+    memory_trials: tuple[str, ...] = ()  # what each lever saved and cost, a line each
 
     pieces: int = 1
     """Micro-batches that each batch is cut into from the first step on, as several processes agreed before it."""

@@ -7,10 +7,8 @@ from typing import Literal
 
 RowKind = Literal["default", "module", "frozen", "island"]
 
-WHOLE_MODEL = "*"
-"""Name of the one row a plan has for all modules when it was made without a model."""
-ROOT = "(root)"
-"""Name of the model itself, where it has weights of its own."""
+WHOLE_MODEL = "*"  # name of the one row a plan has for all modules when it was made without a model
+ROOT = "(root)"  # name of the model itself, where it has weights of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +20,7 @@ class Row:
     compute: str
     reason: str
     kind: RowKind = "default"
-    precision: str = ""
-    """What this part was granted; empty where the plan's own precision holds."""
+    precision: str = ""  # what this part was granted; empty where the plan's own precision holds
 
     @property
     def is_part(self) -> bool:
@@ -35,8 +32,7 @@ class Row:
 class Gain:
     """A step without this part and with it, all else equal."""
 
-    part: str
-    """channels_last, compile, graph, cudnn.benchmark or kernel tuning."""
+    part: str  # channels_last, compile, graph, cudnn.benchmark or kernel tuning
     before_ms: float
     after_ms: float
     is_taken: bool

@@ -53,16 +53,12 @@ class Assembly:
     workload: Workload
     model: nn.Module
     device: torch.device
-    mode: Mode | None
-    """How steps run; None in the plan of an older run, which trained eager."""
-    region: Region
-    """Forward and loss, compiled when first called."""
-    eager: Region
-    """The same as it is."""
+    mode: Mode | None  # how steps run; None in the plan of an older run, which trained eager
+    region: Region  # forward and loss, compiled when first called
+    eager: Region  # the same as it is
     step: Step | PhasedStep
     values: Values
-    phases: tuple[AssembledPhase, ...] = ()
-    """In their order; none: `step`, `region` and `eager` are the one there is."""
+    phases: tuple[AssembledPhase, ...] = ()  # in their order; none: `step`, `region` and `eager` are the one there is
     guard: Guard
     snapshots: Snapshots | None
     plateau: Plateau | None
@@ -70,14 +66,11 @@ class Assembly:
     train_loader: Loader
     val_loader: Loader
     total_steps: int
-    unit: Unit
-    """What throughput counts."""
+    unit: Unit  # what throughput counts
     recent: RecentWindows | None = None
     """Set before the run begins by whoever wants to see the windows of steps that the guard looks at."""
-    recorder: Recorder | None = None
-    """Keeps the step of a fault; set before the run begins."""
-    world: World | None = None
-    """The processes that train this model together; None where there is one."""
+    recorder: Recorder | None = None  # keeps the step of a fault; set before the run begins
+    world: World | None = None  # the processes that train this model together; None where there is one
 
     @property
     def full_batch(self) -> int:

@@ -35,8 +35,7 @@ STATE = "state.json"
 AVERAGE = "ema.safetensors"
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
-NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-"""`step-STEP`, and `step-STEP-2` for a second one of the same step."""
+NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # `step-STEP`, and `step-STEP-2` for a second one of the same step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

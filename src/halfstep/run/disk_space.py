@@ -18,8 +18,7 @@ from halfstep.run.folder import RunFolder
 from halfstep.step.guard import LAG
 from halfstep.tune.memory_low import MemorySetting, optimizer_for
 
-REPORT_BYTES = 8_000_000
-"""Metrics, pictures, settings: a few MB."""
+REPORT_BYTES = 8_000_000  # metrics, pictures, settings: a few MB
 SIDE = 256
 """Of the square weight on which an optimizer shows how much it keeps: large enough for what comes once a weight."""
 
@@ -30,7 +29,7 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     stored = folder.checkpoints().all()
     size = folder_bytes(stored[-1]) if stored else checkpoint_bytes(parts)
     num_further = max(1, _num_kept(parts) - len(stored))
-    # A checkpoint is written beside the one before it.
+    # a checkpoint is written beside the one before it.
     at_least = min(2 - bool(stored), num_further) * size + REPORT_BYTES
     in_all, free = num_further * size + REPORT_BYTES, free_bytes(folder.path)
     if free < at_least:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils._pytree import tree_map
 
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, HalfstepError
@@ -35,8 +36,7 @@ from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
 from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice, cudnn_trials
 from halfstep.workloads.over_ranks import over_ranks
 
-MOST_GRAPHS = 2
-"""Each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured."""
+MOST_GRAPHS = 2  # each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured.
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
 MOST_DROPS = 3
 """So often a step that does not fit beside the graphs gets their memory, and they are captured again afterwards."""
@@ -66,8 +66,7 @@ class Graphs(dict[Shape, Captured]):
 
 
 class Engine:
-    counts = True
-    """Whether the outputs of its steps are the workload's, which training metrics know."""
+    counts = True  # whether the outputs of its steps are the workload's, which training metrics know
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class Engine:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
             with chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
                 value, weight, found = region(batch)
-            outputs.append(_detached(found))
+            outputs.append(tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, found))
             return value, 0 if isinstance(batch, Idle) else weight
 
         return loss
@@ -328,7 +327,3 @@ def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int], share:
         prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
         place += size
-
-
-def _detached(outputs: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, outputs)

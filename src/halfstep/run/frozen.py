@@ -28,8 +28,7 @@ from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.workload import Workload
 
 Parts = Mapping[str, FrozenPart]
-Stored = Mapping[str, Mapping[str, str]]
-"""Checksum and source by name, as a checkpoint holds them."""
+Stored = Mapping[str, Mapping[str, str]]  # checksum and source by name, as a checkpoint holds them
 
 
 def modules_of(parts: Parts) -> dict[str, nn.Module]:

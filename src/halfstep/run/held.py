@@ -33,8 +33,7 @@ class HeldWindow:
     window: list[dict[str, Tensor]]
     position: Position
     generators: dict[str, Any]
-    metrics: Any
-    """What training metrics had counted."""
+    metrics: Any  # what training metrics had counted
 
 
 class HeldWindows:

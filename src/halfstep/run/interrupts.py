@@ -27,15 +27,13 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 """A closed terminal (SIGHUP, not on Windows) ends a run as a scheduler does."""
 
 HEARD = "finishing this step, then saving; press Ctrl-C again to stop without saving"
-PATIENCE_S = (0.2, 0.8)
-"""For the main thread to notice a second Ctrl-C, and once more after it was told again."""
+PATIENCE_S = (0.2, 0.8)  # for the main thread to notice a second Ctrl-C, and once more after it was told again
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
     def __init__(self, *, answers: bool = True) -> None:
-        self.answers = answers
-        """Whether the first Ctrl-C is answered on the screen: by one of several processes."""
+        self.answers = answers  # whether the first Ctrl-C is answered on the screen: by one of several processes
         self.received: signal.Signals | None = None
         self.last_words: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"
         """What to say, and what to tidy up, where the main thread cannot."""

@@ -68,12 +68,10 @@ class Journal:
         self.seen = {name: Seen() for name in self.phases or ("",)}
         """By phase; a run without phases is one without a name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
-        self.gpu: Callable[[], str] = str
-        """How the GPU does, in short; empty where nobody knows."""
+        self.gpu: Callable[[], str] = str  # how the GPU does, in short; empty where nobody knows
         self._epoch, self._samples_per_s = 0, 0.0
         self._bar: Bar | None = None
-        self._has_shown = False
-        """Whether this bar has had the fields of a step."""
+        self._has_shown = False  # whether this bar has had the fields of a step
         self._is_compiling = False
         self._lagging = Lagging()
         self._shown_metric = ""

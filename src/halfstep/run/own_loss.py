@@ -31,10 +31,8 @@ class OwnLoss:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.known: set[object] = set()
-        """Loss functions that were looked at; of a lambda written in the loop, its code."""
-        self.overflow: Tensor | None = None
-        """Whether a gradient taken inside the loss function was not finite."""
+        self.known: set[object] = set()  # loss functions that were looked at; of a lambda written in the loop, its code
+        self.overflow: Tensor | None = None  # whether a gradient taken inside the loss function was not finite
 
     def checked(self, loss_fn: LossFn, *, is_alone: bool) -> LossFn:
         if not torch.is_grad_enabled():
@@ -122,8 +120,7 @@ def _kind(loss_fn: LossFn) -> object:
 # put where torch.compile would trace it.
 
 Buffers = dict[str, Tensor]
-MOST_ENTRIES = 100
-"""Of a list or dict that is looked through for networks: it may hold the data."""
+MOST_ENTRIES = 100  # of a list or dict that is looked through for networks: it may hold the data
 
 
 class Strangers:

@@ -16,8 +16,7 @@ from halfstep.measure.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.workloads.kind import Unit
 
-WORTH_SAYING = 0.1
-"""Share of the time below which waiting is nobody's business."""
+WORTH_SAYING = 0.1  # share of the time below which waiting is nobody's business
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,8 +71,7 @@ def utilisation(unit: Unit, samples_per_s: float, peak: float | None) -> float |
 
 # --- the slowest process ---
 
-WINDOW_S = 10.0
-"""One slow step says little."""
+WINDOW_S = 10.0  # one slow step says little
 
 
 class Lagging:
@@ -83,7 +81,7 @@ class Lagging:
         self._clock, self._waits_s = Stopwatch(), list[float]()
 
     def add(self, waits_s: Sequence[float]) -> None:
-        # A resumed run begins with readings of as many processes as there were before.
+        # a resumed run begins with readings of as many processes as there were before.
         own = self._waits_s if len(self._waits_s) == len(waits_s) else [0.0] * len(waits_s)
         self._waits_s = [before + more for before, more in zip(own, waits_s, strict=True)]
 
@@ -101,10 +99,8 @@ class Lagging:
 
 # --- how busy the GPU was ---
 
-BUSY = 80.0
-"""Percent below which the summary says why."""
-SHORTEST_S = 10.0
-"""Below that NVML's averages say nothing of a run."""
+BUSY = 80.0  # percent below which the summary says why
+SHORTEST_S = 10.0  # below that NVML's averages say nothing of a run
 
 
 def how_busy(monitor: Monitor, waiting: Waiting, elapsed_s: float) -> str:

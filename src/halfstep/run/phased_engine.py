@@ -99,12 +99,5 @@ class PhasedEngine:
         self._has_said = True
 
 
-def engine_for(
-    parts: Assembly,
-    mode: Mode,
-    notice: Notice,
-    count: Count = lambda outputs, batch: None,
-    before_compiling: Callable[[], None] = lambda: None,
-) -> Engine | PhasedEngine:
-    kind = PhasedEngine if parts.phases else Engine
-    return kind(parts, mode, notice, count, before_compiling)
+def engine_for(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engine | PhasedEngine:
+    return (PhasedEngine if parts.phases else Engine)(parts, mode, notice, *hooks)

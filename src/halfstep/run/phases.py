@@ -30,11 +30,9 @@ from halfstep.workloads.workload import Workload
 class AssembledPhase:
     phase: Phase
     step: PhaseStep
-    region: Region
-    """Forward and loss, compiled when first called."""
+    region: Region  # forward and loss, compiled when first called
     eager: Region
-    is_counted: bool
-    """Whether training metrics count its outputs."""
+    is_counted: bool  # whether training metrics count its outputs
 
 
 def assemble_phases(
@@ -64,7 +62,8 @@ def assemble_phases(
     for phase in workload.phases:
         own = phase_config(config, phase)
         names = averaged[phase.name]
-        plain = eager_region(_as_workload(workload, phase), model, name=phase.name)
+        named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
+        plain = eager_region(named, model, name=phase.name)
         trained = [p for name, p in model.named_parameters() if p.requires_grad and trains(phase, name)]
         device = torch.device(plan.device)
         eager, region, ranks = connected(world, config, model, (plain, compiled(plain)), device, trained)
@@ -140,10 +139,6 @@ def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
                 why="an iteration takes data, and nothing would be trained on it",
                 fix="one phase with every=1 and from_step=0, or phases that take turns",
             )
-
-
-def _as_workload(workload: Workload, phase: Phase) -> Workload:
-    return dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
 
 
 def _is_countable(phase: Phase, workload: Workload) -> bool:

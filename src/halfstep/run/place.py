@@ -86,8 +86,7 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Trials:
     world: World
-    config: RunConfig
-    """Its part of the batch."""
+    config: RunConfig  # its part of the batch
     workload: Workload
     device: str
     rehearse: Rehearse

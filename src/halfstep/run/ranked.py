@@ -26,8 +26,7 @@ from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.workload import Workload
 
-OWN = ("device", "log.", "data.num_workers")
-"""Settings that each process may have for itself."""
+OWN = ("device", "log.", "data.num_workers")  # settings that each process may have for itself
 
 
 def connected(
@@ -144,7 +143,7 @@ def with_all_samples(world: World, reading: Reading) -> Reading:
     if not reading.is_bad:
         return reading
     ids = world.gathered(reading.sample_ids)
-    # A reading that was stored may be of more processes than there are now.
+    # a reading that was stored may be of more processes than there are now.
     faulty = [rank for rank in reading.faulty_ranks if rank < world.size] or range(world.size)
     found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))
     if not isinstance(reading, PhasedReading):

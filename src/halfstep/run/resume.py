@@ -22,11 +22,9 @@ FREE = (
 """Keys that change how long a run goes on or what it tells. A schedule that follows the length of the run changes
 with `train.epochs` and `train.max_steps`, too: that is said."""
 
-NOT_STORED = ("log.quiet",)
-"""How one call is to be watched is not part of the run."""
+NOT_STORED = ("log.quiet",)  # how one call is to be watched is not part of the run
 
-FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")
-"""Schedules that end where the run ends."""
+FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")  # schedules that end where the run ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

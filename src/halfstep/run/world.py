@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """Launchers that do not say where the processes meet."""
 FIRST_PORT = 20000
-AFTER_FIRST_S = 1.0
-"""How long others leave it to the first process to show an error that all of them have."""
-PATIENCE_S = 5.0
-"""For torchrun's store to answer."""
+AFTER_FIRST_S = 1.0  # how long others leave it to the first process to show an error that all of them have
+PATIENCE_S = 5.0  # for torchrun's store to answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +32,7 @@ class Launch:
     local_rank: int
     address: str
     port: int
-    restarts: int = 0
-    """How often torchrun has started the processes again."""
+    restarts: int = 0  # how often torchrun has started the processes again
     by_torchrun: bool = True
 
     @property

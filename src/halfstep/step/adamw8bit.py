@@ -23,8 +23,7 @@ from halfstep.step.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_tabl
 from halfstep.step.flat import flat_view, is_dense, shaped_like
 from halfstep.step.half_weights import is_kept_in_half, key_of
 
-MIN_VALUES = 4096
-"""The bound of bitsandbytes and torchao."""
+MIN_VALUES = 4096  # the bound of bitsandbytes and torchao
 
 
 class AdamW8bit(JudgedAdamW):

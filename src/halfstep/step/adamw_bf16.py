@@ -21,10 +21,8 @@ from halfstep.errors import ConfigError
 from halfstep.step.flat import flat_view, is_dense, shaped_like
 from halfstep.step.half_weights import Rounding, is_kept_in_half, joined, key_of, split, stochastic
 
-LOW = "low"
-"""The 16 bits beside a weight, among its optimizer's state."""
-VALUES_AT_ONCE = 2**26
-"""fp32 copies of so many weights and gradients are there at a time: half a gigabyte."""
+LOW = "low"  # the 16 bits beside a weight, among its optimizer's state
+VALUES_AT_ONCE = 2**26  # fp32 copies of so many weights and gradients are there at a time: half a gigabyte
 
 
 class JudgedAdamW(Optimizer):
@@ -32,8 +30,7 @@ class JudgedAdamW(Optimizer):
     and what its moments are."""
 
     takes_fp32_gradients = True
-    was_stored_without_low = False
-    """A run that kept none goes on without: what was lost cannot be made up."""
+    was_stored_without_low = False  # a run that kept none goes on without: what was lost cannot be made up
 
     def __init__(
         self,

@@ -27,11 +27,9 @@ from halfstep.step.half_weights_triton import NEAREST, load_weight, store_weight
 BLOCK, TILES, WARPS = 1024, 4, 4
 """Eight values per thread at a time, in accesses of 16 bytes; tiles of a program, which looks its addresses up once."""
 
-COUNTED = 256
-"""Counters of a program."""
+COUNTED = 256  # counters of a program
 
-GRADIENT, FIRST, SECOND, COUNTER, LENGTH, LOW, FIELDS = 1, 2, 3, 4, 5, 6, 7
-"""Rows of the table; the weight's is 0."""
+GRADIENT, FIRST, SECOND, COUNTER, LENGTH, LOW, FIELDS = 1, 2, 3, 4, 5, 6, 7  # rows of the table; the weight's is 0
 
 
 @triton.jit
@@ -93,7 +91,7 @@ def _update(
         lr, scale = tl.load(rate), tl.div_rn(1.0, tl.load(factor))
         size = tl.div_rn(lr, 1.0 - tl.load(powers + column))
         root = tl.sqrt_rn(1.0 - tl.load(powers + columns + column))
-        # A mask that may end anywhere would make every access one of 4 bytes, so only a parameter's end has one.
+        # a mask that may end anywhere would make every access one of 4 bytes, so only a parameter's end has one.
         if start + BLOCK * TILES <= length:
             for tile in range(TILES):
                 at = start + tile * BLOCK + tl.arange(0, BLOCK)

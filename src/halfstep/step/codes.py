@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Values that share a scale."""
+BLOCK = 256  # values that share a scale
 SMALLEST_SCALE = 1e-12
 NUM_DECADES = 7
 

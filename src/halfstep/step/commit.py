@@ -63,10 +63,8 @@ class Committer:
         self.optimizer, self.rates = optimizer, rates
         self.method = commit_method(optimizer)
         self.takes_tensor_lr = self.method == "found_inf" or self.method == "select" and _is_capturable(optimizer)
-        self.stepped: set[Tensor] = set()
-        """Parameters whose state the optimizer has built."""
-        self.single_pass: SinglePass | None = None
-        """While a step is captured: what takes the place of torch's kernel."""
+        self.stepped: set[Tensor] = set()  # parameters whose state the optimizer has built
+        self.single_pass: SinglePass | None = None  # while a step is captured: what takes the place of torch's kernel
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
 
@@ -85,7 +83,7 @@ class Committer:
 
     def commit(self, bad: Tensor, factor: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`, or leave everything as it was where `bad` is set."""
-        by_host = self.method == "host" or self._has_unstepped()
+        by_host = self.method == "host" or any(p not in self.stepped for p in self._with_grad())
         if self.method == "found_inf" and not by_host:
             return self._commit_in_kernel(bad, factor)
         if factor is not None:
@@ -121,7 +119,7 @@ class Committer:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if group["momentum"] and p.grad is not None and not self.optimizer.state[p]:
-                    # A first step makes the buffer the gradient g; m * b + (1 - d) * g is g for b = g * d / m.
+                    # a first step makes the buffer the gradient g; m * b + (1 - d) * g is g for b = g * d / m.
                     first = p.grad * (group["dampening"] / group["momentum"])
                     self.optimizer.state[p]["momentum_buffer"] = first
 
@@ -158,9 +156,6 @@ class Committer:
                 why="it evaluates the model several times in one step, so no single verdict exists",
                 fix="use AdamW, SGD or another optimizer that steps without one",
             ) from error
-
-    def _has_unstepped(self) -> bool:
-        return any(p not in self.stepped for p in self._with_grad())
 
     def _with_grad(self) -> Iterator[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)

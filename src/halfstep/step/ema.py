@@ -20,8 +20,7 @@ from halfstep.step.flat import gather, is_dense, is_writable_in_place, scatter, 
 from halfstep.step.optimizers import is_within
 from halfstep.step.single_pass import ALIGNMENT, chunks_of
 
-CHUNK_ELEMENTS = 1 << 24
-"""64 MB of fp32, and about three times that on the way."""
+CHUNK_ELEMENTS = 1 << 24  # 64 MB of fp32, and about three times that on the way
 ALIGNED_ELEMENTS = 4
 """16 bytes of fp32. Tensors of other lengths stand last, so that they push no other off a kernel's wide accesses."""
 
@@ -178,8 +177,7 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
 
 # --- weights on a GPU: one kernel of our own (ema_triton.py) ---
 
-Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Weights and their averages, which lie in memory in the same order."""
+Pairs = Sequence[tuple[Tensor, Tensor]]  # weights and their averages, which lie in memory in the same order
 
 
 def takes(weights: Sequence[Tensor]) -> bool:

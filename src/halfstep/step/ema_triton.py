@@ -13,8 +13,7 @@ from torch import Tensor
 BLOCK, TILES, WARPS = 1024, 4, 4
 """Eight values per thread at a time; tiles of a program, which looks its addresses up once."""
 
-AVERAGE, LENGTH = 1, 2
-"""Rows of the table; the weight's is 0."""
+AVERAGE, LENGTH = 1, 2  # rows of the table; the weight's is 0
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -47,7 +46,7 @@ def _average(
         weight = _address(table, 0, column, columns, WEIGHT_TYPE, ALIGNED)
         average = _address(table, AVERAGE, column, columns, tl.float32, ALIGNED)
         keep = tl.load(decay)
-        # A mask that may end anywhere would make every access one of 4 bytes, so only a tensor's end has one.
+        # a mask that may end anywhere would make every access one of 4 bytes, so only a tensor's end has one.
         if start + BLOCK * TILES <= length:
             for tile in range(TILES):
                 at = start + tile * BLOCK + tl.arange(0, BLOCK)

@@ -22,31 +22,22 @@ class Reading:
     is_bad: bool
     is_spike: bool
     is_empty: bool
-    is_ruined: bool
-    """Something that forward writes, such as a BatchNorm statistic, was no longer finite."""
-    scale: float
-    """The loss scale this step ran with; 1 without scaling."""
-    committed: int
-    """Committed steps after this one."""
+    is_ruined: bool  # something that forward writes, such as a BatchNorm statistic, was no longer finite
+    scale: float  # the loss scale this step ran with; 1 without scaling
+    committed: int  # committed steps after this one
     lr: float
     sample_ids: tuple[int, ...] = ()
     epoch: int | None = None
     """The epoch it belongs to, and its window in that epoch; None in a loop that has none, and in older runs."""
     window: int | None = None
-    is_asked: bool = False
-    """Whether somebody asked one of the run's processes to stop."""
-    faulty_ranks: tuple[int, ...] = ()
-    """The processes whose own loss or buffers were not finite."""
-    holds: bool = False
-    """Whether the steps after it were held (facts.py)."""
-    waits_s: tuple[float, ...] = ()
-    """How long each process waited for the others in it; the slowest one waits least."""
+    is_asked: bool = False  # whether somebody asked one of the run's processes to stop
+    faulty_ranks: tuple[int, ...] = ()  # the processes whose own loss or buffers were not finite
+    holds: bool = False  # whether the steps after it were held (facts.py)
+    waits_s: tuple[float, ...] = ()  # how long each process waited for the others in it; the slowest one waits least
     fell_to: Slower | Literal[""] = ""
     """The slowest mode that a process had to go on in by itself; empty where none had to."""
-    fallen_ranks: tuple[int, ...] = ()
-    """The processes that went on in it."""
-    rates: tuple[float, ...] = ()
-    """The learning rate of each process."""
+    fallen_ranks: tuple[int, ...] = ()  # the processes that went on in it
+    rates: tuple[float, ...] = ()  # the learning rate of each process
 
     @property
     def reason(self) -> str:
@@ -63,14 +54,11 @@ class Reading:
         return f"a buffer (BatchNorm statistics) is not finite{where}" if self.is_ruined else "loss spike"
 
 
-Slower = Literal["compile", "eager"]
-"""A mode of running that is left where a faster one failed."""
+Slower = Literal["compile", "eager"]  # a mode of running that is left where a faster one failed
 FELL: dict[Slower, int] = {"compile": 8, "eager": 16}
 """The flags of a process that runs its steps in that mode by itself."""
-FAULTY = 3
-"""The flags of a process that mean a fault: loss or buffers not finite."""
-PER_RANK = 3
-"""Numbers that each process says in a step: its flags, how long it waited, its learning rate."""
+FAULTY = 3  # the flags of a process that mean a fault: loss or buffers not finite
+PER_RANK = 3  # numbers that each process says in a step: its flags, how long it waited, its learning rate
 FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "holds", "committed")
 
 
@@ -98,8 +86,7 @@ class Facts:
         self.said: Tensor | None = None
         """Of several processes: how many were asked to stop, then flags, waits and rates of each (step/ranks.py)."""
         self.wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
-        self.packed = torch.empty(0)
-        """All fields in one device tensor, once the step is committed."""
+        self.packed = torch.empty(0)  # all fields in one device tensor, once the step is committed
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -264,8 +251,7 @@ class Hold:
     """The sticky flag of one step."""
 
     def __init__(self, device: torch.device, *, floor: float | None = None) -> None:
-        self.floor = floor
-        """With loss scaling an overflow above this scale is routine, and holds nothing."""
+        self.floor = floor  # with loss scaling an overflow above this scale is routine, and holds nothing
         self.flag = torch.zeros((), dtype=torch.bool, device=device)
 
     def judge(self, facts: Facts, fault: Tensor) -> None:

@@ -27,24 +27,17 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep.step.flat import Snapshot, became_non_finite, gather, is_writable_in_place
 from halfstep.step.places import Name, Place, Places
 
-Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]
-"""What else belongs to a step: one of them, or several."""
-Change = tuple[Place, Tensor | None, Tensor | None]
-"""A place, and what it held before and after forward."""
+Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else belongs to a step: one of them, or several
+Change = tuple[Place, Tensor | None, Tensor | None]  # a place, and what it held before and after forward
 
 
 class ForwardWrites:
-    before: list[Tensor | None]
-    """What the saved places held when the window started."""
-    storages: list[Tensor | None]
-    """The memory of those, which `.data = ...` would exchange."""
+    before: list[Tensor | None]  # what the saved places held when the window started
+    storages: list[Tensor | None]  # the memory of those, which `.data = ...` would exchange
     snapshots: list[Snapshot]
-    marks: list[tuple[Tensor | None, int, int]]
-    """What the watched places held, with versions and addresses."""
-    copies: dict[Name, Tensor]
-    """On the host: parameters in their first window."""
-    unsaved: list[Place]
-    """Written in this window, without a copy from before it."""
+    marks: list[tuple[Tensor | None, int, int]]  # what the watched places held, with versions and addresses
+    copies: dict[Name, Tensor]  # on the host: parameters in their first window
+    unsaved: list[Place]  # written in this window, without a copy from before it
     replaced: list[Change]
     moved: list[tuple[Tensor, Tensor]]
 
@@ -61,18 +54,15 @@ class ForwardWrites:
         inside = {id(p.owner[p.key]) for p in (*self.places.parameters, *self.places.buffers)}
         for number, tensor in enumerate(t for t in tensors if id(t) not in inside):
             self.loose._buffers[f"also_{number}"] = tensor
-        self.compared: set[Name] = set()
-        """Parameters whose first window is over."""
+        self.compared: set[Name] = set()  # parameters whose first window is over
         self.trained: list[int] = []
         self.saved: list[Place] = []
         self.watched: list[Place] = []
         self.held: list[Tensor | None] = []
         self.aliases: list[Tensor | None] = []
-        self.views = Snapshot(())
-        """What the saved places held at the last window, and its memory."""
+        self.views = Snapshot(())  # what the saved places held at the last window, and its memory
         self.has_new_ones = True
-        self.exchanges = False
-        """Whether the last window made new tensors instead of writing into the old ones."""
+        self.exchanges = False  # whether the last window made new tensors instead of writing into the old ones
         self._close()
 
     # --- a window ---

@@ -25,8 +25,7 @@ from halfstep.step.step import LossFn, Step
 
 Batch: TypeAlias = dict[str, Tensor]
 Shape: TypeAlias = tuple[object, ...]
-Pool: TypeAlias = Any
-"""What `torch.cuda.graph_pool_handle()` gives: memory that several graphs share."""
+Pool: TypeAlias = Any  # what `torch.cuda.graph_pool_handle()` gives: memory that several graphs share
 
 
 class CaptureFailed(Exception):
@@ -58,8 +57,7 @@ class GraphedStep:
             {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
         ]
         self.graph = torch.cuda.CUDAGraph()
-        self.passes: list[SinglePass] = []
-        """Its kernels read their tables at every replay: they are kept here."""
+        self.passes: list[SinglePass] = []  # its kernels read their tables at every replay: they are kept here
         self.facts = self._captured(loss_fn, pool)
         for single_pass in self.passes:
             single_pass.fill()
@@ -94,7 +92,7 @@ class GraphedStep:
     def _captured(self, loss_fn: LossFn, pool: Pool) -> Facts:
         stream = torch.cuda.current_stream(self.step.device)
         reason = ""
-        # A cycle that still holds an earlier step's autograd graph ties its gradients to the stream of that step.
+        # a cycle that still holds an earlier step's autograd graph ties its gradients to the stream of that step.
         gc.collect()
         with opened_for_capture(self.step) as self.passes:
             try:
@@ -164,7 +162,7 @@ def _end_what_broke_off(stream: torch.cuda.Stream, pool: Pool) -> None:
     with contextlib.suppress(RuntimeError):  # of the first, where torch has done it
         torch._C._cuda_endAllocateToPool(stream.device.index, pool)
         torch._C._cuda_releasePool(stream.device.index, pool)
-    # A capture that ends well takes the generator out of it.
+    # a capture that ends well takes the generator out of it.
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros((), device=stream.device)
 

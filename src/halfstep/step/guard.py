@@ -19,8 +19,7 @@ from typing import Any, Literal
 from halfstep.errors import CheckpointError, ConfigError, counted
 from halfstep.step.facts import Facts, PhasedFacts, Reading, reading_from
 
-LAG = 2
-"""Steps between a step and the guard's look at it: enough for the host to stay ahead of the device."""
+LAG = 2  # steps between a step and the guard's look at it: enough for the host to stay ahead of the device
 
 
 COUNTERS = ("num_faults", "num_at_floor", "num_rollbacks", "num_skipped", "first_fault_committed")
@@ -48,14 +47,11 @@ CONTINUE = Verdict(action=Action.CONTINUE)
 class GuardOptions:
     on_fault: Literal["stop", "rollback"] = "stop"
     max_consecutive: int = 5
-    margin: int = 50
-    """Committed steps that a rollback keeps away from the first fault."""
+    margin: int = 50  # committed steps that a rollback keeps away from the first fault
     max_rollbacks: int = 3
     lr_cut: float = 0.5
-    snapshot_every: int = 100
-    """Steps between two copies that a rollback may go back to."""
-    floor_patience: int = 10
-    """Overflows in a row at the smallest loss scale that end an fp16 run."""
+    snapshot_every: int = 100  # steps between two copies that a rollback may go back to
+    floor_patience: int = 10  # overflows in a row at the smallest loss scale that end an fp16 run
 
     def __post_init__(self) -> None:
         if self.on_fault not in ("stop", "rollback"):
@@ -106,8 +102,7 @@ class Guard:
         """With a hold (facts.py): clears it, makes the steps of these facts again, and gives their new facts."""
         self.look_early: Callable[[list[tuple[Any, Reading]]], None] = lambda seen: None
         """Sees steps up to a fault before it is judged, where what was held has to be made sooner."""
-        self._let_go = -1
-        """The last step whose hold was cleared."""
+        self._let_go = -1  # the last step whose hold was cleared
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
         self.first_fault_committed = 0
 

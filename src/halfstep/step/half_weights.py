@@ -28,8 +28,7 @@ HALF = 0x8000
 MASK = 0xFFFF_FFFF
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 """Multipliers of Wellons' hash "lowbias32", whose every bit of output depends evenly on every bit of input."""
-STEPS, NUMBERS = 0x9E3779B1, 0x85EBCA77
-"""Odd numbers that set steps and parameters apart."""
+STEPS, NUMBERS = 0x9E3779B1, 0x85EBCA77  # odd numbers that set steps and parameters apart
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:

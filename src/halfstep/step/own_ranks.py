@@ -20,8 +20,7 @@ from halfstep.step.ranks import Ranks
 from halfstep.step.world import World, agreed
 
 OF_OWN_LOOPS = "start all ranks again from your last checkpoint; torchrun --max-restarts=3 starts them by itself"
-SHOWN = 4
-"""Names that a message has room for."""
+SHOWN = 4  # names that a message has room for
 
 
 def ranks_of(model: nn.Module, trained: Sequence[Tensor], device: torch.device) -> Ranks | None:

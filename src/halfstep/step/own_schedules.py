@@ -24,8 +24,7 @@ from halfstep.step.rates import Rates, base_rate, no_rate
 from halfstep.step.schedule import Schedule
 from halfstep.step.tabulated import finite
 
-AHEAD = 256
-"""Steps that a user's schedule is asked for in advance."""
+AHEAD = 256  # steps that a user's schedule is asked for in advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +57,9 @@ def per_epoch(schedule: LRScheduler | Schedule) -> Paced:
 class Driven:
     optimizer: Optimizer
     every: Literal["step", "epoch", "validation"]
-    absolute: Callable[[int], Sequence[float]]
-    """Count of steps or epochs -> the rate of each group."""
+    absolute: Callable[[int], Sequence[float]]  # count of steps or epochs -> the rate of each group
     scheduler: Any = None
-    count: tuple[int, ...] = ()
-    """How far the user's own scheduler stood when it was given."""
+    count: tuple[int, ...] = ()  # how far the user's own scheduler stood when it was given
     plateau: PlateauTwin | None = None
 
     @property
@@ -300,8 +297,7 @@ def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]
 # A skipped step cannot move them: a twin runs ahead on a stand-in of its optimizer; the user's own scheduler is not
 # touched. Rates are absolute, not multiples of a base: a group that starts at 0 has no base to be a multiple of.
 
-BY_BATCH = (OneCycleLR, CyclicLR)
-"""What torch documents as stepped after every batch."""
+BY_BATCH = (OneCycleLR, CyclicLR)  # what torch documents as stepped after every batch
 FEW_STEPS, SMALL_SHARE = 1000, 0.02
 
 

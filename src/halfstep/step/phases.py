@@ -79,10 +79,8 @@ class PhasedStep:
         averages = [step.ema for step in self.steps.values() if step.ema is not None]
         self.ema = Averages(averages) if averages else None
         self.values = first.values
-        self.attempted = 0
-        """Iterations."""
-        self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
-        """Iterations in which a phase committed."""
+        self.attempted = 0  # iterations
+        self.committed = torch.zeros((), dtype=torch.int64, device=self.device)  # iterations in which a phase committed
         if self.values is not None:
             self.values.follow(self)
 
@@ -119,7 +117,10 @@ class PhasedStep:
             "committed": int(self.committed),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema is not None else {},
-            "phases": {name: _without_shared(state_of(step)) for name, step in self.steps.items()},
+            "phases": {
+                name: {key: value for key, value in state_of(step).items() if key not in ("scaler", "ema")}
+                for name, step in self.steps.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,10 +149,6 @@ class PhasedStep:
         first = next(iter(own))
         own[first] += [key for key in stored if key not in known]
         return {name: {key: stored[key] for key in keys if key in stored} for name, keys in own.items()}
-
-
-def _without_shared(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key not in ("scaler", "ema")}
 
 
 # --- the guard ---

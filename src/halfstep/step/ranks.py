@@ -31,12 +31,9 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep.step.facts import FELL, PER_RANK, Slower
 from halfstep.step.world import World
 
-UNCAPTURED = 11
-"""Windows that DDP must have run before a CUDA graph may hold it, by torch's notes on CUDA graphs."""
-NEVER = 2**30
-"""Iterations of DDP between two of which it takes the time, after its first ten."""
-BAD, RUINED, EMPTY = 1, 2, 4
-"""A rank's flags: loss not finite, a buffer not finite, nothing to train on."""
+UNCAPTURED = 11  # windows that DDP must have run before a CUDA graph may hold it, by torch's notes on CUDA graphs
+NEVER = 2**30  # iterations of DDP between two of which it takes the time, after its first ten
+BAD, RUINED, EMPTY = 1, 2, 4  # a rank's flags: loss not finite, a buffer not finite, nothing to train on
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +55,7 @@ class Ranks:
         world.talking += self.wrapped
         self.asked = torch.zeros((), dtype=torch.float64, device=device)
         """1 where somebody asked this rank to stop; written by the host between steps."""
-        self.uncompiled: Exception | None = None
-        """Why this rank ran a step eager that was to be compiled."""
+        self.uncompiled: Exception | None = None  # why this rank ran a step eager that was to be compiled
         self.talks_in_backward = any(isinstance(m, nn.SyncBatchNorm) for w in self.wrapped for m in w.modules())
         """Whether layers or the loss have sums of their own in there, so that every rank must run the same one."""
         self._fell = torch.zeros_like(self.asked)
@@ -229,7 +225,7 @@ def wrapped_regions(
     wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # it waits for the device, which no capture survives
     formats = {p.dtype for p in model.parameters() if p.requires_grad}
     if formats != {SUMMED_IN[reduce]}:
-        # A lambda: of annotations torch takes none but its own class, and ours are texts.
+        # a lambda: of annotations torch takes none but its own class, and ours are texts.
         wrapped.register_comm_hook(SUMMED_IN[reduce], lambda dtype, bucket: averaged_in(dtype, bucket))
     return wrapped
 

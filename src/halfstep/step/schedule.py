@@ -15,8 +15,7 @@ from typing import Any
 
 from halfstep.errors import ConfigError, nearest
 
-Schedule = Callable[[int], float]
-"""Committed step -> multiplier of the base learning rate."""
+Schedule = Callable[[int], float]  # committed step -> multiplier of the base learning rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,16 +25,13 @@ class ScheduleOptions:
     warmup_steps: int = 0
     decay_from_start: bool = False
     """Whether the shape begins with the first step, below the warmup, instead of after it."""
-    min_factor: float = 0.0
-    """What cosine, linear and polynomial end at, as a share of the base learning rate."""
+    min_factor: float = 0.0  # what cosine, linear and polynomial end at, as a share of the base learning rate
     power: float = 1.0
     half_life_steps: int = 10_000
-    step_size: int = 0
-    """Distance of the drops of `step`; milestones win when given."""
+    step_size: int = 0  # distance of the drops of `step`; milestones win when given
     milestones: Sequence[int] = field(default=())
     gamma: float = 0.1
-    peak_share: float = 0.3
-    """onecycle: share of the run spent rising."""
+    peak_share: float = 0.3  # onecycle: share of the run spent rising
     start_divisor: float = 25.0
     end_divisor: float = 1e4
 

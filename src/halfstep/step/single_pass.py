@@ -23,8 +23,7 @@ from halfstep.step.adamw_bf16 import LOW, AdamWBf16
 from halfstep.step.flat import is_dense
 from halfstep.step.half_weights import NUMBERS, STEPS, hashed, hashed_number, is_kept_in_half
 
-ALIGNMENT = 16
-"""Bytes of one access."""
+ALIGNMENT = 16  # bytes of one access
 
 
 def takes(optimizer: Optimizer, device: torch.device) -> bool:
@@ -42,7 +41,7 @@ def _takes_group(optimizer: Optimizer, group: dict[str, Any], device: torch.devi
     is_other |= bool(group["weight_decay"]) and not group.get("decoupled_weight_decay", True)
     if isinstance(optimizer, AdamWBf16):
         kinds = {parameter.dtype for parameter in group["params"]}
-        # A launch takes weights of one type, and counts no lost updates.
+        # a launch takes weights of one type, and counts no lost updates.
         is_other |= len(kinds) > 1 or torch.bfloat16 in kinds and optimizer.rounding == "nearest"
     rate = group["lr"]
     has_numbers = not any(isinstance(beta, Tensor) for beta in group["betas"])

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-MAD_TO_SIGMA = 1.4826
-"""For normal data the standard deviation is 1.4826 times the median absolute deviation."""
+MAD_TO_SIGMA = 1.4826  # for normal data the standard deviation is 1.4826 times the median absolute deviation
 
 
 class SpikeMeter:

@@ -99,10 +99,8 @@ class Step:
         self.writes = ForwardWrites(model, also)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around forward and around backward by whoever wants to see what runs in them."""
-        self.hold: Hold | None = None
-        """Set before the first step by whoever can make held steps again."""
-        self._rng: dict[str, Tensor] = {}
-        """The generators before a compute() that is not committed yet."""
+        self.hold: Hold | None = None  # set before the first step by whoever can make held steps again
+        self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet
         self._judged: list[tuple[Tensor, Tensor | None, int]] = []
         """Its parameters with their gradients and the versions of those."""
 
@@ -260,7 +258,7 @@ class Step:
                 loss = loss if _is_one(share) else loss * share
                 self._backward(loss)
             if total_loss is None:
-                # A copy where more follow: the user's own loss may be written into by then.
+                # a copy where more follow: the user's own loss may be written into by then.
                 total_loss, total_weight = loss.detach() if len(window) == 1 else loss.detach().clone(), share
             else:
                 total_loss, total_weight = total_loss + loss.detach(), total_weight + share
@@ -302,7 +300,7 @@ class Step:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
         facts.ruined = ruined
-        # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
+        # a finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
         bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
         bad = bad if overflow is None else bad | overflow
         if self.ranks is not None and agreed is not None:

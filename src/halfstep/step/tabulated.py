@@ -11,8 +11,7 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError
 
-TABLE_CHUNK = 4096
-"""The table starts with so many steps, 16 KB a row, and doubles when a run outlives it."""
+TABLE_CHUNK = 4096  # the table starts with so many steps, 16 KB a row, and doubles when a run outlives it
 
 
 class Tabulated:

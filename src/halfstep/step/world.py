@@ -24,17 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import HalfstepError, RankLost
 
-LIMIT_S = 600.0
-"""How long a rank is waited for."""
+LIMIT_S = 600.0  # how long a rank is waited for
 LIMIT_NAME = " (train.rank_timeout_s)"
 OF_RUNS = "go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself"
 """What to do when a rank is lost."""
-GRACE_S = 3.0
-"""How long who lost a rank waits for that one's own words, and for others that lost it."""
-SEEN_S = 1.0
-"""How long a rank stays where there is no store, so that the others see that it is not the one they miss."""
-LOOK_S = 0.5
-"""How often who waits for a step looks whether another rank has ended."""
+GRACE_S = 3.0  # how long who lost a rank waits for that one's own words, and for others that lost it
+SEEN_S = 1.0  # how long a rank stays where there is no store, so that the others see that it is not the one they miss
+LOOK_S = 0.5  # how often who waits for a step looks whether another rank has ended
 TIMED_OUT = ("timed out", "timeout")
 CLOSED = "connection closed by peer"
 LOST = ("connection", *TIMED_OUT, "broken pipe", "peer", "nccl", "gloo", "socket")
@@ -64,10 +60,8 @@ class World(Share):
         super().__init__(dist.get_rank(), dist.get_world_size())
         self.limit_s, self.limit_name, self.go_on = limit_s, limit_name, go_on
         self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
-        self._seen = self._others
-        """The ranks that were there when one was lost."""
-        self.talking: list[DistributedDataParallel] = []
-        """What holds the connections to the others, besides torch."""
+        self._seen = self._others  # the ranks that were there when one was lost
+        self.talking: list[DistributedDataParallel] = []  # what holds the connections to the others, besides torch
         self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gathered((socket.gethostname(), os.getpid()))))
 
     @property

@@ -41,8 +41,7 @@ from halfstep.workloads.workload import Workload
 
 FEWEST_STEPS = 300
 """No trials for a run shorter than that: nothing is compiled for it unless a step takes three seconds."""
-MEMORY_TRIALS_S = 240.0
-"""train.memory=low was asked for, so it may take longer: each setting is compiled again."""
+MEMORY_TRIALS_S = 240.0  # train.memory=low was asked for, so it may take longer: each setting is compiled again
 MEMORY_TRIALS_AT_LEAST_S = 30.0
 """In a short run no new setting is begun after so long, nor after what the run itself takes."""
 ALWAYS_TRIED = 2
@@ -110,14 +109,12 @@ class Tuning:
             if self.config.train.fast == "graph" and not plan.on_cuda:
                 self.say(NEEDS_CUDA.format(plan.device))
             return dataclasses.replace(plan, mode=mode, mode_reason=reason)
-        fields = self._found_before(plan) or self._found_now(plan)
+        kept = CachedMode(self.config, self.workload, plan).for_run(expected_steps(self.config, self.workload))
+        fields = kept or self._found_now(plan)
         self.say(f"steps run {fields['mode']}: {fields['mode_reason']}")
         for gain in fields.get("gains", ()):
             self.say(f"  {gain}")
         return dataclasses.replace(plan, **fields)
-
-    def _found_before(self, plan: Plan) -> dict[str, Any] | None:
-        return CachedMode(self.config, self.workload, plan).for_run(expected_steps(self.config, self.workload))
 
     def _found_now(self, plan: Plan) -> dict[str, Any]:
         try:

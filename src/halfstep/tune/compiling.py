@@ -20,18 +20,15 @@ from halfstep.disk import variable
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.modes import Batch
 
-MOST_SHAPES = 2
-"""An image in portrait and in landscape format, or two sizes in turn."""
+MOST_SHAPES = 2  # an image in portrait and in landscape format, or two sizes in turn
 
-TensorShape: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], str]
-"""Name, size, strides and dtype."""
+TensorShape: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], str]  # name, size, strides and dtype
 BatchShape: TypeAlias = tuple[TensorShape, ...]
 
 
 class CompiledShapes:
     def __init__(self) -> None:
-        self.taken: list[BatchShape] = []
-        """What is compiled for, now or when it comes."""
+        self.taken: list[BatchShape] = []  # what is compiled for, now or when it comes
         self.ready: set[BatchShape] = set()
         """What went through compiled code of this process, there and back: later failures are not the compiler's."""
         self._has_said = False
@@ -80,8 +77,7 @@ def batch_shape(batch: Batch) -> BatchShape:
 
 OF_A_TOOL = re.compile(r"\berror: |No space left on device")
 """How a C++ compiler, an assembler or a linker says what it could not do, below pages of its command."""
-MOST_CHARACTERS = 400
-"""Of the whole line: templates of C++ have names without end."""
+MOST_CHARACTERS = 400  # of the whole line: templates of C++ have names without end
 
 
 def compile_reason(error: Exception) -> str:
@@ -115,8 +111,7 @@ BREAK = re.compile(
     r"Graph break from (?P<what>`[^`]*`).*File \"(?P<file>[^\"]*)\", line (?P<line>\d+)[^\n]*\n *(?P<code>[^\n]*)",
     re.DOTALL,
 )
-MOST_QUOTED = 250
-"""Of a reason, which quotes code."""
+MOST_QUOTED = 250  # of a reason, which quotes code
 
 
 class CompilerWarnings:

@@ -19,8 +19,7 @@ import torch
 
 T = TypeVar("T")
 
-LOOK_S = 0.1
-"""How often the waiting thread looks up: on some systems a signal does not end the wait for a lock."""
+LOOK_S = 0.1  # how often the waiting thread looks up: on some systems a signal does not end the wait for a lock
 
 
 def in_fresh_thread(work: Callable[[], T], device: torch.device) -> T:
@@ -85,8 +84,7 @@ def _index_of(device: torch.device) -> int:
 # --- what torch 2.11's compiler gets wrong in threads that end; torch 2.13 needs none of it ---
 
 TREES = "torch._inductor.cudagraph_trees"
-PLACES = ("tree_manager_containers", "tree_manager_locks")
-"""Where the compiler has a thread's CUDA graphs."""
+PLACES = ("tree_manager_containers", "tree_manager_locks")  # where the compiler has a thread's CUDA graphs
 
 
 def before_a_thread() -> None:

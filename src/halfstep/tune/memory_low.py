@@ -35,8 +35,7 @@ a smaller batch is the better trade."""
 WORTH_BYTES = 0.01
 """A setting that saves less than this share of the peak saves nothing: peaks differ by that much between runs."""
 
-BUDGETS = (0.9, 0.7, 0.5, 0.3)
-"""Shares of the activations that are tried, in this order."""
+BUDGETS = (0.9, 0.7, 0.5, 0.3)  # shares of the activations that are tried, in this order
 
 
 OUTRIGHT = "train.activation_checkpointing=true recomputes blocks whatever it takes"

@@ -25,24 +25,19 @@ from halfstep.tune.trial_time import TrialTime
 from halfstep.tune.trials import Rehearse, Trial
 from halfstep.workloads.workload import Workload
 
-WORTH = 1.02
-"""A mode must be this much faster to be preferred to a simpler one: trials differ by that much."""
+WORTH = 1.02  # a mode must be this much faster to be preferred to a simpler one: trials differ by that much
 WORTH_SEARCHING = 1.01
 """What cuDNN's own trials must gain, and over the run more than they take: nothing else changes by them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundMode:
-    fields: dict[str, Any]
-    """Of the plan."""
-    eager_ms: float | None
-    """None where the eager step does not fit."""
+    fields: dict[str, Any]  # of the plan
+    eager_ms: float | None  # None where the eager step does not fit
     ms: float
-    run_s: float
-    """What the run was expected to take when this was decided."""
+    run_s: float  # what the run was expected to take when this was decided
     untried: tuple[str, ...]
-    is_final: bool
-    """Whether it holds for other runs too: what a short run had no time to compile for says nothing."""
+    is_final: bool  # whether it holds for other runs too: what a short run had no time to compile for says nothing
 
 
 class ModeSearch:
@@ -57,8 +52,7 @@ class ModeSearch:
         self.costs: dict[str, Cost] = {}
         self.gains: list[Gain] = []
         self.problems: list[str] = []
-        self.compiles = True
-        """Until something failed otherwise than for want of memory or of a capture."""
+        self.compiles = True  # until something failed otherwise than for want of memory or of a capture
         self.out_of_time: list[str] = []
         self.too_short_for: list[str] = []
 

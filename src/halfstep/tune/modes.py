@@ -31,15 +31,12 @@ Region: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | float, Any]]
 """Forward and loss of one batch: (loss, weight, outputs). This is what gets compiled."""
 
 Level: TypeAlias = Literal["info", "warning"]
-Notice: TypeAlias = Callable[[str, Level], None]
-"""Takes one line for the user."""
+Notice: TypeAlias = Callable[[str, Level], None]  # takes one line for the user
 
 UNCAPTURED = 3
 """Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""
-COMPILE_S = 45.0
-"""What a cold start of the compiler takes: 30 to 60 s were seen for U-Net and ResNet-50 beside an H200."""
-WARM_START_S = 15.0
-"""The same with compiled code found on disk: tracing remains. An allowance, not measured."""
+COMPILE_S = 45.0  # what a cold start of the compiler takes: 30 to 60 s were seen for U-Net and ResNet-50 beside an H200
+WARM_START_S = 15.0  # the same with compiled code found on disk: tracing remains. An allowance, not measured.
 KERNEL_TUNING_S = 240.0
 """A cold start in which inductor also searches each kernel's block sizes: over two minutes for U-Net and ResNet-50."""
 
@@ -145,8 +142,7 @@ def has_convolutions(model: nn.Module) -> bool:
 # launch one by one: there the region is compiled whole, or, where a block has to be compiled in any case, block by
 # block.
 
-MOST_SHAPES = 64
-"""Of one kind of block; torch gives up at 8."""
+MOST_SHAPES = 64  # of one kind of block; torch gives up at 8
 
 Blocks = Mapping[type[nn.Module], Callable[..., Any] | None]
 """Kinds of blocks, each with its forward in captured steps; None: compiled."""
@@ -174,7 +170,7 @@ def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[...
         is_captured = decided("chain", otherwise=True)
         if is_whole and not is_captured:
             return compiled(region)(*arguments)
-        # A forward of its own: a kind that inherits it has it from its parent, which may not be asked for.
+        # a forward of its own: a kind that inherits it has it from its parent, which may not be asked for.
         own = {kind: given for kind, given in blocks.items() if "forward" in vars(kind)}
         forwards = {k: given if given and is_captured else compiled(plain(k)) for k, given in own.items()}
         copies = weights_cast_again() if is_captured else contextlib.nullcontext()

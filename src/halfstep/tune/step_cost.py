@@ -20,16 +20,11 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Batch, Workload
 
-FIXED_BYTES = {"sgd": 12}
-"""Of one parameter: weight, gradient and momentum in fp32."""
-ADAM_FIXED_BYTES = 16
-"""The same with two moments."""
-SAMPLES = 64
-"""Of the counted step; many, since weight gradients on their way are counted with the activations."""
-SEEN = 2
-"""Samples that are really prepared; BatchNorm refuses to train on one value a channel."""
-HALF_COPY_BYTES = 2
-"""Autocast keeps a half copy of every weight for the length of a step."""
+FIXED_BYTES = {"sgd": 12}  # of one parameter: weight, gradient and momentum in fp32
+ADAM_FIXED_BYTES = 16  # the same with two moments
+SAMPLES = 64  # of the counted step; many, since weight gradients on their way are counted with the activations
+SEEN = 2  # samples that are really prepared; BatchNorm refuses to train on one value a channel
+HALF_COPY_BYTES = 2  # autocast keeps a half copy of every weight for the length of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +32,7 @@ class StepCost:
     num_parameters: int
     fixed_bytes: int
     sample_bytes: int
-    sample_flops: int
-    """Forward and backward, nothing recomputed; a multiplication and an addition are two."""
+    sample_flops: int  # forward and backward, nothing recomputed; a multiplication and an addition are two
     usable: float = USABLE_MEMORY
     """The share of a device's memory that may be taken: less where workspaces are not counted."""
 

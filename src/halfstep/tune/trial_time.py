@@ -19,8 +19,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.measure.clock import Clock, Stopwatch
 
 MOST_S = 60.0
-SHARE = 0.05
-"""Of the expected run that may be spent on finding out how to run it."""
+SHARE = 0.05  # of the expected run that may be spent on finding out how to run it
 CANDIDATES = 4
 """One candidate is timed for a fourth of the time at most: the first must not use up what the others need."""
 
@@ -30,8 +29,7 @@ class TrialTime:
         self, num_steps: float = math.inf, *, most_s: float = math.inf, clock: Clock = time.perf_counter
     ) -> None:
         self.num_steps, self.most_s, self.clock = num_steps, most_s, clock
-        self.run_s: float | None = None
-        """What the run is expected to take; None before anything was timed."""
+        self.run_s: float | None = None  # what the run is expected to take; None before anything was timed
         self.starts_s = 0.0
         self._total = Stopwatch(clock=clock)
 

@@ -23,13 +23,11 @@ from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
 from halfstep.tune.trial_time import TrialTime
 from halfstep.workloads.workload import Workload
 
-TIMED_STEPS = 5
-"""In a round at least; fewer where the time for trials is short."""
+TIMED_STEPS = 5  # in a round at least; fewer where the time for trials is short
 LASTING_ROUNDS = 6
 """On a GPU a round has so many steps that this many fill the time: at its end the device waits for the host, and rests,
 which it does not in a run."""
-ROUNDS = 3
-"""The median of so many rounds of timed steps counts: the first may still meet a cold cache."""
+ROUNDS = 3  # the median of so many rounds of timed steps counts: the first may still meet a cold cache
 LASTING_S = 1.5
 """On a GPU rounds go on for so long, and the last two thirds count: at its power cap an H200 took longer for a step
 after half a second than before (docs/log.md)."""

@@ -30,14 +30,12 @@ class ImageData:
     classes: tuple[str, ...]
     train: Samples
     val: Samples
-    eval_share: float
-    """Share of the shorter side that validation shows."""
+    eval_share: float  # share of the shorter side that validation shows
     val_names: tuple[str, ...]
     """Validation files below the data folder, by sample; empty where the images are not files."""
     titles: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    about: tuple[tuple[str, str], ...] = ()
-    """Where samples and split come from, for the run's header."""
+    about: tuple[tuple[str, str], ...] = ()  # where samples and split come from, for the run's header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +43,7 @@ class StoredKind:
     """A data set that comes as arrays in files of its own, with a test part."""
 
     name: str
-    folder: Callable[[Path], Path | None]
-    """Where its files are, below a data folder; None where it is not one."""
+    folder: Callable[[Path], Path | None]  # where its files are, below a data folder; None where it is not one
     read: Callable[[Path], tuple[tuple[str, ...], StoredImages, StoredImages]]
     titles: Callable[[Path], Mapping[str, str]] = lambda place: {}
 

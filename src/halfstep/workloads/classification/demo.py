@@ -19,8 +19,7 @@ from halfstep.data.files import whole_folder
 Array = np.ndarray[Any, Any]
 
 SIDE = 64
-NUM_TRAIN, NUM_VAL = 100, 20
-"""Images of each class."""
+NUM_TRAIN, NUM_VAL = 100, 20  # images of each class
 PERIODS = {"coarse": 0.5, "fine": 0.22}
 """Of a pattern, as a share of the image's side; a random crop of 0.7 of the area does not bridge the two."""
 

@@ -31,10 +31,8 @@ class Mixing:
 
     mixup: float = 0.0
     cutmix: float = 0.0
-    cutmix_share: float = 0.5
-    """Chance that a batch is cut rather than blended, where both are on."""
-    chance: float = 1.0
-    """Chance that a batch is mixed at all."""
+    cutmix_share: float = 0.5  # chance that a batch is cut rather than blended, where both are on
+    chance: float = 1.0  # chance that a batch is mixed at all
 
     @property
     def is_on(self) -> bool:
@@ -154,8 +152,7 @@ class Mistake:
     index: int
     label: int
     predicted: int
-    confidence: float
-    """Probability that the model gave to its answer."""
+    confidence: float  # probability that the model gave to its answer
 
 
 class ClassificationDetails(ClassificationMetrics):

@@ -23,8 +23,7 @@ from halfstep.workloads.segmentation.tiles import WholeImages
 from halfstep.workloads.using import Look, Phase, Trained
 from halfstep.workloads.workload import Workload
 
-SHOWN_EACH = 3
-"""Images of each kind on the sheet: more makes it longer than a page."""
+SHOWN_EACH = 3  # images of each kind on the sheet: more makes it longer than a page
 
 
 class SegmentationEvaluation:

@@ -29,19 +29,16 @@ MISSED, FALSE_ALARM, CONFUSED, NO_CLASS = (0, 114, 178), (230, 159, 0), (204, 12
 COLUMNS = ("image", "truth", "prediction", "error")
 Legend = tuple[tuple[str, tuple[int, ...]], ...]
 LEGEND: Legend = (("missed", MISSED), ("false alarm", FALSE_ALARM), ("wrong class", CONFUSED), ("ignored", NO_CLASS))
-CELL, GAP, BAND = 256, 6, 22
-"""Sides in pixels: a picture, the space between two, a line of text."""
+CELL, GAP, BAND = 256, 6, 22  # sides in pixels: a picture, the space between two, a line of text
 LEGEND_COLUMNS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SheetRow:
     name: str
-    image: Array
-    """(H, W, 1 or 3), uint8, or floats in 0..1."""
+    image: Array  # (H, W, 1 or 3), uint8, or floats in 0..1
     truth: Array
-    prediction: Array
-    """Class maps (H, W)."""
+    prediction: Array  # class maps (H, W)
 
 
 def overlay(image: Array, classes: Array, *, background: int | None = 0, strength: float = 0.5) -> Image.Image:

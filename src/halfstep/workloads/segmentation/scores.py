@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from halfstep.data.masks import IGNORED
 from halfstep.islands import fp32_island, to_fp32
 
-DICE_EPS = 1e-6
-"""Of the reference project; with it a class absent from truth and prediction scores exactly 1."""
+DICE_EPS = 1e-6  # of the reference project; with it a class absent from truth and prediction scores exactly 1
 
 
 NEARLY_ALL, NEARLY_NONE = 0.999, 0.01

@@ -33,11 +33,9 @@ Forward = Callable[[Tensor], Tensor]
 """Images (N, C, H, W) to logits (N, K, H, W), with the model in evaluation mode and its precision applied."""
 Array = np.ndarray[Any, Any]
 Span = tuple[int, int]
-Tell = Callable[[int, int], None]
-"""Hears before each tile how many are done, of how many."""
+Tell = Callable[[int, int], None]  # hears before each tile how many are done, of how many
 
-RESAMPLED_AT_ONCE = 1 << 24
-"""Logits: 64 MB."""
+RESAMPLED_AT_ONCE = 1 << 24  # logits: 64 MB
 
 
 def predict_file(
@@ -148,8 +146,7 @@ def _spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
 
 # --- files ---
 
-TILE = 1024
-"""Pixels a side, where the model allows it: a few GB at full width."""
+TILE = 1024  # pixels a side, where the model allows it: a few GB at full width
 
 
 class WholeImages:
