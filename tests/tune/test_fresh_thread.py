@@ -1,18 +1,22 @@
-"""Work in a thread of its own: results, errors and interrupts come through, and backward stays in it."""
+"""Work in a thread without a past, and what torch 2.11 frees too often when one ends."""
 
 from __future__ import annotations
 
 import contextvars
+import gc
 import os
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from halfstep.tune.fresh_thread import _Errand, in_fresh_thread
+from halfstep.tune.fresh_thread import TREES, _Errand, import_graphs, in_fresh_thread, place_for_graphs
+from warm_processes import process
 
 CPU = torch.device("cpu")
 
@@ -86,3 +90,42 @@ def test_code_is_compiled_after_a_thread_that_compiled_is_gone() -> None:
 
     assert [in_fresh_thread(compiled, torch.device("cpu")) for _ in range(2)] == [2.0, 2.0]
     assert compiled() == 2.0
+
+
+def first_import_in_a_thread() -> None:
+    assert TREES not in sys.modules
+    places: list[object] = []
+
+    def work() -> None:
+        import_graphs()
+        torch.compiler.reset()
+        places.append(sys.modules[TREES].local.tree_manager_containers)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    gc.collect()
+    others = [{} for _ in range(1000)]
+    assert places == [{}]
+    assert not any(other is places[0] for other in others)
+
+
+def test_a_thread_that_imports_the_compilers_graphs_first_may_end(tmp_path: Path) -> None:
+    with process(first_import_in_a_thread, output=tmp_path / "said") as started:
+        started.join()
+        assert started.exitcode == 0, (tmp_path / "said").read_text()  # torch 2.11 crashed
+
+
+def test_the_compilers_graphs_have_a_place_in_every_thread() -> None:
+    from torch._inductor import cudagraph_trees as trees
+
+    def containers() -> object:
+        place_for_graphs()
+        return trees.get_obj(trees.local, "tree_manager_containers")
+
+    places = [in_fresh_thread(containers, torch.device("cpu")) for _ in range(9)]
+    gc.collect()
+    # With the thread torch 2.11 lets go of a place that it never took hold of: others would be written over ours.
+    others = [{} for _ in range(1000)]
+    assert places == [{}] * 9
+    assert len({id(place) for place in [*places, *others]}) == 1009

@@ -1,9 +1,12 @@
-"""Batches whose images change in size: compiled code for two of them, eager steps for the others, one line why."""
+"""Which shapes are compiled, why code could not be, and what the compiler warns of in one line."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,58 @@ from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.engine import Engine
 from halfstep.run.train import train
-from halfstep.tune.compiling import CompiledShapes
+from halfstep.tune.compiling import MOST_CHARACTERS, CompiledShapes, CompilerWarnings, compile_reason
 from halfstep.tune.modes import UNCAPTURED, Batch, Region
 from halfstep.workloads import load
 from halfstep.workloads.workload import Workload
 from tiny_training import assert_same_bits
 from whole_runs import TINY, newest, resume
+
+
+@torch.library.custom_op("halfstep_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_an_operation_the_compiler_knows_nothing_of_is_named() -> None:
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="fake") as failed:
+        torch.compile(lambda x: twice(x) + 1, backend="eager")(torch.ones(2))
+    reason = compile_reason(failed.value)
+    assert "halfstep_tests::twice" in reason
+    assert "\n" not in reason
+
+
+def test_what_a_linker_said_is_found_below_its_command() -> None:
+    text = """CppCompileError: C++ compile error
+
+        Command:
+        g++ x.cpp -o x.so
+
+        Output:
+        x.h:741:5: note: parameter passing changed in GCC 10.1
+        /usr/bin/ld: final link failed: No space left on device
+        collect2: error: ld returned 1 exit status"""
+    error = RuntimeError(text)
+    error.__cause__ = subprocess.CalledProcessError(1, ["g++", "x.cpp"])
+    wanted = "CppCompileError: C++ compile error: /usr/bin/ld: final link failed: No space left on device"
+    assert compile_reason(error) == wanted
+
+
+def test_a_command_that_failed_is_not_repeated_and_an_error_alone_is_its_first_line() -> None:
+    error = RuntimeError("Failed to find C compiler\nand pages more")
+    error.__cause__ = subprocess.CalledProcessError(1, ["cc"])
+    assert compile_reason(error) == "Failed to find C compiler"
+
+
+def test_what_a_users_own_error_was_raised_beside_is_not_added() -> None:
+    error = ValueError("no size was given")
+    error.__context__ = KeyError("size")
+    assert compile_reason(error) == "no size was given"
+
+
+def test_the_line_has_an_end() -> None:
+    assert len(compile_reason(RuntimeError("C++ error: " + "std::pair<" * 500))) < MOST_CHARACTERS + 10
 
 
 class AnySize(nn.Module):
@@ -218,3 +267,93 @@ def test_a_resumed_engine_tries_nothing_faster_that_failed_and_nothing_slower_un
     told.engine.go_on_as("eager")
     assert told.engine.mode == "eager"
     assert "steps run eager, as they did when the run was stopped" in told.said[0]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """torch's loggers pass nothing up; here they do. Nobody has asked for their words."""
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    logger = logging.getLogger("torch._dynamo")
+    former = logger.propagate
+    logger.propagate = True
+    torch.compiler.reset()
+    yield caplog
+    logger.propagate = former
+    torch.compiler.reset()
+
+
+def counting() -> torch.nn.Module:
+    class Counting(torch.nn.Module):
+        num = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num += 1
+            return x * (1 + self.num)
+
+    return Counting()
+
+
+def recompiled_too_often(said: list[str]) -> None:
+    model = torch.compile(counting(), backend="eager", dynamic=False)
+    with CompilerWarnings(said.append).in_one_line():
+        for _ in range(12):
+            model(torch.ones(2))
+
+
+def broken_by_a_number(said: list[str]) -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * x.mean().item()
+
+    with CompilerWarnings(said.append).in_one_line():
+        torch.compile(doubled, backend="eager")(torch.ones(2))
+
+
+def warned(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
+
+
+def test_a_model_that_is_compiled_anew_too_often_is_told_once_with_the_reason(log: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    recompiled_too_often(said)
+    assert len(said) == 1
+    assert "compiled again too often" in said[0]
+    assert "num == " in said[0]
+    assert "\n" not in said[0]
+    assert warned(log) == []
+
+
+def test_with_torch_logs_the_compilers_own_words_stay(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "recompiles")
+    said: list[str] = []
+    recompiled_too_often(said)
+    assert len(said) == 1
+    assert any("recompile_limit" in text for text in warned(log))
+
+
+def test_a_number_read_from_a_tensor_is_named_with_its_line(log: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+    broken_by_a_number(said)
+    assert len(said) == 1
+    assert "`Tensor.item()` waits for the device" in said[0]
+    assert said[0].endswith("x * x.mean().item()")
+    assert "test_compiler_warnings.py:" in said[0]
+    assert warned(log) == []
+
+
+def test_a_run_hears_of_a_break_that_its_trial_met_before_it() -> None:
+    of_a_trial, of_the_run = list[str](), list[str]()
+    broken_by_a_number(of_a_trial)
+    torch.compiler.reset()
+    broken_by_a_number(of_the_run)
+    assert of_the_run == of_a_trial
+    assert len(of_the_run) == 1
+
+
+def test_other_warnings_pass_and_nothing_is_left_behind(log: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    with CompilerWarnings(pytest.fail).in_one_line():
+        logger.warning("something else")
+    assert warned(log) == ["something else"]
+    assert logger.filters == []

@@ -1,7 +1,8 @@
-"""The share of time spent waiting for data: on the bar, in the summary, with the setting that helps."""
+"""How fast a run goes and what it waits for: data, the slowest process; the share of the peak that it uses."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -13,9 +14,44 @@ import tiny_workload
 from data.picture_folders import write_split
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.image_folder import FolderLayout, find_images
-from halfstep.run.pace import Waiting, num_cores, way_out
+from halfstep.hardware.gpus import known_gpu
+from halfstep.precision.decide import decide
+from halfstep.run.pace import Lagging, Waiting, num_cores, peak_flops, utilisation, way_out
 from halfstep.run.train import train
-from halfstep.workloads import from_dict, load
+from halfstep.workloads import KINDS, from_dict, load
+
+
+@pytest.mark.parametrize(("waits_s", "said"), [((9.0, 0.0, 8.0), "rank 1, others wait"), ((0.0, 0.0), ""), ((), "")])
+def test_the_slowest_waits_least(waits_s: tuple[float, ...], said: str) -> None:
+    lagging = Lagging()
+    lagging.add(waits_s)
+    assert lagging.said().startswith(said) if said else not lagging.said()
+
+
+def test_readings_of_a_run_that_had_other_processes_are_left_out() -> None:
+    lagging = Lagging()
+    for waits_s in ((9.0, 0.0, 9.0), (0.0, 9.0)):
+        lagging.add(waits_s)
+    assert lagging.said().startswith("rank 0, ")
+
+
+def test_gpt2_124m_at_half_a_million_tokens_a_second_takes_43_percent_of_an_h200() -> None:
+    """857 million operations a token, as others count them, of 989 TFLOP/s."""
+    config = load("gpt2", overrides=["data.dir=anywhere"]).config
+    unit = KINDS["gpt2"].unit_of(config, {"vocab": 50257})
+    assert unit.per_sample == 1024
+    assert unit.flops_per_sample / 1024 == pytest.approx(857e6, rel=0.01)
+    plan = dataclasses.replace(decide("bf16", known_gpu("H200")), device="cuda:0")
+    peak = peak_flops(plan)
+    assert peak == pytest.approx(989e12, rel=0.01)
+    assert utilisation(unit, 500_000 / 1024, peak) == pytest.approx(0.433, abs=0.01)
+
+
+def test_nothing_is_said_of_a_cpu_or_of_a_model_whose_operations_are_not_counted() -> None:
+    plan = dataclasses.replace(decide("fp32", known_gpu("H200")), device="cpu")
+    assert peak_flops(plan) is None
+    assert utilisation(KINDS["unet"].unit_of(load("unet").config, {}), 10.0, 1e12) is None
+
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,
         "train.report_every": 1, "precision": "fp32"}  # fmt: skip
