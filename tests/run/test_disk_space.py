@@ -16,6 +16,7 @@ from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.disk_space import REPORT_BYTES, check_disk, checkpoint_bytes, folder_bytes
 from halfstep.run.folder import RunFolder
 from halfstep.workloads import load
+from halfstep.workloads.segmentation.demo import write_demo
 from tiny_runs import unet_run
 from whole_runs import run
 
@@ -47,7 +48,10 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_a_checkpoint_is_about_as_large_as_was_said(more: dict[str, Any], tmp_path: Path) -> None:
     """A model of 2 MB, so that headers and generators are a few percent."""
-    done = unet_run(tmp_path / "run", {"model.base_channels": 16, "model.depth": 3, "train.max_steps": 1, **more})
+    write_demo(tmp_path / "data", num_images=8, side=16)
+    small = {"data.dir": str(tmp_path / "data"), "data.image_size": 16, "train.batch_size": 1, "data.num_workers": 0}
+    large = {"model.base_channels": 16, "model.depth": 3, "train.max_steps": 1}
+    done = unet_run(tmp_path / "run", {**small, **large, **more})
     config = load(str(done / "config.yaml")).config
     workload = build_workload(config)
     expected = checkpoint_bytes(assemble(config, workload, plan_for(config, workload, probe("cpu"))))

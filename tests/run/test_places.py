@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("typed", ["pictures", "~/pictures", "./pictures"])
+@pytest.mark.parametrize("typed", ["pictures", "~/pictures"])
 def test_a_run_stores_the_absolute_folder_and_is_used_from_anywhere(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str
 ) -> None:
