@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
-from halfstep.report.run_report import Level, Rows, RunReport
+from halfstep.report.run_report import Level, RunReport
 from halfstep.run.folder import RunFolder
 from halfstep.run.rehearse import rehearsal
 from halfstep.run.world import Launch, device_of
@@ -212,13 +212,14 @@ def posted_warnings(world: World) -> Iterator[None]:
 
 
 class FarReport(RunReport):
-    """Writes nothing by itself."""
+    """Its warnings go to the first process, which shows and writes everything else."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def header(self, title: str, rows: Rows, *, plan: str = "", warnings: Sequence[str] = ()) -> None:
-        """The first process shows it."""
+    def _nothing(self, *_: object, **__: object) -> None: ...
+
+    header = epoch_summary = log = finish = close = _nothing
 
     @contextlib.contextmanager
     def phase(self, label: str, total: int) -> Iterator[Bar]:
@@ -227,15 +228,3 @@ class FarReport(RunReport):
     def notice(self, text: str, level: Level = "info") -> None:
         if level != "info":
             self.world.post(text)
-
-    def epoch_summary(self, epoch: int, epochs: int, rows: Sequence[tuple[str, str, str]]) -> None:
-        """The first process shows it."""
-
-    def log(self, record: Mapping[str, object]) -> None:
-        """The first process writes it."""
-
-    def finish(self, title: str, rows: Rows) -> None:
-        """The first process shows it."""
-
-    def close(self) -> None:
-        """Nothing is open."""

@@ -25,17 +25,13 @@ from halfstep.errors import ConfigError
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.step.adamw_bf16 import AdamWBf16
 from halfstep.step.flat import Snapshot
-from halfstep.step.optimizers import OPTIMIZERS
+from halfstep.step.optimizers import OPTIMIZERS, REFUSED
 from halfstep.step.rates import Rates
 from halfstep.step.single_pass import SinglePass, takes
 
 CommitMethod = Literal["found_inf", "select", "host"]
 
 READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit, AdamWBf16)
-REFUSED: dict[type[Optimizer], str] = {
-    torch.optim.LBFGS: "it evaluates the model several times inside one step, so no single verdict exists",
-    torch.optim.SparseAdam: "it updates rows in place without a flag, and a skipped step could not be undone",
-}
 
 
 def commit_method(optimizer: Optimizer) -> CommitMethod:

@@ -26,9 +26,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "muon": torch.optim.Muon,
 }
-REFUSED = {
-    "lbfgs": "it evaluates the model several times inside one step, so no single verdict exists",
-    "sparseadam": "it updates rows in place without a flag, and a skipped step could not be undone",
+REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it evaluates the model several times inside one step, so no single verdict exists",
+    torch.optim.SparseAdam: "it updates rows in place without a flag, and a skipped step could not be undone",
 }
 FUSED = ("sgd", "adam", "adamw", "adagrad")
 CAPTURABLE = ("rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop")
@@ -52,8 +52,8 @@ def build_optimizer(name: str, groups: ParamGroups, *, lr: float, options: Optio
 
 
 def _optimizer_named(name: str) -> type[Optimizer]:
-    if name in REFUSED:
-        raise ConfigError(f"optimizer {name!r} is refused", why=REFUSED[name], fix="adamw is a good default")
+    if refused := [why for kind, why in REFUSED.items() if kind.__name__.lower() == name]:
+        raise ConfigError(f"optimizer {name!r} is refused", why=refused[0], fix="adamw is a good default")
     if name not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {name!r}", fix=nearest(name, OPTIMIZERS))
     return OPTIMIZERS[name]
