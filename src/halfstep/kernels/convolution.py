@@ -49,7 +49,7 @@ def patches_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out, _, p, q = weight.shape
     grid = x.reshape(n, c, height // p, p, width // q, q)
     if has_channels_last(x):
-        # a patch's row of q pixels with their channels lies in one piece.
+        # A patch's row of q pixels with their channels lies in one piece.
         patches, weight = grid.permute(0, 2, 4, 3, 5, 1), weight.permute(0, 2, 3, 1)
     else:
         patches = grid.permute(0, 2, 4, 1, 3, 5)

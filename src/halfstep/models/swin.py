@@ -97,7 +97,7 @@ class StochasticDepth(nn.Module):
     def __init__(self, probability: float) -> None:
         super().__init__()
         self.leaves_out = probability > 0
-        # a tensor: each block has its own, and as a number it would be compiled into code of its own.
+        # A tensor: each block has its own, and as a number it would be compiled into code of its own.
         self.register_buffer("kept", torch.tensor(1 - probability), persistent=False)
 
     def forward(self, branch: Tensor) -> Tensor:

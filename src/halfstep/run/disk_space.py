@@ -29,7 +29,7 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     stored = folder.checkpoints().all()
     size = folder_bytes(stored[-1]) if stored else checkpoint_bytes(parts)
     num_further = max(1, _num_kept(parts) - len(stored))
-    # a checkpoint is written beside the one before it.
+    # A checkpoint is written beside the one before it.
     at_least = min(2 - bool(stored), num_further) * size + REPORT_BYTES
     in_all, free = num_further * size + REPORT_BYTES, free_bytes(folder.path)
     if free < at_least:

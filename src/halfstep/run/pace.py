@@ -81,7 +81,7 @@ class Lagging:
         self._clock, self._waits_s = Stopwatch(), list[float]()
 
     def add(self, waits_s: Sequence[float]) -> None:
-        # a resumed run begins with readings of as many processes as there were before.
+        # A resumed run begins with readings of as many processes as there were before.
         own = self._waits_s if len(self._waits_s) == len(waits_s) else [0.0] * len(waits_s)
         self._waits_s = [before + more for before, more in zip(own, waits_s, strict=True)]
 

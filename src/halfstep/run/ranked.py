@@ -143,7 +143,7 @@ def with_all_samples(world: World, reading: Reading) -> Reading:
     if not reading.is_bad:
         return reading
     ids = world.gathered(reading.sample_ids)
-    # a reading that was stored may be of more processes than there are now.
+    # A reading that was stored may be of more processes than there are now.
     faulty = [rank for rank in reading.faulty_ranks if rank < world.size] or range(world.size)
     found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))
     if not isinstance(reading, PhasedReading):

@@ -91,7 +91,7 @@ def _update(
         lr, scale = tl.load(rate), tl.div_rn(1.0, tl.load(factor))
         size = tl.div_rn(lr, 1.0 - tl.load(powers + column))
         root = tl.sqrt_rn(1.0 - tl.load(powers + columns + column))
-        # a mask that may end anywhere would make every access one of 4 bytes, so only a parameter's end has one.
+        # A mask that may end anywhere would make every access one of 4 bytes, so only a parameter's end has one.
         if start + BLOCK * TILES <= length:
             for tile in range(TILES):
                 at = start + tile * BLOCK + tl.arange(0, BLOCK)

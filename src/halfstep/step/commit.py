@@ -115,7 +115,7 @@ class Committer:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if group["momentum"] and p.grad is not None and not self.optimizer.state[p]:
-                    # a first step makes the buffer the gradient g; m * b + (1 - d) * g is g for b = g * d / m.
+                    # A first step makes the buffer the gradient g; m * b + (1 - d) * g is g for b = g * d / m.
                     first = p.grad * (group["dampening"] / group["momentum"])
                     self.optimizer.state[p]["momentum_buffer"] = first
 

@@ -46,7 +46,7 @@ def _average(
         weight = _address(table, 0, column, columns, WEIGHT_TYPE, ALIGNED)
         average = _address(table, AVERAGE, column, columns, tl.float32, ALIGNED)
         keep = tl.load(decay)
-        # a mask that may end anywhere would make every access one of 4 bytes, so only a tensor's end has one.
+        # A mask that may end anywhere would make every access one of 4 bytes, so only a tensor's end has one.
         if start + BLOCK * TILES <= length:
             for tile in range(TILES):
                 at = start + tile * BLOCK + tl.arange(0, BLOCK)

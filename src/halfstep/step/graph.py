@@ -92,7 +92,7 @@ class GraphedStep:
     def _captured(self, loss_fn: LossFn, pool: Pool) -> Facts:
         stream = torch.cuda.current_stream(self.step.device)
         reason = ""
-        # a cycle that still holds an earlier step's autograd graph ties its gradients to the stream of that step.
+        # A cycle that still holds an earlier step's autograd graph ties its gradients to the stream of that step.
         gc.collect()
         with opened_for_capture(self.step) as self.passes:
             try:
@@ -162,7 +162,7 @@ def _end_what_broke_off(stream: torch.cuda.Stream, pool: Pool) -> None:
     with contextlib.suppress(RuntimeError):  # of the first, where torch has done it
         torch._C._cuda_endAllocateToPool(stream.device.index, pool)
         torch._C._cuda_releasePool(stream.device.index, pool)
-    # a capture that ends well takes the generator out of it.
+    # A capture that ends well takes the generator out of it.
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros((), device=stream.device)
 

@@ -225,7 +225,7 @@ def wrapped_regions(
     wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # it waits for the device, which no capture survives
     formats = {p.dtype for p in model.parameters() if p.requires_grad}
     if formats != {SUMMED_IN[reduce]}:
-        # a lambda: of annotations torch takes none but its own class, and ours are texts.
+        # A lambda: of annotations torch takes none but its own class, and ours are texts.
         wrapped.register_comm_hook(SUMMED_IN[reduce], lambda dtype, bucket: averaged_in(dtype, bucket))
     return wrapped
 

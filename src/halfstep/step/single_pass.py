@@ -41,7 +41,7 @@ def _takes_group(optimizer: Optimizer, group: dict[str, Any], device: torch.devi
     is_other |= bool(group["weight_decay"]) and not group.get("decoupled_weight_decay", True)
     if isinstance(optimizer, AdamWBf16):
         kinds = {parameter.dtype for parameter in group["params"]}
-        # a launch takes weights of one type, and counts no lost updates.
+        # A launch takes weights of one type, and counts no lost updates.
         is_other |= len(kinds) > 1 or torch.bfloat16 in kinds and optimizer.rounding == "nearest"
     rate = group["lr"]
     has_numbers = not any(isinstance(beta, Tensor) for beta in group["betas"])

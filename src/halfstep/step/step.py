@@ -258,7 +258,7 @@ class Step:
                 loss = loss if _is_one(share) else loss * share
                 self._backward(loss)
             if total_loss is None:
-                # a copy where more follow: the user's own loss may be written into by then.
+                # A copy where more follow: the user's own loss may be written into by then.
                 total_loss, total_weight = loss.detach() if len(window) == 1 else loss.detach().clone(), share
             else:
                 total_loss, total_weight = total_loss + loss.detach(), total_weight + share
@@ -300,7 +300,7 @@ class Step:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
         facts.ruined = ruined
-        # a finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
+        # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
         bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
         bad = bad if overflow is None else bad | overflow
         if self.ranks is not None and agreed is not None:

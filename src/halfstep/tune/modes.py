@@ -170,7 +170,7 @@ def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[...
         is_captured = decided("chain", otherwise=True)
         if is_whole and not is_captured:
             return compiled(region)(*arguments)
-        # a forward of its own: a kind that inherits it has it from its parent, which may not be asked for.
+        # A forward of its own: a kind that inherits it has it from its parent, which may not be asked for.
         own = {kind: given for kind, given in blocks.items() if "forward" in vars(kind)}
         forwards = {k: given if given and is_captured else compiled(plain(k)) for k, given in own.items()}
         copies = weights_cast_again() if is_captured else contextlib.nullcontext()
