@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from halfstep.step.phase_facts import PhasedFacts
+from halfstep.step.facts import PhasedFacts
 
 from halfstep.bench.problem import problem_for, random_workload
 from halfstep.bench.settings import Mode, bench_config, in_precision, run_by
