@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from halfstep.step.facts import PhasedFacts
 
 from halfstep.bench.problem import problem_for, random_workload
 from halfstep.bench.settings import Mode, bench_config, in_precision, run_by
@@ -27,7 +26,7 @@ from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.rehearse import rehearsal
-from halfstep.step.facts import Facts
+from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.randomness import seed_everything
 from halfstep.step.world import World
 from halfstep.tune.choose import tuned
