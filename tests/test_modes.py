@@ -67,6 +67,7 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     return folder, together(2, every_feature, folder / "ends", folder, {name: free_port() for name in FEATURES})
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("name", "mode", "word"), list(cells("ranks")))
 def test_a_feature_with_two_processes_does_what_the_page_says(
     name: str, mode: str, word: str, ranked: tuple[Path, list[dict[str, str]]]

@@ -29,6 +29,8 @@ from halfstep.workloads import load
 from ranks_together import together
 from whole_runs import TINY
 
+pytestmark = pytest.mark.ranks
+
 MOST_S = 20.0
 
 

@@ -32,6 +32,8 @@ from halfstep.workloads import load
 from ranks_together import free_port, together
 from whole_runs import TINY, assert_same_bits, newest, run
 
+pytestmark = pytest.mark.ranks
+
 WORKLOAD = "rank_workload:build"
 Told = tuple[str, str, bool]
 """Kind and text of an error, and whether another process tells it."""

@@ -15,6 +15,8 @@ from halfstep.errors import ConfigError
 from halfstep.run import world
 from halfstep.run.world import first_host, launch_of, tell_before_meeting
 
+pytestmark = pytest.mark.ranks
+
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29400"}
 
 

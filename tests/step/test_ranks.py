@@ -17,6 +17,8 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep.evidence.capsule import all_in
 from ranks_together import together
 
+pytestmark = pytest.mark.ranks
+
 ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 SPLITS: dict[str, list[list[slice]]] = {
     "one and seven": [[slice(0, 1)], [slice(1, 8)]],

@@ -15,6 +15,8 @@ from halfstep.workloads.over_ranks import over_ranks
 from halfstep.workloads.slots.losses import slot_contrast
 from ranks_together import together
 
+pytestmark = pytest.mark.ranks
+
 CLIPS = torch.randn(5, 3, 2, 6, generator=torch.Generator().manual_seed(1))
 REAL = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
 CASES: dict[str, tuple[list[int], bool, bool]] = {
