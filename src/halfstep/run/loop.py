@@ -357,7 +357,7 @@ class Loop:
     def _leave(self) -> NoReturn:
         path = self.save()
         raise Interrupted(
-            f"stopped by {self.interrupts.received.name if self.interrupts.received else 'request'} "
+            f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
             f"after step {self.parts.step.attempted}; everything is saved in {path}",
             fix=f"continue with: {suggested('train', '--resume', self.checkpoints.folder.parent)}",
             exit_code=self.interrupts.exit_code,
