@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show_once(error: HalfstepError) -> None:
-    """Of several processes that met the same error one shows it."""
+    """Of several processes that met the same error, one shows it."""
     if error.is_told is None and "RANK" in os.environ:
         from halfstep.run.world import tell_before_meeting
 
