@@ -72,6 +72,7 @@ class OnceCommand(TyperCommand):
 
 
 def refuse_two(said: Sequence[str]) -> None:
+    """One flag that was given two values."""
     different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
     if len(different) > 1:
         raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
