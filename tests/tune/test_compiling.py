@@ -102,7 +102,7 @@ def build(config: Any, store: Any = None) -> Workload:
 
 def loaded(**settings: Any) -> Any:
     values = {**TINY, **{name.replace("__", "."): value for name, value in settings.items()}}
-    return load("test_compiled_shapes:build", overrides=[f"{key}={json.dumps(value)}" for key, value in values.items()])
+    return load("test_compiling:build", overrides=[f"{key}={json.dumps(value)}" for key, value in values.items()])
 
 
 class Told:
@@ -338,7 +338,7 @@ def test_a_number_read_from_a_tensor_is_named_with_its_line(log: pytest.LogCaptu
     assert len(said) == 1
     assert "`Tensor.item()` waits for the device" in said[0]
     assert said[0].endswith("x * x.mean().item()")
-    assert "test_compiler_warnings.py:" in said[0]
+    assert "test_compiling.py:" in said[0]
     assert warned(log) == []
 
 
