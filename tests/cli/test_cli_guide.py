@@ -61,7 +61,10 @@ def commands_in(text: str) -> list[str]:
     return shlex.split(line)[1:]
 
 
-def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains(place: Path, capsys: Capture) -> None:
+def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains_beside_an_older_one(
+    place: Path, capsys: Capture
+) -> None:
+    Path("resnet18-fast.yaml").write_text("mine")
     code, text, _ = run(capsys, *QUICK, "--yes")
     assert code == 0
     for answer in (
@@ -73,7 +76,10 @@ def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains(place
         "start: no",
     ):
         assert f"{answer}" in text
-    assert sorted(path.name for path in place.iterdir()) == ["resnet18-fast-samples.png", "resnet18-fast.yaml"]
+    assert Path("resnet18-fast.yaml").read_text() == "mine"
+    written = ["resnet18-fast-2-samples.png", "resnet18-fast-2.yaml", "resnet18-fast.yaml"]
+    assert sorted(path.name for path in place.iterdir()) == written
+    assert commands_in(text) == ["train", "resnet18-fast-2.yaml"]
     assert list((place.parent / "scratch").glob("halfstep-*")) == []
     assert str(place.parent / "scratch") not in text, "gone when it is read"
     assert all(Path(name).is_file() for name in text.split("Wrote ")[1].splitlines()[0].split(", "))
@@ -82,16 +88,7 @@ def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains(place
     assert code == 0
     assert settings["precision.default"]["value"] == "fp32"
     assert settings["device"]["value"] == "cpu"
-    assert "resnet18-fast.yaml" in json.dumps(settings["train.batch_size"])
-
-
-def test_a_second_time_another_file_is_written(place: Path, capsys: Capture) -> None:
-    Path("answers.yaml").write_text("task: segmentation\n")
-    Path("unet-fast.yaml").write_text("mine")
-    code, text, _ = run(capsys, *QUICK, "--answers", "answers.yaml")
-    assert code == 0
-    assert commands_in(text) == ["train", "unet-fast-2.yaml"]
-    assert Path("unet-fast.yaml").read_text() == "mine"
+    assert "resnet18-fast-2.yaml" in json.dumps(settings["train.batch_size"])
 
 
 def test_answers_from_a_file_reach_the_config(place: Path, capsys: Capture) -> None:

@@ -75,7 +75,6 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tm
         (("--memory", "--fit", "24 parsecs"), "24 parsecs"),
         (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
         (("--memory", "--mode", "slow"), "--mode takes no 'slow'"),
-        (("--memory", "--precision", "fp32", "--mode", "eager", "--fit", "1MB"), "nothing fits 1 MB"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
         (("--memory", "--picture", "x.docx"), "no ending of a picture"),
     ],
