@@ -80,7 +80,7 @@ OWN_RULES: tuple[tuple[Kind, str], ...] = (
     (Kind.CHAIN, r"^(?:logits|head_\w+|pool\w*)_kernel$|^_(?:partial_sums|finish\w*|normalised|gradient_of_raw)$"),
     (
         Kind.CHAIN,
-        r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients|group_\w+)$",
+        r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients|group_\w+|add_branch|row_sums)$",
     ),
 )
 """halfstep's own kernels, in kernels/ and step/; nobody else's name is a whole Python name."""
