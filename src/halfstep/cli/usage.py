@@ -91,7 +91,7 @@ class RunCommand(OnceCommand):
         # Those of other families are taken as well: they are refused by name, with what this workload takes.
         known = {option.flag: option for kind in families for option in getattr(kind, field)}
         known |= {option.flag: option for option in own}
-        if workload or not is_help(args):
+        if workload or not {"-h", "--help"} & set(args):
             self.help = f"{self.help}\n\n{text_of(own, f'Options of {workload}')}" if own else self.help
         else:
             self.help = "\n\n".join([self.help or "", *(of_family(kind, field) for kind in families)])
@@ -103,10 +103,6 @@ class RunCommand(OnceCommand):
             if own and "no such option" in error.what.lower():
                 error.fix = f"{workload} takes {', '.join(option.flag for option in own)}; {error.fix}"
             raise
-
-
-def is_help(args: Sequence[str]) -> bool:
-    return bool({"-h", "--help"} & set(args))
 
 
 def workload_of(args: Sequence[str]) -> str:
