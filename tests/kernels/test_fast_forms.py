@@ -202,10 +202,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [("unet", "none"), ("unet", "pointwise"), ("resnet", "blocks"), ("vit", "none"), ("vit", "blocks")],
-)
+@pytest.mark.parametrize(("name", "how"), [("unet", "none"), ("resnet", "blocks"), ("vit", "none")])
 def test_a_compiled_step_in_fast_forms_is_the_plain_step(name: str, how: Recompute) -> None:
     torch.manual_seed(0)
     plain = MODELS[name]().double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
