@@ -263,7 +263,7 @@ IN_FAMILIES = {
                  model=behind("mid_attention.to_out", root_mean_square)),
     "entropy": Cause(workload="slotcontrast", expected=causes.UNDERFLOW, added_loss=entropy_of_masks),
     "distance": Cause(workload="radiodiff_vae", expected=causes.UNDERFLOW, added_loss=distance_to_itself),
-    "shares": Cause(workload="vit_s_16", expected=causes.UNDERFLOW, settings=BF16,
+    "dead_units": Cause(workload="vit_s_16", expected=causes.UNDERFLOW, settings=BF16,
                     model=behind("encoder.layers.encoder_layer_0.mlp.0", shares)),
     "inverse": Cause(workload="unet", expected=causes.REFUSED, settings=BF16, model=behind("down2", whitened)),
     "svd": Cause(workload="diffusion", expected=causes.REFUSED, settings=BF16, added_loss=singular_values),
@@ -275,7 +275,8 @@ IN_FAMILIES = {
                     prepared=with_marker),
     "table": Cause(workload="diffusion", expected=causes.BAD_STATE, model=unwritten_table),
     "rate": Cause(workload="vae", expected=causes.DIVERGED,
-                  settings={"optimizer.name": "sgd", "optimizer.lr": 1.0, "train.clip_norm": 0}),
+                  settings={"optimizer.name": "sgd", "optimizer.lr": 3.0, "train.clip_norm": 0,
+                            "schedule.warmup_steps": 0, "train.max_steps": 30}),
     "units": Cause(workload="radiodiff_vae", expected=causes.SPIKE, sample="7", sampled=with_number(7, 300.0, 1.0),
                    prepared=in_other_units,
                    settings={"guard.capture_spikes": True, "guard.spike_window": 16, "train.max_steps": 40}),
@@ -285,8 +286,8 @@ IN_FAMILIES = {
     "tail": Cause(workload="slotcontrast", expected=causes.KERNEL,
                   model=behind("encoder.output_transform.layers.3", lambda h: row_scale(h, torch.ones(h.shape[-1])))),
     "compiler": Cause(workload="unet", expected=causes.KERNEL, model=compiled_without_clamp),
-    "overwritten": Cause(workload="unet", expected=causes.NOT_REPRODUCED, prepared=Once(6, overwritten)),
-    "hiccup": Cause(workload="resnet50", expected=causes.NOT_REPRODUCED, forwarded=Once(4, hiccup)),
+    "nan_once": Cause(workload="unet", expected=causes.NOT_REPRODUCED, prepared=Once(6, overwritten)),
+    "error_once": Cause(workload="resnet50", expected=causes.NOT_REPRODUCED, forwarded=Once(4, hiccup)),
 }  # fmt: skip
 
 

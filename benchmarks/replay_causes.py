@@ -116,7 +116,9 @@ def trained(name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag:
 def of_family(name: str, folder: Path) -> tuple[Replayed, bool, str]:
     """What replay found, whether it is right, and how its change was shown to work."""
     cause = IN_FAMILIES[name]
-    found = replay_run(trained(name, cause, folder, {})[0])
+    capsules = trained(name, cause, folder, {})
+    assert capsules, f"{name} left no capsule: it is not planted as it should be"
+    found = replay_run(capsules[0])
     named = [sample.split()[0] for sample in found.diagnosis.samples]
     is_right = found.cause == cause.expected and (not cause.sample or named == [cause.sample])
     line = found.remedy.line if found.remedy is not None else ""
