@@ -122,3 +122,19 @@ def test_a_real_browser_draws_the_curves(tmp_path: Path) -> None:
     picture = tmp_path / "shot.png"
     subprocess.run([*browser, f"--screenshot={picture}", url], capture_output=True, timeout=60, check=True)
     assert np.asarray(Image.open(picture).convert("L")).std() > 5, "not a blank page"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: the page was NOT seen in a browser")
+def test_on_a_phone_charts_are_not_wider_than_the_screen(tmp_path: Path) -> None:
+    """Its windows are 500 pixels wide at least: the page is made narrower in it."""
+    told = """<script>document.documentElement.style.width = "390px";
+        const ends = [...document.querySelectorAll("figure")].map(f => f.getBoundingClientRect().right);
+        document.body.dataset.right = Math.ceil(Math.max(...ends));</script>"""
+    text = page(str(written_run(tmp_path / "run")), "--out", str(tmp_path / "page.html"))
+    (tmp_path / "page.html").write_text(text + told)
+    browser = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+               "--dump-dom"]  # fmt: skip
+    url = (tmp_path / "page.html").as_uri()
+    shown = subprocess.run([*browser, url], capture_output=True, text=True, timeout=60, check=True).stdout
+    (right,) = re.findall(r'data-right="(\d+)"', shown)
+    assert int(right) <= 390
