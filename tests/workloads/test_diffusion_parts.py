@@ -18,15 +18,15 @@ from halfstep.models.noise_schedule import NoiseSchedule
 from halfstep.workloads.diffusion.conditions import ClassConditions, open_text
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, to_bytes, unit_images
 from halfstep.workloads.diffusion.evaluate import distances, open_features
-from halfstep.workloads.diffusion.latents import chosen_format
+from halfstep.workloads.diffusion.latents import round_trip, some_images
 from halfstep.workloads.diffusion.noising import NUM_BUCKETS, Noising, bucket_names, bucket_starts
 from halfstep.workloads.diffusion.pictures import grid, path_picture
 from halfstep.workloads.diffusion.sampling import check_steps, denoised, scheduler_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
+from halfstep.workloads.vae_format import chosen_format
 
 CPU = torch.device("cpu")
 SHAPE = (3, 4, 4)
-
 
 # --- draws ---
 
@@ -194,7 +194,8 @@ def some_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tuple[str, str]:
     config = settings("diffusion", data).config.data
     samples = square_pictures(open_pictures(config).train, 8)  # type: ignore[arg-type]
-    choice = chosen_format(freeze_(open_net(folder, ["AutoencoderKL"])), samples, CPU, asked, simulated=simulated)
+    vae = freeze_(open_net(folder, ["AutoencoderKL"]))
+    choice = chosen_format(vae, round_trip, lambda: some_images(samples, CPU), CPU, asked, simulated=simulated)
     return choice.name, choice.why
 
 

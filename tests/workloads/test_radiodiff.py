@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,16 @@ def test_a_first_stage_that_overflows_in_fp16_stops_the_run_with_its_reason(tmp_
         tmp_path / "fp32", data, broken, **asked, precision__modules={"vae": "fp32"}, train__max_steps=1
     )
     assert [row["skipped"] for row in read(whole / "metrics.jsonl") if row["kind"] == "train"] == [0]
+    with pytest.raises(ConfigError, match=r"vae: fp16} overflows"):
+        build(settings("radiodiff", data, DIFFUSION, model__vae=str(broken), precision__modules={"vae": "fp16"}).config)
+
+
+def test_auto_measures_the_first_stages_round_trip_in_both_half_formats(data: Path, vae: Path) -> None:
+    asked = {"precision__default": "bf16", "precision__simulate": True, "precision__modules": {"vae": "auto"}}
+    workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae), **asked).config)
+    said = dict(workload.about)["first stage's format"]
+    assert re.search(r"fp16 [\d.]+%, bf16 [\d.]+%", said)
+    assert workload.settled["precision.modules"]["vae"] == said.partition(":")[0]
 
 
 def constant(vae: RadioVAE) -> None:

@@ -12,11 +12,11 @@ from halfstep.data import noise
 from halfstep.models.diffusers_nets import decoded
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
-from halfstep.workloads.diffusion.latents import computing_in
 from halfstep.workloads.diffusion.networks import Parts
 from halfstep.workloads.diffusion.noising import schedule_of
 from halfstep.workloads.diffusion.pictures import Array, grid, path_picture
 from halfstep.workloads.diffusion.sampling import Sampler, check_steps, denoised, guided, scheduler_of
+from halfstep.workloads.vae_format import computing_in
 from halfstep.workloads.workload import Batch
 
 PATH_IMAGES, PATH_STATES, DECODED_AT_ONCE = 4, 8, 8

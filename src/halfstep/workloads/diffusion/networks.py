@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from halfstep.errors import ConfigError
 from halfstep.models.diffusers_nets import (
     TEXT_UNET,
@@ -97,13 +95,6 @@ def new_unet(config: DiffusionConfig, shape: tuple[int, int, int], conditions: C
         num_classes=conditions.num_classes,
         text_dim=conditions.text_dim,
     )
-
-
-def training_device(config: DiffusionConfig) -> torch.device:
-    """Where the VAE is tried and pictures are encoded; the plan is not made yet."""
-    if config.device != "auto":
-        return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _check_fits(model: Net, config: DiffusionConfig, parts: Parts) -> None:

@@ -7,8 +7,9 @@ from halfstep.errors import ConfigError, counted
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import open_pictures
 from halfstep.workloads.diffusion.latents import cache_path, opened_or_made
-from halfstep.workloads.diffusion.networks import open_parts, training_device
+from halfstep.workloads.diffusion.networks import open_parts
 from halfstep.workloads.diffusion.samples import vae_choice
+from halfstep.workloads.vae_format import training_device
 
 
 def pack(config: DiffusionConfig) -> dict[str, object]:

@@ -16,8 +16,9 @@ from halfstep.errors import ModelError
 from halfstep.workloads.diffusion.conditions import Conditions, TextConditions
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import PictureData, WithTokens, square_pictures
-from halfstep.workloads.diffusion.latents import Choice, cache_path, chosen_format, opened_or_made
-from halfstep.workloads.diffusion.networks import Parts, training_device
+from halfstep.workloads.diffusion.latents import cache_path, opened_or_made, round_trip, some_images
+from halfstep.workloads.diffusion.networks import Parts
+from halfstep.workloads.vae_format import Choice, chosen_format, training_device
 
 Store = Mapping[str, Any]
 Tokens = list[Tensor] | None
@@ -62,8 +63,11 @@ def vae_choice(config: DiffusionConfig, data: PictureData, parts: Parts) -> Choi
     """The VAE's format: as asked, fp32 in a run that computes so, else the better half one."""
     is_full = config.precision.default in ("fp32", "tf32")
     asked = config.precision.modules.get("vae", "fp32" if is_full else "auto")
+    device, simulated = training_device(config), config.precision.simulate
     samples = square_pictures(data.train, config.data.image_size)
-    return chosen_format(parts.vae, samples, training_device(config), asked, simulated=config.precision.simulate)
+    return chosen_format(
+        parts.vae, round_trip, lambda: some_images(samples, device), device, asked, simulated=simulated
+    )
 
 
 def _cached(

@@ -36,10 +36,13 @@ from halfstep.workloads.radio.first_stage import (
     latent_shape,
     measured_scale,
     reduction_of,
+    round_trip,
+    some_maps,
 )
 from halfstep.workloads.radio.latents import MOMENTS, with_latents
 from halfstep.workloads.radio.pictures import sample_pictures
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
+from halfstep.workloads.vae_format import chosen_format, training_device
 from halfstep.workloads.workload import Workload
 
 FRAGILE = (
@@ -63,6 +66,7 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     if store is None:
         scale, why_scale = _scale(config, stage.vae, stage.scale_factor, data)
         store = store_of(config, stage.sizes, scale)
+    settled, about = _format(config, stage.vae, data) if is_new else ({}, ())
     data, store = with_latents(config, data, stage.vae, store)
     model = unet_of(config, store)
     if is_new:  # a stored run's checkpoint brings its own weights
@@ -76,7 +80,8 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
         model,
         FrozenPart(module=stage.vae, source=stage.source),
         data,
-        about=(("latents", f"times {store['scale_factor']:.4g}: {why_scale}"),),
+        about=(("latents", f"times {store['scale_factor']:.4g}: {why_scale}"), *about),
+        settled=settled,
     )
 
 
@@ -89,6 +94,25 @@ def _scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data:
     threshold, source = config.data.threshold, str(config.model.vae)
     found = measured_scale(vae, data.train, count=MEASURED_ON_HOST, threshold=threshold, source=source)
     return found, f"1 / their standard deviation over {MEASURED_ON_HOST} training maps"
+
+
+def _format(
+    config: RadioDiffConfig, vae: RadioVAE, data: RadioData
+) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
+    """The first stage's, where one was asked for; else it computes as the plan does."""
+    modules, device = config.precision.modules, training_device(config)
+    if "vae" not in modules:
+        return {}, ()
+    choice = chosen_format(
+        vae,
+        round_trip,
+        lambda: torch.cat(list(some_maps(data.train, MEASURED_ON_HOST, config.data.threshold))),
+        device,
+        modules["vae"],
+        simulated=config.precision.simulate,
+    )
+    settled = {"precision.modules": {**modules, "vae": choice.name}}
+    return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
 
 
 def store_of(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
@@ -213,6 +237,7 @@ def workload_of(
     data: RadioData,
     *,
     about: tuple[tuple[str, str], ...] = (),
+    settled: Mapping[str, Any] | None = None,
 ) -> Workload:
     steps = Denoising(config, store, cast(RadioVAE, vae.module))
 
@@ -244,6 +269,7 @@ def workload_of(
             ("sampling", f"{counted(wish.sampling_steps, 'step')}, {counted(calls, 'call')} of the network"),
         ),
         frozen={"vae": vae},
+        settled=settled or {},
         sample=pictures,
     )
     return workload

@@ -208,7 +208,7 @@ class RadioVaeConfig(RunConfig):
         "model.discriminator.enabled": False,
         "optimizer.lr": 4e-3,
         "train.batch_size": 8,
-        "train.epochs": 2,
+        "train.epochs": 3,
     }
 
     data: RadioDataConfig = RadioDataConfig()
@@ -240,8 +240,8 @@ class RadioDiffConfig(RunConfig):
         "model.sampling_steps": 5,
         "optimizer.lr": 4e-3,
         "train.batch_size": 8,
-        "train.epochs": 4,
-        "train.validate_every": 2,
+        "train.epochs": 5,
+        "train.validate_every": 5,
     }
 
     data: RadioDiffDataConfig = RadioDiffDataConfig()

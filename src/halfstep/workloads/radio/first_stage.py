@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from halfstep.data.radio_maps import RadioMaps
 from halfstep.disk import write_whole
@@ -110,6 +111,15 @@ def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: flo
 def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
     """Of the latents of some training maps."""
     device = next(vae.parameters()).device
-    places = range(0, len(maps), max(1, len(maps) // count))
-    gains = (maps.sample(place, key=(0, 0, place))["gain"][None].to(device) for place in places)
-    return latent_scale([vae.encode(signed(unit_gain(gain, threshold))) for gain in gains], source=source)
+    return latent_scale([vae.encode(one.to(device)) for one in some_maps(maps, count, threshold)], source=source)
+
+
+def some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]:
+    """(1, 1, H, W) in -1..1, of the whole set."""
+    for place in range(0, len(maps), max(1, len(maps) // count)):
+        yield signed(unit_gain(maps.sample(place, key=(0, 0, place))["gain"][None], threshold))
+
+
+def round_trip(vae: RadioVAE, maps: Tensor) -> Tensor:
+    """Maps as the means of their latents are decoded."""
+    return vae.decode(vae.encode(maps)[0])

@@ -26,6 +26,7 @@ from halfstep.models.radio_vae import RadioVAE
 from halfstep.workloads.radio.config import RadioDiffConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, tree_of, unit_gain
 from halfstep.workloads.radio.first_stage import first_stage
+from halfstep.workloads.vae_format import training_device
 
 ENCODED_AT_ONCE = 8
 MOMENTS, CHECKSUM = "moments", "latents_sha256"
@@ -70,8 +71,7 @@ def opened_or_made(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> t
 def _encoded(
     config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE, progress: Callable[[int, int], None]
 ) -> Iterator[Tensor]:
-    device = torch.device("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
-    device = device if config.device == "auto" else torch.device(config.device)
+    device = training_device(config)
     vae = copy.deepcopy(vae).to(device).eval()
     for start in range(0, len(maps), ENCODED_AT_ONCE):
         places = range(start, min(start + ENCODED_AT_ONCE, len(maps)))

@@ -1,0 +1,93 @@
+"""The format of a frozen autoencoder: as asked for, or the half one that loses less of real samples on a round trip."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.config.schema import RunConfig
+from halfstep.errors import ConfigError, ModelError
+from halfstep.islands import fp32_island
+
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LARGEST_ERROR = 0.02
+"""Of a half format's round trip, relative to how much the fp32 one's pixels vary; beyond it the VAE stays fp32."""
+RoundTrip = Callable[[Any, Tensor], Tensor]
+"""(vae, images) -> what comes back of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A format for the VAE, and why."""
+
+    name: str
+    why: str
+
+
+def training_device(config: RunConfig) -> torch.device:
+    """Where the VAE is tried and samples are encoded; the plan is not made yet."""
+    if config.device != "auto":
+        return torch.device(config.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def chosen_format(
+    vae: Any, trip: RoundTrip, images: Callable[[], Tensor], device: torch.device, asked: str, *, simulated: bool
+) -> Choice:
+    """What `precision.modules: {vae: ...}` asks for, tried on real samples; a format it overflows in is refused."""
+    if asked not in ("auto", *HALF):
+        return Choice(name=asked, why="asked for")
+    if asked == "auto" and device.type == "cpu" and not simulated:
+        return Choice(name="fp32", why="auto: no half format is fast on a CPU")
+    tried = images().to(device)
+    errors = round_trip_errors(vae, trip, tried, tuple(HALF) if asked == "auto" else (asked,))
+    finite = {name: error for name, error in errors.items() if error is not None}
+    if asked != "auto" and not finite:
+        raise ConfigError(
+            f"precision.modules: {{vae: {asked}}} overflows",
+            why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {asked}, not in fp32",
+            fix="precision.modules={vae: auto}, or bf16, or fp32",
+        )
+    measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
+    if asked != "auto":
+        return Choice(name=asked, why=f"asked for; error of the round trip: {measured}")
+    best = min(finite, key=lambda name: finite[name], default="")
+    if not best or finite[best] > LARGEST_ERROR:
+        return Choice(name="fp32", why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
+    return Choice(name=best, why=f"auto: the smaller error of the round trip ({measured})")
+
+
+def round_trip_errors(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:
+    """How far encoding and decoding in each format is from fp32's, relative to its pixels' spread; None: not finite."""
+    vae = copy.deepcopy(vae).to(images.device)
+    exact = _in_format(vae, trip, images, "fp32")
+    if not bool(exact.isfinite().all()):
+        raise ModelError("the VAE gives NaN or infinity for your samples in fp32", fix="another VAE: model.vae=DIR")
+    spread = float((exact - exact.mean()).square().mean().sqrt()) or 1.0
+    errors: dict[str, float | None] = {}
+    for name in formats:
+        found = _in_format(vae, trip, images, name)
+        error = float((found - exact).square().mean().sqrt()) / spread
+        errors[name] = error if bool(found.isfinite().all()) else None
+    return errors
+
+
+@torch.no_grad()
+def _in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) -> Tensor:
+    with computing_in(format_name, images.device), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU that emulates bf16
+        return trip(vae, images).float()
+
+
+def computing_in(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
+    """As a frozen part of a run computes: autocast's way, norms in fp32."""
+    if format_name not in HALF:
+        return fp32_island()
+    return torch.autocast(device.type, dtype=HALF[format_name])
