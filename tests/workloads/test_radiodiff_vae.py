@@ -18,6 +18,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.use.predict import predict
 from halfstep.workloads import build
 from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
+from halfstep.workloads.radio.build_vae import loss_parts
 from halfstep.workloads.radio.guide import Guide
 from halfstep.workloads.using import Wishes
 from tiny_radio import SIDE, SIZES, VAE, settings, train_vae, write_tiny_demo
@@ -152,6 +153,13 @@ def test_radiodiffs_split_names_its_leaking_maps(data: Path) -> None:
     workload = build(settings("radiodiff_vae", data, VAE, data__split="radiodiff", data__simulation="IRT4").config)
     assert any("validation map" in note and "trained too" in note for note in workload.notes)
     assert build(settings("radiodiff_vae", data, VAE).config).notes == ()
+
+
+def test_the_sum_over_a_whole_map_is_finite_where_fp16_would_overflow() -> None:
+    truth, found = torch.full((1, 1, 256, 256), -1.0).half(), torch.full((1, 1, 256, 256), 1.0).half()
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = loss_parts(found, truth, torch.zeros(1, 3, 64, 64).half(), torch.zeros(1, 3, 64, 64).half())
+    assert float(parts["nll"]) == 6 * 256**2 > torch.finfo(torch.float16).max
 
 
 def test_hinge_losses_and_their_balance() -> None:

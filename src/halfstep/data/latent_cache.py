@@ -23,6 +23,7 @@ from torch import Tensor
 
 from halfstep.data.crops import uniform
 from halfstep.data.files import refuse_no_room
+from halfstep.data.loader import FileSamples, NamedSamples, Samples
 from halfstep.data.stored_images import first_of, gathered
 from halfstep.errors import DataError
 
@@ -155,6 +156,37 @@ class CachedLatents:
         places = indices * views + torch.from_numpy(is_mirrored).long()
         rows = gathered(self.moments.view(num * views, *self.moments.shape[2:]), places)
         return {NAME: rows} | {name: values[indices] for name, values in self.extra.items()}
+
+
+class WithColumn:
+    """Samples with one more tensor each, such as the tokens of a caption, or moments from a file."""
+
+    def __init__(self, samples: Samples, name: str, values: Tensor) -> None:
+        self.samples, self.name, self.values = samples, name, values
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return self.samples.sample(index, key=key) | {self.name: self.values[index].clone()}
+
+    def name_of(self, index: int) -> str:
+        return self.samples.name_of(index) if isinstance(self.samples, NamedSamples) else ""
+
+    def files(self) -> Iterable[Path]:
+        return self.samples.files() if isinstance(self.samples, FileSamples) else ()
+
+
+def told_of_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:
+    """What `halfstep pack` says, for people and programs."""
+    return {
+        "file": str(cache.path),
+        "bytes": cache.path.stat().st_size,
+        "made": is_new,
+        "sha256": cache.checksum,
+        "text": text if is_new else f"{text}; they were there already and fit the folder",
+        **more,
+    }
 
 
 def _header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> bytes:

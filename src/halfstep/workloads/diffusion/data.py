@@ -12,7 +12,6 @@ from halfstep.data import noise
 from halfstep.data.files import BadFiles
 from halfstep.data.folder_samples import EvaluationFiles
 from halfstep.data.image_folder import FolderLayout, Listing, check_images
-from halfstep.data.loader import Samples
 from halfstep.data.picture_folder import CaptionedFolder, find_captioned, find_classes, find_pictures
 from halfstep.errors import DataError
 from halfstep.workloads.diffusion.config import Conditioning, DiffusionDataConfig, PictureDataConfig
@@ -76,25 +75,6 @@ def _found(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFo
 def square_pictures(listing: Listing, size: int) -> EvaluationFiles:
     """The largest centred square of each picture: `image` (size, size, 3) bytes, and `label`."""
     return EvaluationFiles(listing, size=size, share=1.0)
-
-
-class WithTokens:
-    """Samples with the tokens of their captions."""
-
-    def __init__(self, samples: Samples, tokens: Tensor) -> None:
-        self.samples, self.tokens = samples, tokens
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return self.samples.sample(index, key=key) | {"tokens": self.tokens[index]}
-
-    def name_of(self, index: int) -> str:
-        return self.samples.name_of(index) if hasattr(self.samples, "name_of") else ""
-
-    def files(self) -> tuple[Path, ...]:
-        return self.samples.files() if hasattr(self.samples, "files") else ()
 
 
 def unit_images(batch: Batch, *, key: tuple[int, ...], flip: float) -> Tensor:

@@ -24,6 +24,7 @@ from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
 from halfstep.workloads.diffusion.make import Maker
 from halfstep.workloads.diffusion.pictures import Array, grid
+from halfstep.workloads.diffusion.scores import DenoisingMetrics
 from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.workload import Metrics, Workload
 
@@ -39,7 +40,9 @@ class DiffusionEvaluation(PlainEvaluation):
         self.workload = workload
         self.distances: dict[str, float] = {}
         self.sheet: Mapping[str, Array] = {}
-        self.metrics: Metrics = WithDistances(workload.metrics(), self.distances)
+        plain = workload.metrics()
+        assert isinstance(plain, DenoisingMetrics)
+        self.metrics: Metrics = WithDistances(plain.num_steps, self.distances)
 
     def scored(
         self,
@@ -98,23 +101,15 @@ class DiffusionEvaluation(PlainEvaluation):
         return distances(real, torch.cat(made), features, trained.device, size)
 
 
-class WithDistances:
+class WithDistances(DenoisingMetrics):
     """Validation's metrics, and what was computed beside them."""
 
-    def __init__(self, metrics: Metrics, beside: Mapping[str, float]) -> None:
-        self._metrics, self._beside = metrics, beside
-
-    def update(self, outputs: Any, batch: Mapping[str, Tensor]) -> None:
-        self._metrics.update(outputs, batch)
+    def __init__(self, num_steps: int, beside: Mapping[str, float]) -> None:
+        super().__init__(num_steps)
+        self._beside = beside
 
     def compute(self) -> dict[str, float]:
-        return self._metrics.compute() | dict(self._beside)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._metrics.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._metrics.load_state_dict(state)
+        return super().compute() | dict(self._beside)
 
 
 def real_pictures(workload: Workload, maker: Maker, device: torch.device) -> Tensor:

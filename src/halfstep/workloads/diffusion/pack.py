@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halfstep.data.latent_cache import told_of_pack
 from halfstep.data.pack_folder import PackingBar
 from halfstep.errors import ConfigError, counted
 from halfstep.workloads.diffusion.config import DiffusionConfig
@@ -26,11 +27,4 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
         cache, is_new = opened_or_made(config, data, parts.vae, choice.name, training_device(config), bar)
     views = "with mirror images" if cache.moments.shape[1] > 1 else "without augmentation"
     text = f"latents of {counted(len(cache.moments), 'picture')}, {views}, encoded in {choice.name} ({choice.why})"
-    return {
-        "file": str(path),
-        "bytes": path.stat().st_size,
-        "made": is_new,
-        "format": choice.name,
-        "sha256": cache.checksum,
-        "text": text if is_new else f"{text}; they were there already and fit the folder",
-    }
+    return told_of_pack(cache, text, is_new=is_new, format=choice.name)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.data.latent_cache import CachedLatents, checksum_of, told_of_resume
+from halfstep.data.latent_cache import CachedLatents, WithColumn, checksum_of, told_of_resume
 from halfstep.data.loader import Samples
 from halfstep.data.pack_folder import PackingBar
 from halfstep.errors import ModelError
 from halfstep.workloads.diffusion.conditions import Conditions, TextConditions
 from halfstep.workloads.diffusion.config import DiffusionConfig
-from halfstep.workloads.diffusion.data import PictureData, WithTokens, square_pictures
+from halfstep.workloads.diffusion.data import PictureData, square_pictures
 from halfstep.workloads.diffusion.latents import cache_path, opened_or_made, round_trip, some_images
 from halfstep.workloads.diffusion.networks import Parts
 from halfstep.workloads.vae_format import Choice, chosen_format, training_device
@@ -40,7 +40,9 @@ def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store
     """As the config asks for them; the VAE's format is decided once, when a run is new."""
     tokens = _tokens(data, parts.conditions)
     train, val = (square_pictures(listing, config.data.image_size) for listing in (data.train, data.val))
-    plain = (train, val) if tokens is None else (WithTokens(train, tokens[0]), WithTokens(val, tokens[1]))
+    plain: list[Samples] = [train, val]
+    if tokens is not None:
+        plain = [WithColumn(part, "tokens", words) for part, words in zip(plain, tokens, strict=True)]
     if parts.vae is None:
         return OpenedSamples(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
     about = [("diffuses", f"latents of {parts.vae_source}")]

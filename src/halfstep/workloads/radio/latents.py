@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.data.latent_cache import LatentCache, checksum_of, opened_or_written, told_of_resume
+from halfstep.data.latent_cache import (
+    LatentCache,
+    WithColumn,
+    checksum_of,
+    opened_or_written,
+    told_of_pack,
+    told_of_resume,
+)
 from halfstep.data.pack_folder import PackingBar
 from halfstep.data.packed import fingerprint_of
 from halfstep.data.radio_maps import RadioMaps
@@ -32,19 +39,6 @@ ENCODED_AT_ONCE = 8
 MOMENTS, CHECKSUM = "moments", "latents_sha256"
 
 
-class MapsWithLatents:
-    """Maps with what the first stage says of them."""
-
-    def __init__(self, maps: RadioMaps, cache: LatentCache) -> None:
-        self.maps, self.cache = maps, cache
-
-    def __len__(self) -> int:
-        return len(self.maps)
-
-    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return self.maps.sample(index, key=key) | {MOMENTS: self.cache.moments[index].clone()}
-
-
 def with_latents(
     config: RadioDiffConfig, data: RadioData, vae: RadioVAE, store: Mapping[str, Any]
 ) -> tuple[RadioData, dict[str, Any]]:
@@ -54,7 +48,8 @@ def with_latents(
         return data, dict(store)
     cache, is_new = opened_or_made(config, data.train, vae)
     line = f"cached in {cache.path}" + told_of_resume(cache, str(store.get(CHECKSUM, "")), is_new=is_new)
-    found = replace(data, train=MapsWithLatents(data.train, cache), about=(*data.about, ("encoded maps", line)))
+    train = WithColumn(data.train, MOMENTS, cache.moments)
+    found = replace(data, train=train, about=(*data.about, ("encoded maps", line)))
     return found, {**store, CHECKSUM: cache.checksum}
 
 
@@ -95,11 +90,4 @@ def pack(config: RadioDiffConfig) -> dict[str, object]:
             "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
         )
     cache, is_new = opened_or_made(config, find_data(config).train, first_stage(config).vae)
-    text = f"latents of {counted(len(cache.moments), 'map')}"
-    return {
-        "file": str(cache.path),
-        "bytes": cache.path.stat().st_size,
-        "made": is_new,
-        "sha256": cache.checksum,
-        "text": text if is_new else f"{text}; they were there already and fit the folder",
-    }
+    return told_of_pack(cache, f"latents of {counted(len(cache.moments), 'map')}", is_new=is_new)
