@@ -1,4 +1,4 @@
-"""The diffusion demo: VAE, pixel diffusion and latent diffusion on generated pictures. About three minutes on two cores.
+"""The diffusion demo: VAE, pixel and latent diffusion on generated pictures. About three minutes on two cores.
 
     python demos/diffusion.py [--out DIR]
 
