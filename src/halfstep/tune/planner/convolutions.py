@@ -3,7 +3,7 @@
 Of four kinds of algorithms three write transformed copies to memory, whose sizes follow from the shapes. All 87 large
 workspaces of 202 shapes on an H200 are one of them, to 3 %. Which algorithm is taken, cuDNN decides by tables of its
 own, and no rule was found that says so: its answers are kept for a grid of shapes (cudnn_choices.py), and a shape that
-is not on it has those of the nearest.
+is not on it has those of the nearest. Of 168 passes of 56 shapes beside the grid that gets 151 right, to 30 MB or 10 %.
 
 Strides, groups and kernels of one tap take none, or little.
 """
@@ -24,6 +24,10 @@ SIDES = (7, 14, 16, 28, 32, 48, 56, 64, 96, 128, 192, 256, 512)
 COMPLEX_BYTES, FLOAT_BYTES = 8, 4
 TILE_FREQUENCIES = 32 * 17
 """Of a tile of 32 x 32 real numbers."""
+
+
+LARGEST_BYTES = 10**11
+"""Where a workspace cannot be had, torch takes cuDNN's next algorithm."""
 
 
 class Shape(NamedTuple):
@@ -67,8 +71,9 @@ def workspace_bytes(shape: Shape, which: Pass) -> int:
     """What cuDNN takes for one pass of a convolution in strict fp32."""
     if shape.taps == 1 or which == "weight gradient" and shape.taps != 3:
         return 0
+    size = ALGORITHMS[which](shape)
     bit = 1 << list(ALGORITHMS).index(which)
-    return ALGORITHMS[which](shape) if _choice(shape) & bit else 0
+    return size if _choice(shape) & bit and size < LARGEST_BYTES else 0
 
 
 @functools.cache
