@@ -18,6 +18,9 @@ from halfstep.align.links import names_in_command
 from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
 
 COMMAND = re.compile(r"\b(python3?|torchrun|accelerate|deepspeed|composer)\b")
+FORMAT_FLAGS = ("precision", "dtype", "model_dtype", "amp_dtype")
+SWITCHES = ("fp16", "bf16", "amp", "use_amp")
+TRUTHS = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 COMMAND_LINE = "command_line"
 """The fact that says which line of a shell script a source comes from: two commands are two runs."""
 HF_FLAGS = ("output_dir", "per_device_train_batch_size", "half_precision_backend", "tf32", "max_grad_norm", "optim")
@@ -68,15 +71,16 @@ def source_of(words: list[str], path: str, line: int, lightning_version: str) ->
         return read_accelerate_launch(root)
     if root.has("training.mixed_precision_param"):
         return dataclasses.replace(torchtitan.read(root), dialect="torchtitan flags")
+    by_word = accelerate_precision(root) or flag_format(root)
+    if by_word and not root.has("bf16") and not root.has("fp16") and not root.has("precision_type"):
+        return read_bare_flag(root)
     if any(root.has(flag) for flag in HF_FLAGS):
         return dataclasses.replace(transformers.read(root), dialect="transformers flags")
     if root.has("trainer.precision"):
         return dataclasses.replace(lightning.read(root, version=lightning_version), dialect="lightning flags")
     if root.has("precision_type") or is_switch(root.get("mixed_precision")):
         return read_precision_type(root)
-    if root.has("bf16") or root.has("fp16") or accelerate_precision(root):
-        return read_bare_flag(root)
-    return None
+    return read_bare_flag(root) if root.has("bf16") or root.has("fp16") else None
 
 
 def tree(words: list[str], path: str, line: int) -> Node:
@@ -88,7 +92,8 @@ def tree(words: list[str], path: str, line: int) -> Node:
         position += 1
         if word.startswith("--") and len(word) > 2:
             key, equals, value = word[2:].partition("=")
-            if not equals and position < len(words) and not words[position].startswith("-"):
+            is_bare = key in SWITCHES and (position == len(words) or words[position].lower() not in TRUTHS)
+            if not equals and not is_bare and position < len(words) and not words[position].startswith("-"):
                 # `--fp16 train.py`: the value of a switch is a word of its own only when it is one.
                 value, position = words[position], position + 1
             put(nested, key.replace("-", "_"), value or "true", path, line)
@@ -113,6 +118,11 @@ def is_switch(node: Node | None) -> bool:
     """A flag that was given bare, or followed by something that is not a precision and no `no`."""
     word = None if node is None else node.scalar
     return word not in (None, False) and str(word).lower() not in ACCELERATE_WORDS and dtype_of(word) is None
+
+
+def flag_format(root: Node) -> str:
+    """The flag that names a format for training: `--dtype bf16`."""
+    return next((key for key in FORMAT_FLAGS if dtype_of(root.scalar_at(key)) in ("fp16", "bf16")), "")
 
 
 def accelerate_precision(root: Node) -> str | None:
@@ -162,5 +172,8 @@ def read_bare_flag(root: Node) -> Source:
         draft.say("precision", on[0], on[0])
     elif precision := accelerate_precision(root):
         draft.say("precision", precision, "mixed_precision")
+    elif key := flag_format(root):
+        draft.say("precision", dtype_of(root.scalar_at(key)) or "", key)
     draft.number("batch", "batch_size")
+    draft.number("accumulate", "gradient_accumulation_steps")
     return draft.source()

@@ -39,8 +39,8 @@ def say_precision(draft: Draft, key: str) -> None:
         draft.say("scaling", "dynamic", key)
 
 
-SECTIONS = ("", "training.", "train.", "trainer.", "amp.")
-DTYPE_KEYS = ("amp_dtype", "dtype", "amp_type", "precision")
+SECTIONS = ("", "training.", "train.", "trainer.", "amp.", "environment.")
+DTYPE_KEYS = ("amp_dtype", "mixed_precision_dtype", "dtype", "amp_type", "precision")
 
 
 def recognises_flat(root: Node) -> bool:
@@ -50,10 +50,19 @@ def recognises_flat(root: Node) -> bool:
 def flat_section(root: Node) -> str | None:
     """Where `use_amp` or `mixed_precision` stands: at the top, in a usual section, or in the only one."""
     known = next((s for s in SECTIONS if root.has(s + "use_amp") or root.has(s + "mixed_precision")), None)
+    known = known if known is not None else next((s for s in SECTIONS[1:] if format_key(root, s)), None)
     if known is not None:
         return known
     found = [key for key, node in root.walk() if key.endswith(".use_amp") and isinstance(node.value, bool)]
     return found[0].removesuffix("use_amp") if len(found) == 1 else "" if names_format(root) else None
+
+
+def format_key(root: Node, section: str) -> str:
+    """`train.precision: bf16` or `training.fp16: true`: the key of a section that names one format."""
+    if dtype_of(root.scalar_at(section + "precision")) is not None:
+        return section + "precision"
+    on = [section + name for name in ("fp16", "bf16") if root.scalar_at(section + name) is True]
+    return on[0] if len(on) == 1 else ""
 
 
 def names_format(root: Node) -> bool:
@@ -65,11 +74,15 @@ def read_flat(root: Node) -> Source:
     """`use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
     draft = Draft(root, "use_amp/amp_dtype")
     section = flat_section(root) or ""
-    if root.has(section + "use_amp"):
-        say_flat(draft, section)
+    switched = root.scalar_at(section + "mixed_precision") is True and root.has(section + "mixed_precision_dtype")
+    if root.has(section + "use_amp") or switched:
+        say_flat(draft, section, "use_amp" if root.has(section + "use_amp") else "mixed_precision")
+    elif root.has(section + "mixed_precision"):
+        say_word(draft, section + "mixed_precision")
+    elif section and (key := format_key(root, section)).endswith("16"):
+        draft.say("precision", key.removeprefix(section), key)
     else:
-        key = "mixed_precision" if root.has(section + "mixed_precision") else "precision"
-        say_word(draft, section + key)
+        say_word(draft, section + "precision")
     for topic, keys in FLAT_NUMBERS.items():
         draft.number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
     return draft.source()
@@ -92,8 +105,8 @@ def say_word(draft: Draft, key: str) -> None:
     draft.say("weights", "fp32", key)
 
 
-def say_flat(draft: Draft, section: str) -> None:
-    switch = section + "use_amp"
+def say_flat(draft: Draft, section: str, name: str) -> None:
+    switch = section + name
     key = next((section + k for k in DTYPE_KEYS if draft.root.has(section + k)), section + "amp_dtype")
     word = draft.root.scalar_at(key)
     dtype = dtype_of(word if word is not None else "float16")
@@ -107,8 +120,8 @@ def say_flat(draft: Draft, section: str) -> None:
     true, false = ("True", "False") if python else ("true", "false")
     rewrites = {"fp32": draft.edit(switch, false)}
     if draft.root.has(key):
-        for name, precision in (("bfloat16", "bf16"), ("float16", "fp16")):
-            rewrites[precision] = draft.edit(switch, true) + draft.edit(key, name)
+        for word, precision in (("bfloat16", "bf16"), ("float16", "fp16")):
+            rewrites[precision] = draft.edit(switch, true) + draft.edit(key, word)
     draft.say("precision", dtype if on else "fp32", switch, rewrites)
     draft.say("weights", "fp32", switch)
     if on and dtype == "fp16":

@@ -48,5 +48,5 @@ def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
         found = [finding for family in FAMILIES for finding in family.find(amp)]
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply to be read", fix="check the scripts it was made from") from error
-    first = {(f.rule, f.place): f for f in reversed(found)}
+    first = {(f.rule, f.place.line): f for f in reversed(found)}
     return sorted(first.values(), key=lambda f: (f.place, f.rule))

@@ -1,4 +1,4 @@
-"""A scaler that is there on every path, called in the order it demands, and not asked what it does not answer."""
+"""A scaler that is there on every path, and not asked what it does not answer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_clip, is_optimizer_name, is_scaled_backward, is_scaler_step, last
-from halfstep.align.lint.flow import Event, Trace, leaves
+from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step, last
+from halfstep.align.lint.flow import Trace, leaves
 from halfstep.align.lint.script import Function, dotted_name, names_in
 
 AMP_WORDS = ("amp", "fp16", "half", "mixed", "scaler", "precision", "cuda", "dtype", "device", "16")
@@ -16,54 +16,8 @@ AMP_WORDS = ("amp", "fp16", "half", "mixed", "scaler", "precision", "cuda", "dty
 
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
-        scalers = {e.scaled_by for e in trace.events if is_scaled_backward(e)}
-        yield from after_the_step(amp, trace, scalers)
-        yield from updated_first(amp, trace, scalers)
         yield from undefined(amp, trace)
     yield from asked_for_result(amp)
-
-
-def after_the_step(amp: Amp, trace: Trace, scalers: set[str]) -> Iterator[Finding]:
-    """unscale_ or clipping between a step and the next backward: the weights have moved already."""
-    for step in trace.calls("step"):
-        through = step.receiver in scalers and bool(step.arguments)
-        optimizer = step.arguments[0] if through else step.receiver
-        before = [e for e in trace.calls("backward") if e.index < step.index and e.loops == step.loops != ()]
-        if not before or not is_optimizer_name(optimizer):
-            continue
-        rest = [e for e in trace.events[step.index + 1 :] if e.loops[: len(step.loops)] == step.loops]
-        rest = [e for e in rest if not e.excludes(step)]
-        if any(e.method in ("backward", "step") and is_training(e) for e in rest):
-            continue
-        for event in rest:
-            unscales = event.method == "unscale_" and event.arguments[:1] == (optimizer,)
-            if (unscales or is_clip(event)) and step.conditions <= event.conditions:
-                message = f"{event.method} after the step: the weights moved with the gradients as they were"
-                fix = "unscale_, then clip, then step"
-                yield amp.script.finding("scaler-call-order", event.node, message, fix=fix, related=step.node)
-                break
-
-
-def is_training(event: Event) -> bool:
-    """A backward, or the step of an optimizer; a scheduler's does not count."""
-    return event.method == "backward" or is_optimizer_name(event.arguments[0] if event.arguments else event.receiver)
-
-
-def updated_first(amp: Amp, trace: Trace, scalers: set[str]) -> Iterator[Finding]:
-    """update() between backward and the only step."""
-    for update in trace.calls("update"):
-        if update.receiver not in scalers or not update.loops:
-            continue
-        inside = [e for e in trace.events if e.loops == update.loops and not e.excludes(update)]
-        steps = [e for e in inside if is_scaler_step(e, update.receiver)]
-        scaled = [e for e in inside if is_scaled_backward(e) and e.index < update.index]
-        first = steps[0] if steps else None
-        if first is not None and scaled and first.index > update.index and first.conditions == update.conditions:
-            if any(e.method == "backward" for e in trace.events[update.index : first.index]):
-                continue
-            message = "update() before step(): GradScaler has recorded nothing yet, and raises"
-            fix = f"{last(update.receiver)}.step(optimizer), then {last(update.receiver)}.update()"
-            yield amp.script.finding("scaler-call-order", update.node, message, fix=fix, related=first.node)
 
 
 def undefined(amp: Amp, trace: Trace) -> Iterator[Finding]:

@@ -142,13 +142,4 @@ LOOP_RULES = (
         good="total += loss.detach()   # read it once, after the loop",
         threads=("huggingface/accelerate#1714",),
     ),
-    Rule(
-        name="tf32-never-set",
-        severity=Severity.INFO,
-        title="fp32 training without TF32",
-        why="PyTorch keeps TF32 off for matmuls. On Ampere and newer one line makes them several times faster.",
-        bad="loss.backward()   # fp32, nothing set",
-        good="torch.set_float32_matmul_precision('high')",
-        threads=("pytorch/pytorch#153195", "keras-team/keras#22905"),
-    ),
 )

@@ -158,15 +158,6 @@ SCALER_RULES = (
         good="scaler = GradScaler('cuda')\nfor epoch in range(epochs):\n    for batch in loader: ...",
     ),
     Rule(
-        name="scaler-call-order",
-        severity=Severity.ERROR,
-        title="the scaler's calls are out of order",
-        why="unscale_ and clipping work on gradients, the step uses them up: after it they change nothing, or leave "
-        "the next step with gradients that are unscaled twice. update() before step() raises.",
-        bad="scaler.step(optimizer)\nscaler.unscale_(optimizer)\nclip_grad_norm_(params, 1.0)\nscaler.update()",
-        good="scaler.unscale_(optimizer)\nclip_grad_norm_(params, 1.0)\nscaler.step(optimizer)\nscaler.update()",
-    ),
-    Rule(
         name="scaler-undefined",
         severity=Severity.ERROR,
         title="the scaler exists on one path only",
