@@ -47,7 +47,8 @@ def find(amp: Amp) -> Iterator[Finding]:
 
 def gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """`engine.step()` at the window's end: DeepSpeed counts micro-batches in step() itself."""
-    for step in trace.calls("step"):
+    engines = {e.receiver for e in trace.calls("backward")}  # not its optimizer or scheduler, which step too
+    for step in (e for e in trace.calls("step") if e.receiver in engines):
         makers = [amp.script.name_of(v.func) for v in amp.script.values(step.receiver) if isinstance(v, ast.Call)]
         gates = [text for text, holds in step.conditions if holds and text in trace.windows]
         if (
