@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
 import pickle
 import socket
@@ -14,12 +16,17 @@ from typing import Any
 from warm_processes import FORKED, nothing_waits_for_the_disk
 
 LIMIT_S = 120.0
+FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below those that the system gives to whoever connects
+_next_port = itertools.count(os.getpid() * 97)
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """One that nobody takes before it is used: neither the system for a connection nor another worker for its own."""
+    while True:
+        port = FIRST_PORT + next(_next_port) % NUM_PORTS
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def together(
