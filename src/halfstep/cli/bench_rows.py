@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from halfstep.cli.bench_request import Files
 from halfstep.disk import cache_directory
 from halfstep.hardware.cache import measured_once
 from halfstep.hardware.measure import measure
+from halfstep.report.bench_progress import RowsLeft
 from halfstep.report.bench_view import title
 from halfstep.report.evaluation_view import result_console
 from halfstep.report.explain_view import Explanation, draw_explanations, explain_view
@@ -54,17 +54,12 @@ def measured(hardware: Hardware, problem: Problem, request: Request, baseline: P
 
 
 def telling(asked: Sequence[Runner | Row], console: Console, status: Status, *, repeats_first: bool = False) -> Tell:
-    """Says which row of how many is measured: in a terminal's status line, a line per row elsewhere."""
-    total = sum(not isinstance(row, Row) for row in asked) + repeats_first
-    place = itertools.count(1)
-
-    def tell(row: str) -> None:
-        text = Text(f"measuring {row} (row {next(place)} of {total})")
-        status.update(text)
-        if not console.is_terminal:  # where a status is not shown
-            console.print(text, soft_wrap=True)
-
-    return tell
+    """Says which row of how many is measured and how long the rest takes; rows of a kind take alike, whatever their
+    precision."""
+    kinds = [f"{row.name} {row.variant}" for row in asked if not isinstance(row, Row)]
+    left = RowsLeft(kinds, console, repeats_first=repeats_first)
+    status.update(left)
+    return left.begin
 
 
 @contextlib.contextmanager
