@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import pty
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 FORKED = multiprocessing.get_context("forkserver")
+# Made now: where a test has moved temporary files to a folder of its own, a socket's path would be too long.
+multiprocessing.util.get_temp_dir()
 # The optimizers' first call would import the compiler, which takes longer than all the rest.
 FORKED.set_forkserver_preload(["torch._dynamo", "halfstep.cli.train", "halfstep.run.train"])
 
