@@ -19,9 +19,12 @@ from halfstep.kernels.fast_forms import decided, has_half_autocast, has_triton
 def fits(x: Tensor, norm: nn.Module) -> bool:
     """Whether this map may be normalised here: asked for (`forced`), where its layer is plain."""
     is_asked = decided("group_norm", otherwise=False) and not torch.compiler.is_compiling() and has_triton()
-    is_plain = type(norm) is nn.GroupNorm and norm.affine and not (norm._forward_hooks or norm._forward_pre_hooks)
     is_map = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.dtype != torch.float64
-    return is_asked and is_plain and is_map and (not x.is_cuda or has_half_autocast(x))
+    return is_asked and is_plain_norm(norm) and is_map and (not x.is_cuda or has_half_autocast(x))
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    return type(norm) is nn.GroupNorm and norm.affine and not (norm._forward_hooks or norm._forward_pre_hooks)
 
 
 def group_norm_silu(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> Tensor:
@@ -50,10 +53,9 @@ class _GroupNormSilu(torch.autograd.Function):
 
 def convolved(norm: nn.GroupNorm, layer: nn.Conv2d, x: Tensor, *between: Tensor | None) -> Tensor:
     """The layer's output, without its bias, of `group_norm_silu`, which is not kept: backward writes it once more."""
-    dtype = torch.get_autocast_dtype(x.device.type) if has_half_autocast(x) else x.dtype
     form = (layer.stride, layer.padding, layer.dilation, layer.groups)
     given = _given(norm, x, *between)
-    return _NormalisedConvolution.apply(layer.weight.to(dtype), form, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _NormalisedConvolution.apply(layer.weight.to(_format(x)), form, *given)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _NormalisedConvolution(torch.autograd.Function):
@@ -88,9 +90,12 @@ def _normalised(x: Tensor, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Te
 
     added, scale, shift, groups, eps = more
     added, scale, shift = (None if one is None else one.contiguous() for one in (added, scale, shift))
-    dtype = torch.get_autocast_dtype(x.device.type) if has_half_autocast(x) else x.dtype
-    y = torch.empty_like(x, dtype=dtype)
+    y = torch.empty_like(x, dtype=_format(x))
     return y, group_norm_triton.normalised_silu(x, weight, bias, added, scale, shift, y, groups, eps)
+
+
+def _format(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if has_half_autocast(x) else x.dtype
 
 
 def _kept(ctx: Any, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
@@ -127,8 +132,9 @@ class _AddBranch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, branch: Tensor, bias: Tensor) -> Tensor:
         from halfstep.kernels import group_norm_triton
 
+        x, branch = (one.contiguous(memory_format=torch.channels_last) for one in (x, branch))
         y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
-        group_norm_triton.add_branch(x, branch.contiguous(memory_format=torch.channels_last), bias, y)
+        group_norm_triton.add_branch(x, branch, bias, y)
         ctx.dtypes = x.dtype, branch.dtype, bias.dtype
         return y
 

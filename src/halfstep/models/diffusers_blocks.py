@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.kernels.group_norm import add_branch, convolved, fits, group_norm_silu
+from halfstep.kernels.group_norm import add_branch, convolved, fits, group_norm_silu, is_plain_norm
 from halfstep.models.diffusers_nets import Net
 
 
@@ -40,10 +40,7 @@ def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
     told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
     knows = told and isinstance(block.nonlinearity, nn.SiLU)
     convolves = is_plain_convolution(block.conv1) and is_plain_convolution(block.conv2)
-    drops = block.training and block.dropout.p > 0
-    return (
-        knows and convolves and not drops and not resizes and fits(x, block.norm1) and type(block.norm2) is nn.GroupNorm
-    )
+    return knows and convolves and not resizes and fits(x, block.norm1) and is_plain_norm(block.norm2)
 
 
 def residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
@@ -67,9 +64,9 @@ def residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
 
 
 def is_plain_convolution(layer: nn.Module) -> bool:
-    return (
-        type(layer) is nn.Conv2d and layer.bias is not None and not (layer._forward_hooks or layer._forward_pre_hooks)
-    )
+    if type(layer) is not nn.Conv2d or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    return layer.bias is not None and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 WIDEST_HEAD = 256
