@@ -259,9 +259,9 @@ def test_no_kind_is_bound_by_memory_and_arithmetic_at_once() -> None:
 
 
 def own_kernels() -> list[str]:
-    """Names of kernels that are launched, as `name[grid](...)`, in our Triton and Gluon files."""
+    """Names of kernels that are launched, as `name[grid](...)`, in our Triton files."""
     source = Path(halfstep.__file__).parent
-    files = [*source.rglob("*_triton.py"), *source.rglob("*_gluon.py")]
+    files = [*source.rglob("*_triton.py")]
     calls = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     launched = [
         call.func.value for call in calls if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)

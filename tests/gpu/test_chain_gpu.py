@@ -21,7 +21,7 @@ def parts(channels: int, out_channels: int) -> tuple[nn.BatchNorm2d, nn.Conv2d]:
 
 
 def link(y: Tensor, norm: nn.BatchNorm2d, conv: nn.Conv2d, *, keep: bool = True) -> Tensor:
-    result, _ = NormReluConv.apply(y, norm.weight, norm.bias, conv.weight, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
+    result = NormReluConv.apply(y, norm.weight, norm.bias, conv.weight, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
     assert isinstance(result, Tensor)
     return result
 

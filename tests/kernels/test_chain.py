@@ -37,7 +37,7 @@ class Layers(nn.Module):
     def chained(self, y: Tensor, *, keep: bool = True) -> Tensor:
         stride, padding = self.conv.stride[0], int(self.conv.padding[0])
         weights = self.norm.weight, self.norm.bias, self.conv.weight
-        result, _ = NormReluConv.apply(y, *weights, self.norm, stride, padding, keep)  # type: ignore[no-untyped-call]
+        result = NormReluConv.apply(y, *weights, self.norm, stride, padding, keep)  # type: ignore[no-untyped-call]
         assert isinstance(result, Tensor)
         return result
 

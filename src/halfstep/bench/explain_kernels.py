@@ -71,8 +71,7 @@ _AROUND = r"(?:convolution_backward|convolution|_unsafe_view|view|permute|transp
 _COPY = r"direct_copy_kernel_cuda"
 
 OWN_RULES: tuple[tuple[Kind, str], ...] = (
-    (Kind.CONV_FORWARD, r"^_convolve$|^row_forward_kernel$"),
-    (Kind.CONV_INPUT_GRADIENT, r"^row_gradient_kernel$"),
+    (Kind.CONV_FORWARD, r"^_convolve$"),
     (Kind.CONV_WEIGHT_GRADIENT, r"^_weight_gradient$"),
     (Kind.MATMUL, r"^(?:doubled|halved|weight_parts)_kernel$"),
     (Kind.ATTENTION, r"^_attention\w*$"),

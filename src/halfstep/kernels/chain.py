@@ -19,13 +19,11 @@ from torch.autograd.function import once_differentiable
 from halfstep.kernels.normalise import (
     GradientSums,
     Norm,
-    finished_sums,
     gradient_of_raw,
     gradient_sums,
     normalisation,
     normalised,
 )
-from halfstep.kernels.row_convolution import convolved_rows, row_convolution_fits, row_gradient
 
 
 def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
@@ -33,14 +31,6 @@ def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
     w = weights_for(z, w)
     y: Tensor = torch.ops.aten.convolution(z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
     return y.contiguous(memory_format=torch.channels_last)
-
-
-def convolved_and_summed(z: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor | None]:
-    """The same, with parts of the result's statistics where a kernel has them at hand."""
-    w = weights_for(z, w)
-    if row_convolution_fits(z, w, stride, padding):
-        return convolved_rows(z, w)
-    return convolved(z, w, stride, padding), None
 
 
 def weights_for(z: Tensor, w: Tensor) -> Tensor:
@@ -70,13 +60,9 @@ def convolution_gradients_and_sums(
     side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants_w: bool, y: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor | None, GradientSums]:
     """`convolution_gradients` of z = relu(y·scale + offset), and the sums that y's own gradient needs."""
-    w, dy, parts = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last), None
-    if row_convolution_fits(dy, w, stride, padding):
-        dz, parts = row_gradient(dy, w, y, norm)
-    else:
-        dz = _input_gradient(dy, z, w, stride, padding)
-    dw = _weight_gradient_aside(side, dy, z, w, stride, padding) if wants_w else None
-    return dz, dw, gradient_sums(dz, y, norm) if parts is None else finished_sums(parts, norm)
+    dz, dw = convolution_gradients(side, dy, z, w, stride, padding, (True, wants_w))
+    assert dz is not None
+    return dz, dw, gradient_sums(dz, y, norm)
 
 
 def _input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
@@ -102,16 +88,8 @@ def _library_gradients(
     return found
 
 
-def hand_out(ctx: Any, parts: Tensor | None) -> None:
-    """Parts of statistics beside a result: no gradient is asked of them, and none is made up."""
-    if parts is not None:
-        ctx.mark_non_differentiable(parts)
-    ctx.set_materialize_grads(False)
-
-
 class NormReluConv(torch.autograd.Function):
-    """A raw map y, BatchNorm's weight and bias, the convolution's weight to the next raw map, and parts of that one's
-    statistics, or None.
+    """A raw map y, BatchNorm's weight and bias, the convolution's weight to the next raw map.
 
     `norm` holds that weight and bias too, and its running statistics are updated. `keep`: whether the normalised map
     stays in memory for backward, or is computed there again.
@@ -128,14 +106,12 @@ class NormReluConv(torch.autograd.Function):
         stride: int,
         padding: int,
         keep: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         how, w = normalisation(y, norm), weights_for(y, w_conv)
         z = normalised(y, how)
         ctx.save_for_backward(y, w, z if keep else None, *how)
         ctx.stride, ctx.padding = stride, padding
-        result, parts = convolved_and_summed(z, w, stride, padding)
-        hand_out(ctx, parts)
-        return result, parts
+        return convolved(z, w, stride, padding)
 
     @staticmethod
     @once_differentiable

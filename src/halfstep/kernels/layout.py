@@ -24,7 +24,3 @@ def row_stride(x: Tensor) -> int:
     is_rows = all(size == 1 or have == want for size, have, want in zip(x.shape, x.stride(), dense, strict=True))
     assert is_rows, f"not rows of channels: shape {tuple(x.shape)}, strides {x.stride()}"
     return stride
-
-
-CHANNELS, PIXELS = 64, 128  # of a tile of the row convolution: host and kernel share them
-"""Of a tile: 128 bytes of channels, the widest that are swizzled, and the fewest rows of two warpgroups' matrices."""

@@ -33,21 +33,14 @@ class GradientSums(NamedTuple):
     weight: Tensor  # inverse·Σ g·(y - mean), the gradient of the weight
 
 
-def normalisation(y: Tensor, norm: nn.BatchNorm2d, parts: Tensor | None = None) -> Norm:
-    """By the statistics of this batch; the running ones are updated.
-
-    `parts`: of these statistics, [parts, 4, channels], as a convolution that wrote y may have left them.
-    """
+def normalisation(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
+    """By the statistics of this batch; the running ones are updated."""
     from halfstep.kernels import normalise_triton as kernels
 
     if y.numel() == y.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
     result = torch.empty(4, y.shape[1], dtype=torch.float32, device=y.device)
-    if parts is None:
-        kernels.finish_statistics(kernels.statistics(y), y, norm, result)
-    else:
-        assert parts.shape[1:] == (4, y.shape[1]), f"parts {tuple(parts.shape)} are not of a map {tuple(y.shape)}"
-        kernels.finish_merged(parts, y.numel() // y.shape[1], norm, result)
+    kernels.finish_statistics(kernels.statistics(y), y, norm, result)
     return Norm(*result)
 
 

@@ -109,69 +109,15 @@ def _finish_statistics(
     num_parts, num_rows, num_channels, eps, momentum,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """From parts of Σ d and Σ d², d = y - shift: what `_publish` says."""
+    """norm = mean, inverse, scale, offset, from parts of Σ d and Σ d², d = y - shift; running statistics move on, and
+    one batch more is counted."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = columns < num_channels
     count = tl.cast(num_rows, tl.float32)
     first = _total(partials, 0, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
     second = _total(partials, 1, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
     mean = tl.load(shift + columns, is_channel, 0.0).to(tl.float32) + first
-    _publish(
-        mean, second - first * first, weight, bias, norm, running_mean, running_var, num_batches_tracked,
-        columns, count, num_channels, eps, momentum,
-    )  # fmt: skip
-
-
-@triton.jit
-def _finish_merged(
-    partials, weight, bias, norm, running_mean, running_var, num_batches_tracked,
-    num_parts, num_rows, num_channels, eps, momentum,
-    PARTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """From parts of Σ d and Σ d², d = y - a shift of the part's own, then that shift and the part's count.
-
-    The mean is found first, relative to the first part's shift. Then Σ (y - mean)² of a part is
-    Σ d² - 2·Σ d·(mean - shift) + count·(mean - shift)², and little cancels: its shift is near its mean.
-    """
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    is_channel = columns < num_channels
-    count = tl.cast(num_rows, tl.float32)
-    common = tl.load(partials + 2 * num_channels + columns, is_channel, 0.0)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, num_parts, PARTS):
-        first, second, shift, size = _merged_part(partials, start, columns, num_parts, num_channels, PARTS)
-        total += tl.sum(first + (shift - common[None, :]) * size, 0)
-    mean = common + total / count
-    squares = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, num_parts, PARTS):
-        first, second, shift, size = _merged_part(partials, start, columns, num_parts, num_channels, PARTS)
-        away = mean[None, :] - shift
-        squares += tl.sum(second - 2 * first * away + size * away * away, 0)
-    _publish(
-        mean, squares / count, weight, bias, norm, running_mean, running_var, num_batches_tracked,
-        columns, count, num_channels, eps, momentum,
-    )  # fmt: skip
-
-
-@triton.jit
-def _merged_part(partials, start, columns, num_parts, num_channels, PARTS: tl.constexpr):
-    """Σ d, Σ d², shift and count of some parts; zeros beyond the last."""
-    part = (start + tl.arange(0, PARTS))[:, None]
-    inside = (part < num_parts) & (columns < num_channels)[None, :]
-    values = partials + part * 4 * num_channels + columns[None, :]
-    first = tl.load(values, inside, 0.0)
-    second = tl.load(values + num_channels, inside, 0.0)
-    shift = tl.load(values + 2 * num_channels, inside, 0.0)
-    return first, second, shift, tl.load(values + 3 * num_channels, inside, 0.0)
-
-
-@triton.jit
-def _publish(
-    mean, variance, weight, bias, norm, running_mean, running_var, num_batches_tracked,
-    columns, count, num_channels, eps, momentum,
-):  # fmt: skip
-    """norm = mean, inverse, scale, offset; the running statistics move on, and one batch more is counted."""
-    is_channel = columns < num_channels
+    variance = second - first * first
     variance = tl.where(variance < 0, 0.0, variance)  # `maximum` would turn NaN into 0
     inverse = 1.0 / tl.sqrt(variance + eps)
     scale = tl.load(weight + columns, is_channel, 0.0) * inverse
@@ -293,17 +239,6 @@ def finish_statistics(partials: Tensor, y: Tensor, norm: torch.nn.BatchNorm2d, r
     _finish_statistics[grid](
         partials, y, norm.weight, norm.bias, result, norm.running_mean, norm.running_var, norm.num_batches_tracked,
         num_parts, y.numel() // num_channels, num_channels, norm.eps, norm.momentum, **blocks,
-    )  # fmt: skip
-
-
-def finish_merged(partials: Tensor, num_rows: int, norm: torch.nn.BatchNorm2d, result: Tensor) -> None:
-    """As `finish_statistics`, from parts [parts, 4, channels] with a shift and a count of their own."""
-    num_parts, _, num_channels = partials.shape
-    blocks = _finish_blocks(num_parts, num_channels)
-    grid = (triton.cdiv(num_channels, blocks["COLUMNS"]),)
-    _finish_merged[grid](
-        partials, norm.weight, norm.bias, result, norm.running_mean, norm.running_var, norm.num_batches_tracked,
-        num_parts, num_rows, num_channels, norm.eps, norm.momentum, **blocks,
     )  # fmt: skip
 
 

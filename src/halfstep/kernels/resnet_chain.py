@@ -65,8 +65,7 @@ def resnet_map(image: Tensor, stem: Layer, blocks: Sequence[Block], *, is_pooled
         y, *projected = raws
         for (_, norm), (convolution, _) in pairwise(block.layers):
             w, stride = weights[convolution], convolution.stride[0]
-            # Statistics come with y for maps of 109 pixels and more alone, twice as wide as pictures of 224 have them.
-            y, _ = NormReluConv.apply(  # type: ignore[no-untyped-call]
+            y = NormReluConv.apply(  # type: ignore[no-untyped-call]
                 y, norm.weight, norm.bias, w, norm, stride, w.shape[2] // 2, block.keep
             )
         shortcut_norm = None if block.projection is None else block.projection[1]

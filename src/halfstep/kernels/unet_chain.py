@@ -19,8 +19,6 @@ from halfstep.kernels.chain import (
     convolution_gradients,
     convolution_gradients_and_sums,
     convolved,
-    convolved_and_summed,
-    hand_out,
     weights_for,
 )
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
@@ -33,8 +31,7 @@ MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
 
 class StemNormReluConv(torch.autograd.Function):
     """An image without gradient, the first convolution's weight, BatchNorm's weight and bias, the second convolution's
-    weight to its raw map and parts of that one's statistics, or None. The first raw map's gradient is used where it is
-    computed, and never written.
+    weight to its raw map. The first raw map's gradient is used where it is computed, and never written.
 
     `keep`: whether the first raw map and the normalised one stay in memory.
     """
@@ -50,16 +47,14 @@ class StemNormReluConv(torch.autograd.Function):
         norm: nn.BatchNorm2d,
         dtype: torch.dtype,
         keep: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         padded = padded_image(image, w_stem.shape[2], 1, w_stem.shape[2] // 2, dtype)
         y = convolved_image(padded, w_stem)
         how, w = normalisation(y, norm), weights_for(y, w_conv)
         z = normalised(y, how)
         ctx.save_for_backward(padded.values, w_stem, w, y if keep else None, z if keep else None, *how)
         ctx.channels, ctx.windows = padded.channels, padded.windows
-        result, parts = convolved_and_summed(z, w, 1, 1)
-        hand_out(ctx, parts)
-        return result, parts
+        return convolved(z, w, 1, 1)
 
     @staticmethod
     @once_differentiable

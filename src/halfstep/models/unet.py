@@ -252,44 +252,43 @@ def chained_logits(
     cast = cast_together([convolution.weight for convolution in convolutions], compute_dtype(image))
     weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
     level, skips = downs[0], []
-    y, parts = first_raw_map(image, level, weights, keep=keep)
+    y = first_raw_map(image, level, weights, keep=keep)
     for below in downs[1:]:
-        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
+        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
         affine = (norm.weight, norm.bias)
         u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
         skips.append((promise, y.detach(), how))
-        level, (y, parts) = below, second_raw_map(u, below, weights, keep=keep)
+        level, y = below, second_raw_map(u, below, weights, keep=keep)
     for up, above in ups:
-        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
+        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)
         u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
         # Memory is highest in the last concatenation's backward. What is let go of before may stay until then.
-        level, (y, parts) = above, second_raw_map(u, above, weights, keep=keep or not skips)
-    norm, how = level.last_norm, normalisation(y.detach(), level.last_norm, parts)
+        level, y = above, second_raw_map(u, above, weights, keep=keep or not skips)
+    norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
     logits: Tensor = Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
     return logits
 
 
 Weights = Mapping[nn.Conv2d, Tensor]  # of convolutions, in the format they compute in
-RawMap = tuple[Tensor, Tensor | None]  # and parts of its statistics, where the convolution has summed them
 
 
-def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> RawMap:
+def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
     convolution, norm, next_convolution, _ = level
     if not stem_fits(image, convolution.weight, 1, 1):
         u: Tensor = convolution(image)
         return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
     parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
-    found: RawMap = StemNormReluConv.apply(  # type: ignore[no-untyped-call]
+    found: Tensor = StemNormReluConv.apply(  # type: ignore[no-untyped-call]
         image, *parameters, norm, compute_dtype(image), keep
     )
     return found
 
 
-def second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> RawMap:
+def second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
     _, norm, convolution, _ = level
     parameters = (norm.weight, norm.bias, weights[convolution])
-    found: RawMap = NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
+    found: Tensor = NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
     return found
 
 
