@@ -127,7 +127,7 @@ def test_statistics_stay_exact_however_far_the_mean_is(ratio: int) -> None:
     y = random_map(4, 16, 8, 8) + ratio
     norm, exact = normalisation(y, nn.BatchNorm2d(16, eps=0.0)), y.double()
     torch.testing.assert_close(norm.mean.double(), exact.mean((0, 2, 3)), rtol=2**-22, atol=2**-20)
-    # kernels.batch_norm states 2⁻²³ (1 + r²) for the variance; r up to 4, 8 for the summation.
+    # kernels.normalise states 2⁻²³ (1 + r²) for the variance; r up to 4, 8 for the summation.
     torch.testing.assert_close(norm.inverse.double() ** -2, exact.var((0, 2, 3), correction=0), rtol=1.6e-5, atol=0)
 
 

@@ -82,8 +82,8 @@ def test_two_forwards_under_one_autocast_are_recomputed_although_its_cache_is_go
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize(("name", "fast_forms"), [("unet", False), ("unet", True), ("vit", False)])
-def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str, fast_forms: bool) -> None:
+@pytest.mark.parametrize("name", ["unet", "vit"])
+def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     plain = MODELS[name]()
@@ -91,7 +91,7 @@ def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str, f
     set_recompute(model, "pointwise")
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
     state, gradients = step(plain, plain)
-    with forced(fast_forms):
+    with forced(False):
         other_state, other_gradients = step(compiled, model)
     for key, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[key], gradient, rtol=1e-4, atol=1e-6)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-Form = Literal["few_channels", "batch_norm", "max_pool", "patches", "class_token", "upsampling", "chain", "group_norm"]
+Form = Literal["patches", "class_token", "chain", "group_norm"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 LEAST_SHARED_MEMORY = 160 * 1024  # bytes per block

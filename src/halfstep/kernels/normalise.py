@@ -4,8 +4,14 @@
     dy = scale·(g - Σg/n - (y - mean)·inverse²·Σg(y - mean)/n), g = dz where z > 0
 
 Statistics need one pass over y and z one more; of the gradient the sums need a pass over dz and y, dy a second. The
-variance comes from two sums shifted by the channel's first value; `kernels.batch_norm` says why, and how exact that is.
-Maps are channels_last; vectors of channels and all sums are fp32.
+variance comes from two plain sums, which read memory faster than Welford's update:
+
+    s1 = Σ (y - shift), s2 = Σ (y - shift)²; mean = shift + s1/n; variance = s2/n - (s1/n)²
+
+With shift 0 the difference cancels where |mean| ≫ deviation. So the shift is one value of the channel, which is as near
+to the mean as a value is: the relative error of the variance is about 2⁻²³ (1 + r²) times the summation's own, with
+r = |shift - mean| / deviation, seldom above 3 however large the mean is. A NaN or infinity anywhere in a channel makes
+its variance NaN, as with Welford. Maps are channels_last; vectors of channels and all sums are fp32.
 """
 
 from __future__ import annotations

@@ -1,23 +1,15 @@
-"""torch's layers, to be built, saved and hooked as such, that compute in a fast form where one is wanted and fits.
+"""torch's layers, to be built, saved and hooked as such, that chains of our kernels know by their class.
 
-A fast form knows a layer by its class. `is_as_built` tells whether somebody has since set what the class does not say,
-such as another stride or BatchNorm's momentum: then torch's own code runs.
+`is_as_built` tells whether somebody has since set what the class does not say, such as another stride or BatchNorm's
+momentum: then torch's own code runs.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from halfstep.kernels.batch_norm import batch_norm_training
-from halfstep.kernels.convolution import (
-    doubling_conv_transpose2d,
-    folded_conv2d,
-    is_foldable,
-    patches_conv2d,
-)
 from halfstep.kernels.fast_forms import wanted
-from halfstep.kernels.layout import has_channels_last
-from halfstep.kernels.max_pool import max_pool_stride2
+from halfstep.kernels.patches import patches_conv2d
 
 
 class CentredConv2d(nn.Conv2d):
@@ -25,11 +17,6 @@ class CentredConv2d(nn.Conv2d):
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> None:
         super().__init__(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if wanted("few_channels", input) and is_foldable(input, self.stride[0]) and self.is_as_built():
-            return folded_conv2d(input, self.weight)
-        return super().forward(input)
 
     def is_as_built(self) -> bool:
         """With any odd square kernel and stride."""
@@ -62,11 +49,6 @@ class DoublingConvTranspose2d(nn.ConvTranspose2d):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=2, stride=2)
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        if wanted("upsampling", input) and has_channels_last(input) and output_size is None and self.is_as_built():
-            return doubling_conv_transpose2d(input, self.weight, self.bias)
-        return super().forward(input, output_size)
-
     def is_as_built(self) -> bool:
         is_tiling = self.kernel_size == self.stride == (2, 2)
         is_whole = self.padding == self.output_padding == (0, 0) and self.dilation == (1, 1)
@@ -78,12 +60,6 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
-
-    def forward(self, input: Tensor) -> Tensor:
-        has_spread = input.numel() > input.shape[1]  # one value a channel is torch's error to raise
-        if self.training and has_spread and wanted("batch_norm", input) and self.is_as_built():
-            return batch_norm_training(input, self)
-        return super().forward(input)
 
     def is_as_built(self) -> bool:
         """With any momentum that is a number: torch's own `update_bn` takes it away for a while."""
@@ -97,12 +73,6 @@ class HalvingMaxPool2d(nn.MaxPool2d):
     def __init__(self, kernel_size: int) -> None:
         super().__init__(kernel_size, stride=2, padding=(kernel_size - 1) // 2)
         self.kernel = kernel_size
-
-    def forward(self, input: Tensor) -> Tensor:
-        if wanted("max_pool", input) and has_channels_last(input) and self.is_as_built():
-            return max_pool_stride2(input, self.kernel)
-        pooled: Tensor = super().forward(input)
-        return pooled
 
     def is_as_built(self) -> bool:
         has_kernel = self.kernel_size == self.kernel and self.padding == (self.kernel - 1) // 2
