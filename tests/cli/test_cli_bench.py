@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from halfstep.bench import bench as bench_module
 from halfstep.bench.row import Row
@@ -20,26 +19,9 @@ from halfstep.precision.decide import decide
 
 TINY = ("unet", "data.image_size=16", "model.base_channels=2", "model.depth=1", "--batch-size", "2", "--steps", "10")
 FP32 = (*TINY, "--precisions", "fp32", "--modes", "eager", "--device", "cpu")
-BOTH = (*TINY, "--precisions", "fp32,tf32", "--modes", "eager", "--device", "cpu")
 
 
 pytestmark = pytest.mark.usefixtures("known_rates")
-
-
-@pytest.fixture(scope="module")
-def stored(known_rates: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `--save` wrote of an fp32 and a simulated tf32 row."""
-    file = tmp_path_factory.mktemp("stored") / "before.json"
-    assert exit_code(*BOTH, "--save", str(file)) == 0
-    return json.loads(file.read_text())
-
-
-@pytest.fixture
-def saved(stored: dict[str, Any], tmp_path: Path) -> Path:
-    """A copy of it, with the fp32 row alone."""
-    file = tmp_path / "before.json"
-    file.write_text(json.dumps(stored | {"rows": stored["rows"][:1]}))
-    return file
 
 
 def exit_code(*words: str) -> int:
@@ -90,23 +72,6 @@ def test_what_is_no_ordinary_file_is_never_replaced(
     assert pipe.is_fifo()
 
 
-def test_a_baseline_is_not_saved_over(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = saved.read_text()
-    assert exit_code(*FP32, "--baseline", str(saved), "--save", str(saved), "--force") == 2
-    assert "would overwrite the baseline" in capsys.readouterr().err
-    assert saved.read_text() == before
-
-
-def test_another_number_of_threads_is_another_problem(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        assert exit_code(*FP32, "--baseline", str(saved)) == 2
-    finally:
-        torch.set_num_threads(before)
-    assert f"threads was {before}, is {before + 1}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("turn", "measured"), [(1, 1), (3, 3)], ids=["second row", "first row again"])
 def test_ctrl_c_keeps_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, turn: int, measured: int
@@ -144,21 +109,6 @@ def test_ctrl_c_before_the_first_row_is_measured_writes_nothing(
 def test_a_row_that_compiles_nothing_says_that_it_has_no_cold_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*FP32, "--cold-start") == 0
     assert "halfstep eager fp32: it compiles nothing" in capsys.readouterr().out
-
-
-def test_a_broken_baseline_ends_with_two_before_anything_is_measured(
-    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = json.loads(saved.read_text())
-    before["rows"][0]["window_ms"] = "abc"
-    saved.write_text(json.dumps(before))
-
-    def measured(*_: object) -> Row:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(bench_module, "measured", measured)
-    assert exit_code(*FP32, "--baseline", str(saved)) == 2
-    assert 'why: rows.0.window_ms is "abc"' in capsys.readouterr().err
 
 
 def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
@@ -206,67 +156,6 @@ def test_json_alone_is_on_standard_output_and_files_are_written(
     assert "exists already" in capsys.readouterr().err
 
 
-def test_a_baseline_that_was_faster_ends_with_one_and_an_equal_one_with_zero(
-    capsys: pytest.CaptureFixture[str], saved: Path
-) -> None:
-    before = json.loads(saved.read_text())
-    for factor, expected in ((1e-3, 1), (1e3, 0)):
-        changed = json.loads(json.dumps(before))
-        for row in (changed["rows"][0], changed["repeated"]):
-            row["window_ms"] = [factor * ms for ms in row["window_ms"]]
-        saved.write_text(json.dumps(changed))
-        assert exit_code(*FP32, "--baseline", str(saved)) == expected
-        said = capsys.readouterr()
-        assert ("regression: halfstep eager fp32 is slower" in said.err) == (expected == 1)
-        assert ("1 of 1 row of the baseline compared: none is slower" in said.out) == (expected == 0)
-
-
-def test_what_a_baseline_shows_as_slower_within_the_drift_is_warned_of(
-    capsys: pytest.CaptureFixture[str], saved: Path
-) -> None:
-    before = json.loads(saved.read_text())
-    before["rows"][0]["window_ms"] = [1e-3 * ms for ms in before["rows"][0]["window_ms"]]
-    before["repeated"]["window_ms"] = [1e3 * ms for ms in before["repeated"]["window_ms"]]
-    saved.write_text(json.dumps(before))
-    assert exit_code(*FP32, "--baseline", str(saved)) == 0
-    said = capsys.readouterr().out
-    assert "warning: halfstep eager fp32 is slower" in said
-    assert "no regression: the machine drifted by" in said
-    assert "compared: none is slower by more than the drift of" in said
-
-
-def test_a_baselines_simulated_rows_are_named_and_not_compared(
-    capsys: pytest.CaptureFixture[str], saved: Path, stored: dict[str, Any]
-) -> None:
-    before = json.loads(json.dumps(stored))
-    for row, factor in zip(before["rows"], (1e3, 1e-3), strict=True):
-        row["window_ms"] = [factor * ms for ms in row["window_ms"]]
-    saved.write_text(json.dumps(before))
-    assert exit_code(*BOTH, "--baseline", str(saved)) == 0
-    said = capsys.readouterr().out
-    assert "1 of 1 row of the baseline compared" in said
-    assert "not compared: halfstep eager tf32: simulated" in said
-
-
-def test_another_problems_baseline_is_refused_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], saved: Path
-) -> None:
-    larger = [word.replace("base_channels=2", "base_channels=4") for word in FP32]
-    assert exit_code(*larger, "--baseline", str(saved)) == 2
-    assert "parameters was" in capsys.readouterr().err
-
-
-def test_a_baseline_without_any_of_the_rows_is_refused_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    after = tmp_path / "after.json"
-    monkeypatch.setattr("halfstep.cli.bench_rows.bench", None)  # whoever calls it fails otherwise than asked for
-    words = (*TINY, "--precisions", "fp32,tf32", "--modes", "auto", "--device", "cpu", "--baseline", str(saved))
-    assert exit_code(*words, "--save", str(after)) == 2
-    assert "the baseline has none of these rows: halfstep auto fp32\n" in capsys.readouterr().err
-    assert not after.exists()
-
-
 def test_a_bench_is_saved_whatever_becomes_of_showing_it_where_its_link_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,20 +167,6 @@ def test_a_bench_is_saved_whatever_becomes_of_showing_it_where_its_link_leads(
         main(["bench", *FP32, "--save", str(link), "--force"])
     assert link.is_symlink()
     assert json.loads(target.read_text())["rows"]
-
-
-def test_a_baseline_of_other_settings_is_refused_and_one_that_does_not_tell_them_is_warned_of(
-    capsys: pytest.CaptureFixture[str], saved: Path
-) -> None:
-    assert exit_code(*FP32, "optimizer.lr=1e-1", "train.channels_last=false", "--baseline", str(saved)) == 2
-    said = capsys.readouterr().err
-    assert "why: optimizer.lr was 0.0001, is 0.1; train.channels_last was auto, is False" in said
-    before = json.loads(saved.read_text())
-    del before["problem"]["settings"]
-    before["rows"][0]["window_ms"] = [1e3 * ms for ms in before["rows"][0]["window_ms"]]
-    saved.write_text(json.dumps(before))
-    assert exit_code(*FP32, "--baseline", str(saved)) == 0
-    assert f"warning: {saved} does not tell its settings" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["lightning", "accelerate"])
@@ -326,14 +201,12 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("tiny_workload:build", "--steps", "10"), "halfstep bench cannot make data for tiny_workload:build"),
         (("unet", "--save", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
-        (("unet", "--baseline", "/nowhere.json"), "--baseline /nowhere.json is not a file of halfstep bench --save"),
-        (("unet", "--baseline", "/nowhere.json"), "why: it cannot be read: No such file or directory"),
         (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
         (("unet", "--picture", "speed"), "fix: speed.png"),
         (("unet", "train.fast=off"), "fix: --modes eager"),
         (("unet", "precision=bf16"), "fix: --precisions bf16"),
         (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, and peers train with false"),
-        (("unet", "--explain", "--baseline", "x.json"), "--explain"),
+        (("unet", "--explain", "--cold-start"), "--explain"),
     ],
 )
 def test_mistakes_are_clear_errors(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

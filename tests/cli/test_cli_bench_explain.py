@@ -113,14 +113,6 @@ def test_what_cannot_be_explained_exits_1_with_the_reason(capsys: pytest.Capture
     assert "needs CUDA" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("other", [["--baseline", "before.json"], ["--cold-start"]])
-def test_what_times_whole_steps_is_refused_beside_it(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*EXPLAIN, *other])
-    assert ended.value.code == 2
-    assert f"--explain takes a step apart, {other[0]}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("wrong", [["--steps", "0"], ["--modes", "auto"]])
 def test_what_cannot_be_explained_at_all_is_refused_before_anything_is_measured(
     wrong: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from halfstep.report.bench_view import counted, digits, draw_bench, show_bench, start
+from halfstep.report.bench_view import digits, draw_bench, show_bench, start
 
 NOTHING: dict[str, Any] = {
     "reason": "",
@@ -116,21 +116,6 @@ def test_only_columns_that_are_shown_are_explained() -> None:
     said = shown({**RECORD, "rows": [without]})
     assert "ms/step: median" in said
     assert not any(word in said for word in ("of floor", "loss", "tf32"))
-
-
-@pytest.mark.parametrize(("rows", "findings", "said"), [(1, ["a"], "1 row "), (2, ["a", "b"], "2 rows ")])
-def test_one_is_no_plural(rows: int, findings: list[str], said: str) -> None:
-    compared = {"compared_rows": ["halfstep eager fp32"], "baseline_rows": rows, "baseline_drift": 1.0}
-    found = shown({**RECORD, **compared, "regressions": findings})
-    assert f"1 of {said}of the baseline compared: {counted(len(findings), 'finding')}\n" in found
-
-
-def test_the_drift_stands_beside_a_verdict_that_it_made_milder() -> None:
-    compared = {"compared_rows": ["halfstep eager fp32"], "baseline_rows": 1, "baseline_drift": 1.31}
-    slower = "halfstep eager fp32 is slower: 12 ms a step against 10"
-    said = shown({**RECORD, **compared, "regressions": [], "within_drift": [slower]})
-    assert f"warning: {slower}; no regression: the machine drifted by 31.0% in these benches" in said
-    assert "1 of 1 row of the baseline compared: none is slower by more than the drift of 31.0% or larger" in said
 
 
 def test_a_column_that_nobody_fills_is_left_out() -> None:

@@ -216,11 +216,3 @@ def drift_warning(rows: Sequence[Row], repeated: Row | None) -> str:
     if abs(repeated.ms - first.ms) <= max(first.spread_ms + repeated.spread_ms, DRIFT_BOUND * first.ms):
         return ""
     return f"the machine drifted: {first.label} took {change:+.1%} when it was measured again at the end"
-
-
-def drift(rows: Sequence[Row], repeated: Row | None) -> float:
-    """How many times as long a step took at the bench's slower end, by the row measured again; 1 where none was."""
-    if repeated is None or not repeated.is_measured:
-        return 1.0
-    first = next((row for row in rows if row.label == repeated.label and row.is_measured), repeated)
-    return max(first.ms, repeated.ms) / min(first.ms, repeated.ms)

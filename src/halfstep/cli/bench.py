@@ -12,7 +12,6 @@ from halfstep.cli.options import MaybeWords, option
 
 WHAT, OUTPUT = "What is measured", "Output"
 PEER = "plain,lightning,accelerate: the same step elsewhere; plain:graphs names one variant."
-WORSE = "A file of --save; exit 1 where a row is now slower or takes more memory."
 
 
 def command(
@@ -37,7 +36,6 @@ def command(
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,
     picture: Annotated[Path | None, option("Draw a bar chart.", panel=OUTPUT)] = None,
     save: Annotated[Path | None, option("Write the result as JSON.", panel=OUTPUT)] = None,
-    baseline: Annotated[Path | None, option(WORSE, panel=OUTPUT)] = None,
     force: Annotated[bool, option("Overwrite files.", "--force", panel=OUTPUT)] = False,
 ) -> None:
     """How fast is a training step here, in which precision and mode, and against whom? No data are needed.
@@ -52,8 +50,6 @@ def command(
 
         halfstep bench unet --save before.json
 
-        halfstep bench unet --baseline before.json
-
         halfstep bench unet --explain
     """
     asked = Asked(
@@ -66,7 +62,7 @@ def command(
         cold_start=cold_start,
         explain=explain,
     )
-    files = Files(picture=picture, save=save, baseline=baseline, force=force)
+    files = Files(picture=picture, save=save, force=force)
     refuse_mistakes(asked, files)
     (run_explain if explain else run_bench)(asked, files, as_json=as_json)
 
@@ -91,11 +87,11 @@ def run_bench(asked: Asked, files: Files, *, as_json: bool) -> None:
     if folder := stated_folder(asked.words[0], asked.words[1:], asked.flags):
         said = f"data.dir={folder} is not read: one random batch of such a run's size is timed (--explain reads it)"
         typer.secho(said, fg="yellow", err=True)
-    deliver(measured(hardware, problem, request, files.baseline), files, as_json=as_json)
+    deliver(measured(hardware, problem, request), files, as_json=as_json)
 
 
 def deliver(found: dict[str, Any], files: Files, *, as_json: bool) -> None:
-    """Save, show and draw; exit 1 where something got worse or nothing could be measured, 130 after Ctrl-C."""
+    """Save, show and draw; exit 1 where nothing could be measured, 130 after Ctrl-C."""
     is_measured = any(row["window_ms"] for row in found["rows"])
     files = files if is_measured else files.without_outputs()
     try:
@@ -111,9 +107,7 @@ def deliver(found: dict[str, Any], files: Files, *, as_json: bool) -> None:
         draw_bench(found, files.picture)
     if found["stopped"]:
         raise typer.Exit(130)
-    for line in found["regressions"]:
-        typer.secho(f"regression: {line}", fg="red", err=True)
-    if found["regressions"] or not is_measured:
+    if not is_measured:
         raise typer.Exit(1)
 
 

@@ -64,11 +64,10 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """What is read and written beside the table."""
+    """What is written beside the table."""
 
     picture: Path | None
     save: Path | None
-    baseline: Path | None
     force: bool
 
     def without_outputs(self) -> Files:
@@ -79,27 +78,20 @@ class Files:
 
 
 def refuse_mistakes(asked: Asked, files: Files) -> None:
-    """Options that cannot be together, files that cannot be read or must not be written, sizes that cannot be."""
+    """Options that cannot be together, files that must not be written, sizes that cannot be."""
     from halfstep.bench.record import refuse_to_overwrite
 
-    if asked.explain and (files.baseline or asked.cold_start):
-        other = "--baseline" if files.baseline else "--cold-start"
-        raise ConfigError(f"--explain takes a step apart, {other} times whole ones", fix="leave one of them out")
+    if asked.explain and asked.cold_start:
+        raise ConfigError("--explain takes a step apart, --cold-start times whole ones", fix="leave one of them out")
     for name, why in AT_LEAST_ONE.items():
         value, option = asked.flags[name], f"--{name.replace('_', '-')}"
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{option} {value} is less than 1", why=why, fix=f"{option} 1 or more")
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
-    if files.save and files.baseline and files.save.resolve() == files.baseline.resolve():
-        raise ConfigError(f"--save {files.save} would overwrite the baseline", fix="another name for one of them")
     if files.picture:
         from halfstep.report.picture_file import refuse_unknown_format
 
         refuse_unknown_format(files.picture)
-    if files.baseline:
-        from halfstep.bench.record import read
-
-        read(files.baseline)
 
 
 def with_workload(words: Sequence[str]) -> list[str]:

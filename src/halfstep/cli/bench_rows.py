@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -16,8 +15,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from halfstep.bench.baseline import Comparison, Earlier, compare, earlier_rows, refuse_without_common_rows
-from halfstep.bench.bench import STOPPED, Benched, Request, Tell, bench, runners
+from halfstep.bench.bench import STOPPED, Request, Tell, bench, runners
 from halfstep.bench.explain_rows import NotExplained, explain_rows, on_own_data, refuse_peers, refuse_unexplainable
 from halfstep.bench.problem import step_flops
 from halfstep.bench.record import circumstances, command_line, results
@@ -37,20 +35,17 @@ if TYPE_CHECKING:
     from halfstep.hardware.facts import Hardware
 
 
-def measured(hardware: Hardware, problem: Problem, request: Request, baseline: Path | None) -> dict[str, Any]:
-    """The record, with what is worse than in the baseline."""
+def measured(hardware: Hardware, problem: Problem, request: Request) -> dict[str, Any]:
+    """The record."""
     with progress() as console, console.status("counting") as status:
         flops = step_flops(problem)
         about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))
         asked = list(runners(problem, request, hardware))
-        before = earlier_rows(baseline, about) if baseline else None
-        if before:
-            refuse_without_common_rows(before.rows, asked)
         status.update("measuring matmuls")
         rated = measured_once(hardware, cache_directory(), measure)
         tell = telling(asked, console, status, repeats_first=request.repeat_first)
         benched = bench(problem, request, rated, flops, tell)
-    return about | results(benched) | compared(before, benched)
+    return about | results(benched)
 
 
 def telling(asked: Sequence[Runner | Row], console: Console, status: Status, *, repeats_first: bool = False) -> Tell:
@@ -67,20 +62,6 @@ def progress() -> Iterator[Console]:
     """A console on standard error; nothing that runs inside can write to standard output."""
     with contextlib.redirect_stdout(sys.stderr):
         yield Console(stderr=True)
-
-
-def compared(before: Earlier | None, benched: Benched) -> dict[str, Any]:
-    """What a record tells of its baseline, with the warnings of both."""
-    found = compare(before, benched.rows, benched.repeated) if before else Comparison()
-    return {
-        "regressions": list(found.regressions),
-        "within_drift": list(found.within_drift),
-        "baseline_drift": found.drift,
-        "compared_rows": list(found.compared),
-        "not_compared_rows": list(found.simulated),
-        "baseline_rows": len(before.rows) if before else 0,
-        "warnings": [*benched.warnings, *([before.warning] if before and before.warning else [])],
-    }
 
 
 ABOUT = ("command", "date", "device", "versions", "problem")

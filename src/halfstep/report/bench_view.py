@@ -36,10 +36,8 @@ def show_bench(record: Record, console: Console) -> None:
         console.print(columns_table(table, left=WHO))
     for line in (*_not_measured(rows), *_remarks(measured), *_meanings(record, measured, columns)):
         console.print(Text(line, style="dim"), soft_wrap=True)
-    for warning in (*record["warnings"], *_within_drift(record)):
+    for warning in record["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
-    for line in _compared(record, has_memory="peak GB" in columns):
-        console.print(Text(line), soft_wrap=True)
 
 
 def title(record: Record) -> str:
@@ -142,25 +140,6 @@ def _meanings(record: Record, rows: Sequence[Mapping[str, Any]], columns: Iterab
     }
     said = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
     return [*said, f"memory: {record['memory']}"]
-
-
-def _within_drift(record: Record) -> list[str]:
-    return [
-        f"{line}; no regression: the machine drifted by {record['baseline_drift'] - 1:.1%} in these benches; "
-        "measure again when it has nothing else to do"
-        for line in record.get("within_drift", ())
-    ]
-
-
-def _compared(record: Record, *, has_memory: bool) -> Iterator[str]:
-    """What became of the baseline's rows."""
-    if compared := record.get("compared_rows"):
-        beyond = f" by more than the drift of {drift:.1%}" if (drift := record["baseline_drift"] - 1) >= 0.001 else ""
-        better = f"none is slower{beyond}{' or larger' if has_memory else ''}"
-        found = counted(len(record["regressions"]), "finding") if record["regressions"] else better
-        yield f"{len(compared)} of {counted(record['baseline_rows'], 'row')} of the baseline compared: {found}"
-    if simulated := record.get("not_compared_rows"):
-        yield f"not compared: {', '.join(simulated)}: simulated, so their time means nothing"
 
 
 def _label(row: Mapping[str, Any]) -> str:
