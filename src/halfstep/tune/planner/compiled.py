@@ -15,7 +15,6 @@ a kernel that cannot be fused, or is a result; all others are not.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -135,17 +134,14 @@ class _Cut:
                     if read not in reached:
                         reached.add(read)
                         stack.append(read)
-        flow = _Flow()
+        edges: list[tuple[object, object, int]] = [(("out", number), "sink", FAR) for number in needed]
         for number in reached:
-            flow.edge(("in", number), ("out", number), max(self.nodes[number].num_bytes, 1))
-            if not self.is_again[number]:
-                flow.edge("source", ("in", number), FAR)
+            edges.append((("in", number), ("out", number), max(self.nodes[number].num_bytes, 1)))
+            if self.is_again[number]:
+                edges += [(("out", read), ("in", number), FAR) for read in self._reads_of(number)]
             else:
-                for read in self._reads_of(number):
-                    flow.edge(("out", read), ("in", number), FAR)
-        for number in needed:
-            flow.edge(("out", number), "sink", FAR)
-        behind = flow.source_side()
+                edges.append(("source", ("in", number), FAR))
+        behind = _source_side(edges)
         return {number for number in reached if ("in", number) in behind and ("out", number) not in behind}
 
     def _reads_of(self, number: int) -> list[int]:
@@ -235,55 +231,14 @@ def _is_apart(op: Op) -> bool:
     return op.as_written or op.name in PRODUCTS or op.name in APART or "attention" in op.name
 
 
-class _Flow:
-    """Maximum flow by shortest paths with remainders (Dinic)."""
+def _source_side(edges: Iterable[tuple[object, object, int]]) -> set[object]:
+    """What the source still reaches once no more flows: the minimum cut lies at its border."""
+    import networkx as nx  # torch needs it too, for the same cut; it takes a moment to load
+    from networkx.algorithms.flow import boykov_kolmogorov
 
-    def __init__(self) -> None:
-        self.room: dict[object, dict[object, int]] = defaultdict(dict)
-
-    def edge(self, a: object, b: object, capacity: int) -> None:
-        self.room[a][b] = self.room[a].get(b, 0) + capacity
-        self.room[b].setdefault(a, 0)
-
-    def source_side(self) -> set[object]:
-        """What the source still reaches once no more flows: the cut lies at its border."""
-        while True:
-            level = self._levels()
-            if "sink" not in level:
-                return set(level)
-            nexts = {node: iter(list(self.room[node])) for node in level}
-            while self._push(level, nexts):
-                pass
-
-    def _levels(self) -> dict[object, int]:
-        level: dict[object, int] = {"source": 0}
-        queue: deque[object] = deque(["source"])
-        while queue:
-            node = queue.popleft()
-            for other, room in self.room.get(node, {}).items():
-                if room > 0 and other not in level:
-                    level[other] = level[node] + 1
-                    queue.append(other)
-        return level
-
-    def _push(self, level: dict[object, int], nexts: dict[object, Iterator[object]]) -> bool:
-        """One path from source to sink along rising levels, filled up; False where there is none left."""
-        path: list[object] = ["source"]
-        while path[-1] != "sink":
-            node = path[-1]
-            for other in nexts[node]:
-                if self.room[node][other] > 0 and level.get(other, -1) == level[node] + 1:
-                    path.append(other)
-                    break
-            else:
-                path.pop()
-                if not path:
-                    return False
-        steps = list(zip(path, path[1:], strict=False))
-        amount = min(self.room[a][b] for a, b in steps)
-        for a, b in steps:
-            self.room[a][b] -= amount
-            self.room[b][a] += amount
-            if self.room[a][b] > 0:  # still usable: looked at again
-                nexts[a] = iter([b, *nexts[a]])
-        return True
+    graph = nx.DiGraph()
+    graph.add_nodes_from(("source", "sink"))
+    graph.add_weighted_edges_from(edges, weight="capacity")
+    left = boykov_kolmogorov(graph, "source", "sink")
+    left.remove_edges_from([(a, b) for a, b, edge in left.edges(data=True) if edge["flow"] == edge["capacity"]])
+    return {"source", *nx.descendants(left, "source")}
