@@ -191,6 +191,38 @@ def test_a_loss_scaled_by_hand_is_noticed() -> None:
         scaler.step(next(iter(step.optimizers)))
 
 
+def test_a_loss_divided_by_the_window_by_hand_is_noticed() -> None:
+    """It would be trained and clipped at a fraction of itself."""
+    model, step = made(accumulate=4)
+    plain = loss_of(model)
+    with pytest.warns(UserWarning, match="divided by 4, as a loop that accumulates by hand"):
+        step(lambda x: plain(x) / 4, [X] * 4)
+    fp16_model, fp16 = made(accumulate=4, precision="fp16", simulate=True)
+    with pytest.warns(UserWarning, match="divided by 4"):
+        fp16(lambda x: loss_of(fp16_model)(x) / 4, [X])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(lambda x: plain(x) / 3, [X] * 4)
+        step(lambda x: (plain(x) / 4).sqrt(), [X] * 4)
+        step(lambda x: plain(x) / plain(x), [X] * 4)
+        alone, by_one = made()
+        by_one(lambda x: loss_of(alone)(x) / 1, [X])
+
+
+@pytest.mark.parametrize("operation", [torch.fft.rfft, torch.linalg.det], ids=["rfft", "det"])
+def test_an_operation_that_has_no_half_kernel_is_told_the_way_to_fp32(operation: Any) -> None:
+    model, step = made(precision="bf16", simulate=True)
+    with pytest.raises(RuntimeError) as error:
+        step(lambda x: operation(model(x[:4])).abs().mean(), [X])
+    assert any("hs.fp32_island()" in note for note in error.value.__notes__)
+
+    def in_fp32(x: Tensor) -> Tensor:
+        with hs.fp32_island():
+            return operation(model(x[:4]).float()).abs().mean()
+
+    assert step(in_fp32, [X]).committed
+
+
 def test_an_optimizer_that_is_also_stepped_by_hand_is_noticed() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -223,6 +255,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[HalfstepError], str]] = {
     "guard typo": ({"guard": {"max_consecutiv": 3}}, ConfigError, "max_consecutive"),
     "guard list": ({"guard": [3]}, ConfigError, "not a dict"),
     "guard value": ({"guard": {"on_fault": "retry"}}, ConfigError, "rollback"),
+    "scaler typo": ({"scaler": {"init_scal": 3}}, ConfigError, "init_scale"),
+    "scaler number": ({"scaler": 1024}, ConfigError, "not a dict"),
+    "scaler value": ({"scaler": {"growth_factor": 1}}, ConfigError, "growth_factor=1"),
     "modules typo": ({"modules": {"hed": "fp32"}}, PrecisionError, "hed"),
 }
 
@@ -245,6 +280,20 @@ def test_arguments_people_write_are_taken() -> None:
     model = nn.Linear(4, 4)
     hs.Step(model, (optimizer for optimizer in [sgd(model)]), "fp32")
     hs.Step(model, (sgd(model),), "fp32")
+
+
+def test_a_grad_scaler_of_the_old_loop_hands_over_its_settings_and_its_scale() -> None:
+    options = {"init_scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    old = torch.amp.GradScaler("cpu", **options)
+    old.load_state_dict({**old.state_dict(), "scale": 256.0})
+    for given, first in ((options, 1024.0), (old, 256.0), (torch.amp.GradScaler("cpu", enabled=False), 65536.0)):
+        model, step = made(precision="fp16", simulate=True, scaler=given)
+        scales = [step(loss_of(model), [X]).scale for _ in range(3)]
+        assert scales[:2] == [first, first]
+        assert scales[2] == (first if first == 65536.0 else 4 * first)
+    assert made(precision="fp16", simulate=True, scaler=options, accumulate=4)[1].scaler.first == 256.0
+    model, step = made(scaler=options)  # bf16 and fp32 have no scale, and loops that switch between formats pass one
+    assert step(loss_of(model), [X]).scale == 1.0
 
 
 def test_models_that_cannot_be_trained_yet_are_refused() -> None:

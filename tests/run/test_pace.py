@@ -78,7 +78,7 @@ def test_slow_data_show_on_the_bar_and_the_summary_names_the_setting(
 ) -> None:
     slowed(monkeypatch, tiny_workload.Samples, "sample", 0.05)
     said = said_by_a_run(tmp_path / "run", capsys)
-    bar = next(line for line in said.splitlines() if line.startswith("Epoch 1/") and "4/6" in line)
+    bar = next(line for line in said.splitlines() if line.startswith("Epoch 1/") and "4/4" in line)
     share = int(bar.split(" data ")[1].split("%")[0])
     assert 20 < share <= 100
     (row,) = [line for line in said.splitlines() if "waiting for data" in line]
@@ -91,13 +91,19 @@ def test_data_in_time_are_not_talked_about(
     slowed(monkeypatch, tiny_workload.Net, "forward", 0.2)
     said = said_by_a_run(tmp_path / "run", capsys)
     assert "fp32" in said
-    assert " data " not in next(line for line in said.splitlines() if line.startswith("Epoch 1/") and "4/6" in line)
+    assert " data " not in next(line for line in said.splitlines() if line.startswith("Epoch 1/") and "4/4" in line)
     assert "waiting for data" not in said
 
 
 def test_the_bar_says_which_runs_are_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = said_by_a_run(tmp_path / "run", capsys, **{"precision": "bf16", "precision.simulate": True})
     assert " mp bf16 (simulated)" in said
+
+
+def test_the_bar_ends_where_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 3, "train.accumulate": 1})
+    assert "[Train] 0/3" in said
+    assert "[Train] 3/3" in said
 
 
 def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path) -> None:
@@ -108,8 +114,9 @@ def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path
     assert way_out(config, files, 4).startswith(f"data.cache=true, or first halfstep pack {tmp_path}")
     assert "data.cache" not in way_out(config, other, 4)
     assert way_out(config, other, 4).startswith("a smaller data.image_size")
-    own = load("tiny_workload:build", overrides=["data.num_workers=4"]).config
-    assert way_out(own, other, 4) == "more cores (data.num_workers=4 uses all 4)"
+    for name in ("tiny_workload:build", "gpt2"):  # theirs is another thing to say, and texts have no size
+        config = load(name, overrides=["data.num_workers=4"]).config
+        assert way_out(config, other, 4) == "more cores (data.num_workers=4 uses all 4)"
 
 
 def test_no_training_has_no_share() -> None:

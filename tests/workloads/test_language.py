@@ -175,6 +175,10 @@ def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:
     (folder / "a.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
         built(folder / "a.txt")
+    (folder / "a.txt").write_text("hi")
+    with pytest.raises(DataError, match=r"1 tokens, one sample is 8") as error:
+        built(folder / "a.txt")
+    assert error.value.fix == "more text"
     (folder / "a.txt").write_text("short")
     with pytest.raises(DataError, match=r"4 tokens, one sample is 8"):
         built(folder / "a.txt")
@@ -183,6 +187,8 @@ def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:
     (folder / "a.txt").write_text(TEXT)
     with pytest.raises(ConfigError, match=r"model\.path"):
         built(folder / "a.txt", model__path="my:model")
+    with pytest.raises(ConfigError, match=r"unknown key 'data\.image_size'"):
+        built(folder / "a.txt", data__image_size=8)
 
 
 def test_files_of_ids_train_with_gpt2s_vocabulary_and_ids_past_it_are_refused(tmp_path: Path) -> None:

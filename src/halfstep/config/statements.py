@@ -97,8 +97,11 @@ def parse_override(word: str) -> list[Statement]:
     key, equals, text = word.partition("=")
     key = key.strip()
     if not equals:
-        is_precision = word.lower() in PRECISION_NAMES
-        fix = f"--precision {word}" if is_precision else "write key=value, such as train.epochs=3 or optimizer.lr=1e-3"
+        fix = "write key=value, such as train.epochs=3 or optimizer.lr=1e-3"
+        if word.lower() in PRECISION_NAMES:
+            fix = f"--precision {word}"
+        elif word.lower().endswith((".yaml", ".yml")):
+            fix = f"a config file stands in the workload's place and names it itself: `workload: unet` in {word}"
         raise ConfigError(f"{word!r} is not an override", fix=fix)
     if not KEY.fullmatch(key):
         raise ConfigError(f"{word!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")

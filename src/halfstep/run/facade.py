@@ -30,6 +30,7 @@ from halfstep.run.own_arguments import (
     refuse_odd_settings,
     refuse_recast,
     refuse_strangers,
+    scaler_options,
     window_of,
 )  # fmt: skip
 from halfstep.run.own_evidence import OwnCapsules
@@ -157,6 +158,8 @@ class Step:
         ema_decay: between 0 and 1: keeps an average of the weights for `averaged()`; 0 or None keeps none.
         guard: {"max_consecutive": 5} bad steps in a row raise; {"on_fault": "rollback"} goes back instead, to one of
             the copies it takes in host memory every "snapshot_every" steps, with the learning rate times "lr_cut".
+        scaler: of fp16's loss scale, {"init_scale": 65536, "growth_interval": 2000}, or a GradScaler, whose settings
+            and scale are taken over. Other precisions have no scale and leave it unused.
         skip_spikes: also drop steps whose loss is far above the last 64.
         also: a module or tensor, or several, that loss_fn writes into although this step does not train them, such as a
             generator while its discriminator is trained. A bad step puts them back, too.
@@ -183,6 +186,7 @@ class Step:
         schedule: OneSchedule | Sequence[OneSchedule | None] | None = None,
         ema_decay: float | None = 0.0,
         guard: GuardOptions | Mapping[str, Any] | None = None,
+        scaler: torch.amp.GradScaler | Mapping[str, float] | None = None,
         skip_spikes: bool = False,
         also: Also = (),
         on_gradients: OnGradients | None = None,
@@ -190,7 +194,7 @@ class Step:
         capsules: str | os.PathLike[str] | None = None,
     ) -> None:
         model, optimizers = model_and_optimizers(model, optimizer)
-        device, options = device_of(model), guard_options(guard)
+        device, options, scaling = device_of(model), guard_options(guard), scaler_options(scaler)
         decay, limit = number("ema_decay", ema_decay, below=1.0), number("clip_norm", clip_norm)
         accumulate, clip = count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
         plan = decide(
@@ -202,14 +206,15 @@ class Step:
         self._schedules = OwnSchedules(schedule, optimizers, device)
         self._step = GuardedStep(
             apply(plan, model, casts_storage=False), optimizers, plan, accumulate=accumulate, clip=clip,
-            schedules=self._schedules.rates or (), ema=Ema(model, decay=decay) if decay else None,
+            schedules=self._schedules.rates or (), scaler=scaling, ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
         )  # fmt: skip
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=OF_OWN_LOOPS)
         if self._step.ranks is not None:
             settings = {"precision": plan.granted, "simulate": simulate, "accumulate": accumulate, "clip": clip,
-                        "ema_decay": decay, "skip_spikes": skip_spikes, "guard": options}  # fmt: skip
+                        "ema_decay": decay, "skip_spikes": skip_spikes, "guard": options,
+                        "scaler": scaling}  # fmt: skip
             refuse_other_steps(self._step.ranks.world, self._step.optimizers, settings)
             self._guard.observers.append(refuse_other_rates)
         if on_outcome is not None:

@@ -128,7 +128,9 @@ class Loop:
         windows = parts.step.windows(feed)
         self._pause()  # what was due when the run was stopped
         while not self.is_over and (left := len(parts.train_loader) - self.position.batch) > 0:
-            self._train_until_pause(windows, feed, -(-left // parts.step.accumulate))
+            steps_left = parts.config.train.max_steps - parts.step.attempted
+            num_windows = -(-left // parts.step.accumulate)
+            self._train_until_pause(windows, feed, min(num_windows, steps_left) if steps_left > 0 else num_windows)
             self._pause()
 
     def _train_until_pause(self, windows: Iterator[Any], feed: Prefetcher, num_windows: int) -> None:

@@ -21,6 +21,7 @@ from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.step.batches import Batch, batch_length
 from halfstep.step.guard import GuardOptions
+from halfstep.step.scaler import ScalerOptions
 from halfstep.step.step import Weight
 
 BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -84,15 +85,28 @@ def count(name: str, value: object) -> int:
 
 
 def guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:
-    if given is None or isinstance(given, GuardOptions):
-        return given or GuardOptions()
-    known = [field.name for field in dataclasses.fields(GuardOptions)]
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"guard={given!r} is not a dict", fix=f"guard={{...}} with any of {', '.join(known)}")
-    for name in given:
+    return given if isinstance(given, GuardOptions) else GuardOptions(**_named("guard", given, GuardOptions))
+
+
+def scaler_options(given: torch.amp.GradScaler | Mapping[str, object] | None) -> ScalerOptions:
+    """Of a GradScaler its settings, and the scale it has by now: that of a checkpoint, if one was loaded into it."""
+    if isinstance(given, torch.amp.GradScaler):
+        given = {
+            "init_scale": given.get_scale(), "growth_factor": given.get_growth_factor(),
+            "backoff_factor": given.get_backoff_factor(), "growth_interval": given.get_growth_interval(),
+        } if given.is_enabled() else {}  # fmt: skip
+    return ScalerOptions(**_named("scaler", given, ScalerOptions))
+
+
+def _named(argument: str, given: object, kind: type) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(given, Mapping | None):
+        fix = f"{argument}={{...}} with any of {', '.join(known)}"
+        raise ConfigError(f"{argument}={given!r} is not a dict", fix=fix)
+    for name in given or ():
         if name not in known:
-            raise ConfigError(f"guard has no {name!r}", fix=nearest(str(name), known))
-    return GuardOptions(**given)  # type: ignore[arg-type]
+            raise ConfigError(f"{argument} has no {name!r}", fix=nearest(str(name), known))
+    return dict(given or {})
 
 
 def refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -289,10 +303,21 @@ def is_scaled_by_hand(loss: Tensor) -> bool:
     """Whether the last thing done to a loss was to multiply it by a large power of two, as GradScaler.scale does."""
     if loss.grad_fn is None or loss.grad_fn.name() != "MulBackward0":
         return False
-    if all(following is not None for following, _ in loss.grad_fn.next_functions):
-        return False  # two losses multiplied
-    factors = (getattr(loss.grad_fn, f"_saved_{side}", None) for side in ("self", "other"))
+    return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in _numbers_in(loss))
+
+
+def is_divided_by(number: int, loss: Tensor) -> bool:
+    """Whether the last thing done to a loss was to divide it by this number, as loops that accumulate by hand do."""
+    return loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0" and number in _numbers_in(loss)
+
+
+def _numbers_in(loss: Tensor) -> list[float]:
+    """The plain numbers in the last operation; none where two losses meet in it."""
+    assert loss.grad_fn is not None
+    inputs = [following for following, _ in loss.grad_fn.next_functions]
+    if len(inputs) > 1 and None not in inputs:
+        return []
+    given = (getattr(loss.grad_fn, f"_saved_{side}", None) for side in ("self", "other"))
     # Without simulation's mode: torch hands it a plain number in place of the tensor that autograd made of one.
     with _disable_current_modes():
-        values = [float(f) for f in factors if isinstance(f, Tensor) and f.numel() == 1 and not f.requires_grad]
-    return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in values)
+        return [float(n) for n in given if isinstance(n, Tensor) and n.numel() == 1 and not n.requires_grad]

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,11 +20,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from halfstep.errors import ConfigError
 from halfstep.precision.contexts import AUTOCAST_DTYPES
-from halfstep.run.own_arguments import half_dtypes_in, is_scaled_by_hand, loss_and_weight
+from halfstep.run.own_arguments import half_dtypes_in, is_divided_by, is_scaled_by_hand, loss_and_weight
 from halfstep.run.own_warnings import warn_user
 from halfstep.step.batches import Batch
 from halfstep.step.forward_writes import ForwardWrites
 from halfstep.step.step import LossFn, Step, Weight
+
+HAS_NO_KERNEL = re.compile("(Unsupported dtype |not implemented for ')(BFloat16|Half)")
 
 
 class OwnLoss:
@@ -50,7 +53,9 @@ class OwnLoss:
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
             self.overflow = None
-            loss, weight = loss_and_weight(loss_fn(batch), batch, is_alone=is_alone)
+            with _naming_islands():
+                result = loss_fn(batch)
+            loss, weight = loss_and_weight(result, batch, is_alone=is_alone)
             if kind not in self.known:
                 self._look_closely(loss, weight)
                 self.known.add(kind)
@@ -91,6 +96,9 @@ class OwnLoss:
         if is_scaled_by_hand(loss):
             warn_user("the loss is multiplied by a large power of two, as GradScaler.scale does: the step scales by "
                        "itself; return the plain loss")  # fmt: skip
+        if self.step.accumulate > 1 and is_divided_by(self.step.accumulate, loss):
+            warn_user(f"the loss is divided by {self.step.accumulate}, as a loop that accumulates by hand does: the "
+                       "step takes its window's mean by itself. If that is why, return the plain loss")  # fmt: skip
         if isinstance(weight, Tensor) and weight.is_floating_point() and not float(weight) >= 1:
             warn_user(f"loss_fn gave (loss, {float(weight):g}): the second value weighs the batch in its window. If "
                        "it is an accuracy, return the loss alone")  # fmt: skip
@@ -107,6 +115,17 @@ class OwnLoss:
         if any(isinstance(module, torch.nn.RNNBase) for module in self.step.model.modules()):
             stored.add(torch.float16)  # autocast's choice for recurrent layers; the plan has warned
         return {AUTOCAST_DTYPES.get(name.removesuffix("-true")) for name in computed} | stored
+
+
+@contextlib.contextmanager
+def _naming_islands() -> Iterator[None]:
+    """Torch's own words name a format that an operation lacks, such as an FFT, and no way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if HAS_NO_KERNEL.search(str(error)):
+            error.add_note("halfstep: compute it in fp32: with hs.fp32_island(): ..., on inputs made .float()")
+        raise
 
 
 def _kind(loss_fn: LossFn) -> object:

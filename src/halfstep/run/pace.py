@@ -47,7 +47,8 @@ def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
     if isinstance(samples, TrainingFiles):
         pack = suggested("pack", config.data.dir)
         return f"data.cache=true, or first {pack} (all {counted(cores, 'core')} decode pictures already)"
-    smaller = "" if is_import_path(config.workload) else "a smaller data.image_size, or "
+    has_size = "image_size" in type(config.data).model_fields and not is_import_path(config.workload)
+    smaller = "a smaller data.image_size, or " if has_size else ""
     return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"
 
 

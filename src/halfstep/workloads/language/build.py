@@ -164,5 +164,5 @@ def _check_length(train: Tokens, model: GPT2) -> None:
         raise DataError(
             f"the training text has {len(train):,} tokens, one sample is {context:,} and the one after",
             why="a sample is a window of model.context tokens, each with its next one",
-            fix=f"model.context={max(1, (len(train) - 1) // 8)}, or more text",
+            fix=f"model.context={max(1, (len(train) - 1) // 8)}, or more text" if len(train) > 1 else "more text",
         )

@@ -18,6 +18,8 @@ CONTEXT = 1024
 class TextDataConfig(DataConfig):
     """A text file, a folder of texts, or files of token ids."""
 
+    image_size: ClassVar[int] = 0  # type: ignore[misc]  # no setting of texts
+
     dir: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="Text file or folder; without one halfstep trains on generated demo text"
     )
