@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from warm_processes import FORKED, nothing_waits_for_the_disk
+from warm_processes import FORKED, Surroundings, nothing_waits_for_the_disk, surroundings, take_over
 
 LIMIT_S = 120.0
 FIRST_PORT, NUM_PORTS = 12_000, 20_000  # below those that the system gives to whoever connects
@@ -36,7 +36,8 @@ def together(
     that are meant to be stuck are killed when the others have ended."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    made = [FORKED.Process(target=_act, args=(scenario, rank, size, port, folder, arguments)) for rank in range(size)]
+    given = (size, port, folder.absolute(), surroundings(), arguments)
+    made = [FORKED.Process(target=_act, args=(scenario, rank, *given)) for rank in range(size)]
     for process in made:
         process.start()
     for rank, process in enumerate(made):
@@ -58,7 +59,10 @@ def _read(path: Path) -> Any:
     return found
 
 
-def _act(scenario: Callable[..., Any], rank: int, size: int, port: int, folder: Path, arguments: Any) -> None:
+def _act(
+    scenario: Callable[..., Any], rank: int, size: int, port: int, folder: Path, where: Surroundings, arguments: Any
+) -> None:
+    take_over(where)
     os.environ["OMP_NUM_THREADS"] = "1"
     nothing_waits_for_the_disk()
     import torch

@@ -158,4 +158,12 @@ def test_fp32_flags_are_set_inside_and_a_leaf_still_follows_its_parent_after() -
 
 
 def test_the_real_clock_times_a_known_pause() -> None:
-    assert Driver().seconds(lambda: time.sleep(0.02), "cpu", work="pause") == pytest.approx(0.02, rel=0.5)
+    pauses: list[float] = []
+
+    def pause() -> None:
+        began = time.perf_counter()
+        time.sleep(0.02)  # longer where the machine has other work
+        pauses.append(time.perf_counter() - began)
+
+    found = Driver().seconds(pause, "cpu", work="pause")
+    assert min(pauses) <= found < 2 * max(pauses)
