@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -229,4 +230,17 @@ def test_more_workers_than_cores_are_the_users_own_choice_without_a_warning() ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(loader.epoch(0))) == 2
+    loader.close()
+
+
+def test_closing_ends_the_workers_of_an_epoch_that_somebody_still_holds() -> None:
+    """As the traceback of an interrupted run does."""
+    others = set(multiprocessing.active_children())
+    loader = Loader(Numbers(40), batch_size=2, num_workers=2)
+    held = loader.epoch(0)
+    next(held)
+    assert len(set(multiprocessing.active_children()) - others) == 2
+    loader.close()
+    assert set(multiprocessing.active_children()) <= others
+    assert len(list(loader.epoch(1))) == 20
     loader.close()

@@ -68,7 +68,7 @@ def window(engine: Engine) -> list[Batch]:
 
 
 def test_a_captured_step_outlives_the_table_of_learning_rates(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
-    monkeypatch.setattr(tabulated, "TABLE_CHUNK", 4)
+    monkeypatch.setattr(tabulated, "CPU_CHUNK", 4)
     table = engine.parts.step.rates
     assert table is not None
     table.table = table.table[:, :6].contiguous()

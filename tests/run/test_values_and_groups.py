@@ -76,7 +76,7 @@ def test_before_validation_it_is_that_of_the_step_to_come_and_a_resumed_step_has
 
 
 def test_the_tensor_stays_the_same_one_and_the_table_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tabulated, "TABLE_CHUNK", 2)
+    monkeypatch.setattr(tabulated, "CPU_CHUNK", 2)
     tau = Scheduled(lambda step: float(step))
     values = Values({"tau": tau}, CPU)
     counts = type("Counts", (), {"attempted": 0, "committed": torch.tensor(0)})()

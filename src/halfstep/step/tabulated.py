@@ -11,7 +11,9 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError
 
-TABLE_CHUNK = 4096  # the table starts with so many steps, 16 KB a row, and doubles when a run outlives it
+# The table starts with so many steps, 16 KB a row, and doubles when a run outlives it: a captured step is captured again
+# then. On a CPU nothing is, and the first step need not wait for values of thousands.
+TABLE_CHUNK, CPU_CHUNK = 4096, 256
 
 
 class Tabulated:
@@ -57,7 +59,8 @@ class Tabulated:
         """The values of the next steps. A function may end (a list, torch's OneCycleLR, a formula that holds for the
         steps of the training only): running into its end is an error, looking ahead over it is not."""
         columns: list[list[float]] = []
-        for step in range(known, attempted + (self.chunk or max(known, TABLE_CHUNK))):
+        first = CPU_CHUNK if self.table.device.type == "cpu" else TABLE_CHUNK
+        for step in range(known, attempted + (self.chunk or max(known, first))):
             try:
                 columns.append([finite(function(step)) for function in self.functions])
             except Exception as error:  # whatever a user's function may raise
