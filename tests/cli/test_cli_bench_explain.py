@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.report.explain_view import Explanation
 from halfstep.workloads.segmentation.demo import write_demo
+from warm_processes import process
 
 TINY = ["bench", "unet", "model.base_channels=4", "model.depth=1", "--batch-size", "2", "--image-size", "16"]
 EXPLAIN = [*TINY, "--device", "cpu", "--modes", "eager", "--steps", "3", "--explain"]
@@ -65,15 +63,17 @@ def test_no_precision_at_all_is_the_one_that_a_run_takes_here(capsys: pytest.Cap
     assert f"auto is {taken.granted} here" in said.err
 
 
-def test_the_profilers_own_log_is_not_on_the_terminal() -> None:
+def test_the_profilers_own_log_is_not_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A process of its own: the profiler reads its level once, and other tests have started it here.
-    words = [sys.executable, "-m", "halfstep", *EXPLAIN, "--precisions", "fp32"]
-    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert "ms per step" in done.stdout
-    assert "not measured: one random batch" in done.stdout
-    assert "profiler_start" not in done.stderr
-    assert "registerClient" not in done.stderr
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    with process(main, [*EXPLAIN, "--precisions", "fp32"], output=tmp_path / "said") as explaining:
+        explaining.join(timeout=120)
+        said = (tmp_path / "said").read_text()
+        assert explaining.exitcode == 0, said
+    assert "ms per step" in said
+    assert "not measured: one random batch" in said
+    assert "profiler_start" not in said
+    assert "registerClient" not in said
 
 
 @pytest.mark.parametrize("turn", [0, 1])

@@ -19,6 +19,7 @@ from halfstep.data.loader import Loader, _is_there
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import generator_for
 from halfstep.errors import DataError
+from warm_processes import process
 
 
 class Numbers:
@@ -121,37 +122,40 @@ def test_loading_leaves_the_global_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_workers_survive_ctrl_c_and_end_with_their_parent() -> None:
-    script = textwrap.dedent("""
-        import os, signal, sys, time, torch
-        from halfstep.data.loader import Loader
-        class Ids:
-            def __len__(self): return 6
-            def sample(self, index, *, key): return {"pid": torch.tensor(os.getpid())}
-        signal.signal(signal.SIGINT, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).epoch(0)
-        pids = {int(next(batches)["pid"]), int(next(batches)["pid"])}
-        if os.fork() == 0:  # somebody else: the terminal, a scheduler
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            os.killpg(os.getpgrp(), signal.SIGINT)
-            os.killpg(os.getpgrp(), signal.SIGTERM)
-            os._exit(0)
-        os.wait()
-        pids |= {int(batch["pid"]) for batch in batches}
-        print(*pids, flush=True)
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, start_new_session=True, check=True
-    )
-    pids = [int(pid) for pid in done.stdout.split()]
+class Ids:
+    """Samples that tell which process made them."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return {"pid": torch.tensor(os.getpid())}
+
+
+def signalled_with_its_workers() -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).epoch(0)
+    pids = {int(next(batches)["pid"]), int(next(batches)["pid"])}
+    if os.fork() == 0:  # somebody else: the terminal, a scheduler
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(os.getpgrp(), signal.SIGINT)
+        os.killpg(os.getpgrp(), signal.SIGTERM)
+        os._exit(0)
+    os.wait()
+    pids |= {int(batch["pid"]) for batch in batches}
+    print(*pids, flush=True)
+
+
+def test_workers_survive_ctrl_c_and_end_with_their_parent(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with process(signalled_with_its_workers, output=said) as run:
+        run.join(timeout=60)
+        assert run.exitcode == 0, said.read_text()
+    pids = [int(pid) for pid in said.read_text().split()]
     assert len(pids) == 2
-    for pid in pids:
-        for _ in range(50):
-            if not os.path.exists(f"/proc/{pid}"):
-                break
-            time.sleep(0.1)
-        assert not os.path.exists(f"/proc/{pid}")
+    assert_end(pids)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers elsewhere are left to torch")
@@ -166,6 +170,7 @@ def test_workers_that_a_server_forked_end_with_a_killed_run(tmp_path: Path) -> N
             def sample(self, index, *, key): return {"pid": torch.tensor(os.getpid())}
         if __name__ == "__main__":
             multiprocessing.set_start_method("forkserver")
+            multiprocessing.set_forkserver_preload(["halfstep.data.loader"])
             batches = Loader(Ids(), batch_size=1, num_workers=2, shuffle=False).epoch(0)
             print(int(next(batches)["pid"]), int(next(batches)["pid"]), flush=True)
             time.sleep(60)
@@ -177,9 +182,13 @@ def test_workers_that_a_server_forked_end_with_a_killed_run(tmp_path: Path) -> N
         assert len(pids) == 2
         assert all(os.path.exists(f"/proc/{pid}") for pid in pids)
         run.kill()
+    assert_end(pids)
+
+
+def assert_end(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
     while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert not any(is_running(pid) for pid in pids)
 
 

@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from halfstep.data.pack_folder import PackSettings, check_room, default_pack_pat
 from halfstep.data.packed import PIXELS_AT, open_pack, partial_file, read_index
 from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import DataError
+from warm_processes import process
 
 SMALL = PackSettings(size=32, workers=2)
 
@@ -183,26 +180,24 @@ def test_only_one_process_packs_a_file_at_a_time(folder: ImageFolder, tmp_path: 
     pack(folder, tmp_path / "a.pack", SMALL)
 
 
+def packs_slowly(root: Path, path: Path) -> None:
+    def slow(done: int, total: int) -> None:
+        print(done, flush=True)
+        time.sleep(60)
+
+    pack(find_images(root, FolderLayout()), path, PackSettings(size=32), progress=slow)
+
+
 def test_a_killed_packing_leaves_the_old_file_and_can_start_again(folder: ImageFolder, tmp_path: Path) -> None:
     path = tmp_path / "a.pack"
     pack(folder, path, SMALL)
     before = path.read_bytes()
-    script = textwrap.dedent("""
-        import sys, time
-        from pathlib import Path
-        from halfstep.data.image_folder import FolderLayout, find_images
-        from halfstep.data.pack_folder import PackSettings, pack
-        def slow(done, total):
-            print(done, flush=True)
-            time.sleep(10)
-        pack(find_images(Path(sys.argv[1]), FolderLayout()), Path(sys.argv[2]), PackSettings(size=32), progress=slow)
-    """)
-    packing = subprocess.Popen([sys.executable, "-c", script, folder.root, path], stdout=subprocess.PIPE)
-    assert packing.stdout is not None
-    packing.stdout.readline()
-    packing.send_signal(signal.SIGKILL)
-    packing.wait()
-    packing.stdout.close()
+    said = tmp_path / "said"
+    said.touch()
+    with process(packs_slowly, folder.root, path, output=said) as packing:
+        while not said.read_text():
+            assert packing.is_alive()
+            time.sleep(0.01)
     assert path.read_bytes() == before
     assert (tmp_path / "a.pack.partial").exists()
     pack(folder, path, SMALL)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,22 +12,30 @@ from halfstep.errors import ConfigError
 from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.workloads import load
+from warm_processes import process
 
 TESTS = Path(__file__).resolve().parent.parent
 SETTINGS = ["device=cpu", "train.max_steps=1", "train.batch_size=4", "data.num_workers=0"]
 
 
-def test_a_module_in_the_working_folder_is_found_and_needs_no_data_folder(tmp_path: Path) -> None:
+def test_a_module_in_the_working_folder_is_found_and_needs_no_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_mod.py").write_text((TESTS / "tiny_workload.py").read_text())
-    script = Path(sys.executable).with_name("halfstep")
-    # The console script, not `python -m`, whose path starts with the working folder anyway.
-    done = subprocess.run(
-        [str(script), "train", "my_mod:build", *SETTINGS, "--out", "run"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "DEMO" not in done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    with process(console_script, ["train", "my_mod:build", *SETTINGS, "--out", "run"], output=tmp_path / "said") as run:
+        run.join(timeout=120)
+        said = (tmp_path / "said").read_text()
+        assert run.exitcode == 0, said
+    assert "DEMO" not in said
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def console_script(words: list[str]) -> None:
+    """Not `python -m`, whose path starts with the working folder anyway."""
+    script = str(Path(sys.executable).with_name("halfstep"))
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
 
 
 @pytest.mark.parametrize(
