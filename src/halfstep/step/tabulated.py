@@ -11,8 +11,8 @@ from torch import Tensor
 
 from halfstep.errors import ConfigError
 
-# The table starts with so many steps, 16 KB a row, and doubles when a run outlives it: a captured step is captured again
-# then. On a CPU nothing is, and the first step need not wait for values of thousands.
+# The table starts with so many steps, 16 KB a row, and doubles when a run outlives it: then a captured step is captured
+# again. On a CPU nothing is, and the first step need not wait for the values of thousands.
 TABLE_CHUNK, CPU_CHUNK = 4096, 256
 
 
