@@ -1,6 +1,5 @@
 """Config files of other projects: read by their own rules, then asked of each family, which may translate one.
 
-Their files are OmegaConf's: `${trainer.max_steps}` names any key, `${.NUM_GPUS}` one beside it, `${mul: a, b}` counts.
 Words of the command line in the file's own keys (`globals.BATCH_SIZE_PER_GPU=4`) change the file before it is read, so
 that what follows from them follows; all others are ours, on top of the translation.
 """
@@ -8,23 +7,17 @@ that what follows from them follows; all others are ours, on top of the translat
 from __future__ import annotations
 
 import copy
-import re
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from halfstep.config.arithmetic import counted_by
+from halfstep.config.references import Place, References
 from halfstep.config.section import Plain, typed
 from halfstep.config.statements import Origin, Statement, override_statements
 from halfstep.config.yaml_source import Document
 from halfstep.errors import ConfigError
-
-INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-MOST_REFERENCES = 20
-"""Keys that name one another in a row: more go round in a circle."""
-MOST_LOOKUPS = 10_000
-"""References of one file, those inside what they name included: a kilobyte of nested ones may mean billions."""
-Place = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,64 +116,15 @@ def with_words(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any
     return changed
 
 
-# --- references ---
-
-
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """Plain Python values, every reference replaced."""
-    references = References(values)
-    return {key: references(value, (key,)) for key, value in values.items()}
 
-
-class References:
-    """Replaces the references of one file, each read where it stands: `${.a}` is beside the key that says it."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-        self.num_looked_up = 0
-
-    def __call__(self, value: Any, place: Place, depth: int = 0) -> Any:
-        if depth > MOST_REFERENCES:
-            raise ConfigError(f"{'.'.join(place)} refers to itself", fix="give it a value of its own")
-        if isinstance(value, Mapping):
-            return {key: self(item, (*place, key), depth) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self(item, place, depth) for item in value]
-        if not isinstance(value, str):
-            return value
-        if "${" not in value:
-            return typed(value) if isinstance(value, Plain) else str(value)
-        return self._replaced(value, place, depth)
-
-    def _replaced(self, text: str, place: Place, depth: int) -> Any:
-        """From the innermost reference outwards; one that stands alone keeps its type."""
-        while match := INNERMOST.search(text):
-            value = self._looked_up(match[1].strip(), place, depth)
-            if match.span() == (0, len(text)):
-                return value
-            if isinstance(value, (list, Mapping)):
-                raise ConfigError(
-                    f"{'.'.join(place)}: ${{{match[1]}}} is not a single value and cannot stand in a text"
-                )
-            text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]
-        if "${" in text:
-            raise ConfigError(f"{'.'.join(place)}: {text!r} has an open ${{", fix="close it with }")
-        return typed(text)
-
-    def _looked_up(self, reference: str, place: Place, depth: int) -> Any:
-        self.num_looked_up += 1
-        if self.num_looked_up > MOST_LOOKUPS:
-            at = f"{'.'.join(place)}: ${{{reference}}}"
-            raise ConfigError(f"{at} is one of more than {MOST_LOOKUPS:,} references", fix="let keys name fewer others")
-        name, is_function, arguments = reference.partition(":")
-        if is_function:
-            return counted_by(name.strip(), arguments, ".".join(place))
+    def find(name: str, place: Place, at: str) -> tuple[Any, Place]:
         num_up = len(name) - len(name.lstrip("."))
         path = (*(place[: len(place) - num_up] if num_up else ()), *name.lstrip(".").split("."))
-        if not has_key(self.values, ".".join(path)):
-            fix = f"set {'.'.join(path)}"
-            raise ConfigError(f"{'.'.join(place)}: ${{{reference}}} names a key that is not there", fix=fix)
-        found: Any = self.values
-        for part in path:
-            found = found[part]
-        return self(found, path, depth + 1)
+        if not has_key(values, ".".join(path)):
+            raise ConfigError(f"{at}: ${{{name}}} names a key that is not there", fix=f"set {'.'.join(path)}")
+        return functools.reduce(operator.getitem, path, values), path
+
+    replaced = References(find, lambda text: typed(text) if isinstance(text, Plain) else str(text))
+    return {key: replaced(value, (key,)) for key, value in values.items()}

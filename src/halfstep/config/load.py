@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS, precision_name
 from halfstep.config.foreign import translated
-from halfstep.config.interpolate import Interpolation, references
 from halfstep.config.keys import as_config_error, canonical, field_at, fields_of, is_empty
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
+from halfstep.config.references import Place, References, names_in
 from halfstep.config.schema import RunConfig, Schemas, is_import_path, schema_for
 from halfstep.config.section import num_cores, typed_by_field
 from halfstep.config.statements import (
@@ -117,7 +117,7 @@ def is_file(target: str, workloads: Iterable[str]) -> bool:
 
 def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
     """Everything that was said, in any order, as one config."""
-    used = {name for statement in said for name in references(statement.value)}
+    used = {name.removeprefix("globals.") for statement in said for name in names_in(statement.value)}
     said = with_globals(said)
     workload = strongest("workload", said)
     if workload is None or is_empty(workload.value):
@@ -150,8 +150,18 @@ def with_globals(said: Sequence[Statement]) -> list[Statement]:
     """Every reference replaced by the global of the highest layer that names it."""
     ranked = sorted(said, key=lambda s: LAYERS.index(s.origin.layer))
     values = {s.path.removeprefix("globals."): s.value for s in ranked if open_section_of(s.path) == "globals"}
-    interpolated = Interpolation(values)
-    return [replace(s, value=interpolated(s.value, s.origin)) for s in said]
+
+    def find(name: str, place: Place, at: str) -> tuple[object, Place]:
+        section, _, key = name.partition(".")
+        if section != "globals" or not key:
+            raise ConfigError(f"{at}: ${{{name}}} is not a reference", fix="only ${globals.NAME} can be referred to")
+        if key not in values:
+            fix = nearest(key, values) if values else f"add `globals: {{{key}: …}}`"
+            raise ConfigError(f"{at}: there is no global {key!r}", fix=fix)
+        return values[key], ("globals", key)
+
+    replaced = References(find)
+    return [replace(s, value=replaced(s.value, (s.path,), f"{s.path} ({s.origin})")) for s in said]
 
 
 def meant_by_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
