@@ -26,6 +26,16 @@ Part = str | Callable[..., Any]
 Store = Mapping[str, Any]
 """What a model must know of the data: classes, channels, vocabulary. Stored with the run."""
 
+USUAL = {
+    "builder": ".build:build",
+    "demo": ".demo:write_demo",
+    "random_store": ".random_data:random_store",
+    "random_batch": ".random_data:random_batch",
+    "over": ".random_data:over",
+    "guide": ".guide:Guide",
+}
+"""Parts of a family that has a file for each."""
+
 BUILD = "build(config, store) -> halfstep.workloads.workload.Workload"
 
 
@@ -100,6 +110,14 @@ class Kind:
     usual: str = ""
     """The workload most people want on a GPU."""
     usual_on_cpu: str = ""
+
+    @classmethod
+    def in_folder(cls, folder: str, **parts: Any) -> Kind:
+        """The family of a package whose files have the usual names; `.evaluate:Shown` is a part in one of them."""
+        named: dict[str, Any] = {}
+        for name, part in {**USUAL, **parts}.items():
+            named[name] = folder + part if isinstance(part, str) and part.startswith(".") else part
+        return cls(**named)
 
     def schema(self, workload: str) -> type[RunConfig]:
         return self.schemas.get(workload, self.config)

@@ -4,23 +4,16 @@ from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.options import Option
 
-_HERE = "halfstep.workloads.classification"
-
-KIND = Kind(
-    builder=f"{_HERE}.build:build",
+KIND = Kind.in_folder(
+    __name__,
     schemas=CLASSIFIER_SCHEMAS,
     reads_packs=True,
-    demo=f"{_HERE}.demo:write_demo",
-    random_store=f"{_HERE}.random_data:random_store",
-    random_batch=f"{_HERE}.random_data:random_batch",
-    over=f"{_HERE}.random_data:over",
-    peer_prepare=f"{_HERE}.random_data:peer_prepare",
-    evaluation=f"{_HERE}.evaluate:ClassificationEvaluation",
-    predictor=f"{_HERE}.predict:ClassPredictor",
+    peer_prepare=".random_data:peer_prepare",
+    evaluation=".evaluate:ClassificationEvaluation",
+    predictor=".predict:ClassPredictor",
     predict_options=(Option("top_k", int, 5, "How many classes per file", least=1),),
     unit="image",
     sample_size=lambda config: f"{config.data.image_size} pixels",
-    guide=f"{_HERE}.guide:Guide",
     task="classification",
     about="one label a picture: train/<class>/*.jpg",
     models={

@@ -4,23 +4,17 @@ from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.options import Option
 
-_HERE = "halfstep.workloads.diffusion"
-
-DIFFUSION = Kind(
-    builder=f"{_HERE}.build:build",
+DIFFUSION = Kind.in_folder(
+    __name__,
     config=DiffusionConfig,
-    pack=f"{_HERE}.pack:pack",
-    demo=f"{_HERE}.demo:write_demo",
-    random_store=f"{_HERE}.random_data:random_store",
-    random_batch=f"{_HERE}.random_data:random_batch",
-    over=f"{_HERE}.random_data:over",
-    evaluation=f"{_HERE}.evaluate:DiffusionEvaluation",
+    pack=".pack:pack",
+    evaluation=".evaluate:DiffusionEvaluation",
     evaluate_options=(
         Option("features", str, None, "TorchScript file whose features FID and KID compare"),
         Option("num", int, None, "Samples for FID and KID; as many as held-out pictures", least=2),
         Option("seed", int, 0, "Seed of the samples", least=0),
     ),
-    predictor=f"{_HERE}.predict:SamplePredictor",
+    predictor=".predict:SamplePredictor",
     predict_options=(
         Option("num", int, 16, "Samples to draw", least=1),
         Option("steps", int, None, "Sampling steps; the run's sample.steps", least=1),
@@ -32,8 +26,7 @@ DIFFUSION = Kind(
     ),
     needs_input=False,
     writes_files=True,
-    export=f"{_HERE}.export:export",
-    guide=f"{_HERE}.guide:Guide",
+    export=".export:export",
     unit="image",
     sample_size=lambda config: f"{config.data.image_size} pixels",
     task="diffusion",
@@ -41,18 +34,16 @@ DIFFUSION = Kind(
     models={"diffusion": "114 M parameters at its defaults"},
 )
 
-VAE = Kind(
-    builder=f"{_HERE}.vae:build",
+VAE = Kind.in_folder(
+    __name__,
+    builder=".vae:build",
     config=VaeConfig,
-    demo=f"{_HERE}.demo:write_demo",
-    random_store=f"{_HERE}.random_data:random_store",
-    random_batch=f"{_HERE}.random_data:random_batch",
-    over=f"{_HERE}.random_data:vae_over",
-    evaluation=f"{_HERE}.evaluate:VaeEvaluation",
-    predictor=f"{_HERE}.predict:ReconstructionPredictor",
+    over=".random_data:vae_over",
+    evaluation=".evaluate:VaeEvaluation",
+    predictor=".predict:ReconstructionPredictor",
     writes_files=True,
-    export=f"{_HERE}.export:export_vae",
-    guide=f"{_HERE}.guide:VaeGuide",
+    export=".export:export_vae",
+    guide=".guide:VaeGuide",
     unit="image",
     sample_size=lambda config: f"{config.data.image_size} pixels",
     task="autoencoder",

@@ -4,18 +4,13 @@ from halfstep.workloads.kind import Kind
 from halfstep.workloads.language.config import LanguageConfig, context_of
 from halfstep.workloads.options import Option
 
-_HERE = "halfstep.workloads.language"
-
-KIND = Kind(
-    builder=f"{_HERE}.build:build",
+KIND = Kind.in_folder(
+    __name__,
     config=LanguageConfig,
-    demo=f"{_HERE}.demo:write_demo",
-    random_store=f"{_HERE}.random_data:random_store",
-    random_batch=f"{_HERE}.random_data:random_batch",
-    over=f"{_HERE}.random_data:over",
-    peer_prepare=f"{_HERE}.random_data:peer_prepare",
-    evaluation=f"{_HERE}.evaluate:LanguageEvaluation",
-    predictor=f"{_HERE}.predict:Writer",
+    guide=None,
+    peer_prepare=".random_data:peer_prepare",
+    evaluation=".evaluate:LanguageEvaluation",
+    predictor=".predict:Writer",
     predict_options=(
         Option("prompt", str, "", "What the text begins with"),
         Option("tokens", int, 256, "How many tokens are written at most", least=1),
@@ -26,10 +21,10 @@ KIND = Kind(
         Option("seed", int, 0, "Another seed, another text", least=0),
     ),
     needs_input=False,
-    export=f"{_HERE}.export:export",
+    export=".export:export",
     unit="token",
-    units_per_sample=f"{_HERE}.config:context_of",
-    flops_per_sample=f"{_HERE}.random_data:flops_per_sample",
+    units_per_sample=".config:context_of",
+    flops_per_sample=".random_data:flops_per_sample",
     sample_size=lambda config: f"{context_of(config):,} tokens",
     task="language",
     about="the next token of a text: a text file, a folder of them, or files of token ids",
