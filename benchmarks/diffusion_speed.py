@@ -41,7 +41,7 @@ from halfstep.workloads.kind import Kind, Store
 from halfstep.workloads.workload import Batch, Workload
 from recording import store
 from row_turns import Turn
-from step_rows import halfstep_row, rows, torch_row
+from step_rows import halfstep_row, rows, rows_parser, torch_row
 
 WARM_UP, STEPS, WINDOWS = 8, 15, 3
 TOKENS, TEXT_DIM, LATENT = 77, 768, (4, 64, 64)
@@ -89,16 +89,9 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rows_parser(__doc__, ROWS, "CASE", "ROW", "PRECISION")
     parser.add_argument("--only", default=",".join(CASES))
-    parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--precisions", default="", help="of those a case has; all unless given")
-    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
-    parser.add_argument("--small", action="store_true", help="tiny models, for trying this on a CPU")
-    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
-    parser.add_argument("--profile", action="store_true", help="with the kernels of halfstep's step")
-    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
-    parser.add_argument("--row", nargs=3, metavar=("CASE", "ROW", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         name, row, precision = arguments.row

@@ -31,7 +31,7 @@ from halfstep.bench.settings import bench_config
 from halfstep.models.gpt2 import GPT2S, gpt2
 from recording import store
 from row_turns import Turn
-from step_rows import halfstep_row, rows, torch_row
+from step_rows import halfstep_row, rows, rows_parser, torch_row
 
 WARM_UP, STEPS, WINDOWS = 12, 15, 3
 CONTEXT = 1024
@@ -83,19 +83,13 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rows_parser(__doc__, ALL, "CASE", "ROW", "PRECISION")
     parser.add_argument("--only", default=",".join(CASES))
-    parser.add_argument("--rows", default=",".join(ALL))
     parser.add_argument("--precisions", default="", help="of those a case has; all unless given")
-    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
-    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
-    parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
-    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
-    parser.add_argument("--row", nargs=3, metavar=("CASE", "ROW", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         name, row, precision = arguments.row
-        print(json.dumps(RUN[row](CASES[name], row, precision, arguments.small)))
+        print(json.dumps(RUN[row](CASES[name], row, precision, arguments)))
         return
     if unknown := set(arguments.only.split(",")) - set(CASES):
         parser.error(f"there are {', '.join(CASES)}, not {', '.join(sorted(unknown))}")
@@ -105,12 +99,13 @@ def main() -> None:
 def all_rows(arguments: argparse.Namespace) -> None:
     found = dict[str, Any]()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    jobs = [["--row", *asked, *(["--small"] if arguments.small else [])] for asked in asked_for(arguments)]
+    flags = [f"--{name}" for name in ("small", "profile") if getattr(arguments, name)]
+    jobs = [["--row", *asked, *flags] for asked in asked_for(arguments)]
     for words, result in rows(__file__, jobs, at_once=arguments.at_once, seconds=arguments.seconds):
         _, name, row, precision, *_ = words
         line = {"row": row, "precision": precision, **result}
         found.setdefault(name, {"title": CASES[name].title, "rows": []})["rows"].append(line)
-        print(name, json.dumps(line), flush=True)
+        print(name, json.dumps({key: value for key, value in line.items() if key != "profile"}), flush=True)
         store("gpt2_speed", {"cases": found}, device, arguments.out)
 
 
@@ -125,28 +120,29 @@ def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 # --- halfstep ---
 
 
-def by_halfstep(case: Case, row: str, precision: str, small: bool) -> dict[str, Any]:
-    words = (*case.words, *(SMALL if small else ()))
-    return halfstep_row(bench_config(case.workload, words, {"batch_size": case.batch_size}, small=False), precision)
+def by_halfstep(case: Case, row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    words = (*case.words, *(SMALL if arguments.small else ()))
+    config = bench_config(case.workload, words, {"batch_size": case.batch_size}, small=False)
+    return halfstep_row(config, precision, profiles=arguments.profile)
 
 
 # --- stock PyTorch ---
 
 
-def by_torch(case: Case, row: str, precision: str, small: bool) -> dict[str, Any]:
+def by_torch(case: Case, row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     turn = Turn()
     turn.begin()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
-    model, loss_of, context = made(case, row, small)
+    model, loss_of, context = made(case, row, arguments.small)
     model = model.to(device).train()
     is_tuned = row != "plain"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=is_tuned)
     run = torch.compile(lambda tokens: loss_of(model, tokens)) if is_tuned else lambda tokens: loss_of(model, tokens)
     host = torch.randint(model.config.vocab_size if row != "stock" else 50257, (case.batch_size, context + 1))
     host = host.pin_memory() if device.type == "cuda" else host
-    counts = (2, 2, WINDOWS) if small else (WARM_UP, STEPS, WINDOWS)
+    counts = (2, 2, WINDOWS) if arguments.small else (WARM_UP, STEPS, WINDOWS)
     return torch_row(
         lambda: host.to(device, non_blocking=True), run, model, optimizer, turn, precision=precision, counts=counts
     )

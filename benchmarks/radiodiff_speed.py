@@ -30,7 +30,7 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.workload import Batch, Workload
 from recording import store
 from row_turns import Turn
-from step_rows import halfstep_row, rows, torch_row
+from step_rows import halfstep_row, rows, rows_parser, torch_row
 
 ROWS = ("plain", "tuned", "halfstep")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
@@ -49,16 +49,9 @@ SMALL_UNET = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(ROWS))
+    parser = rows_parser(__doc__, ROWS, "ROW", "PRECISION")
     parser.add_argument("--precisions", default="bf16")
     parser.add_argument("--stage", choices=sorted(WORKLOADS), default="2")
-    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
-    parser.add_argument("--profile", action="store_true", help="with the kernels of halfstep's step")
-    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
-    parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
-    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
-    parser.add_argument("--row", nargs=2, metavar=("ROW", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         row, precision = arguments.row

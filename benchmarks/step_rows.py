@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -20,6 +21,19 @@ from halfstep.config.schema import RunConfig
 from profiled import Profiled
 from recording import finish_device_work, time_steps
 from row_turns import Turn, rows_in_turn
+
+
+def rows_parser(about: str | None, rows: Sequence[str], *row_words: str) -> argparse.ArgumentParser:
+    """What every table of steps can be asked; `row_words` name what one row of it, in its own process, is told."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(rows))
+    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
+    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
+    parser.add_argument("--profile", action="store_true", help="with the kernels of halfstep's step")
+    parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    parser.add_argument("--row", nargs=len(row_words) or None, metavar=row_words or None, help=argparse.SUPPRESS)
+    return parser
 
 
 def row_in_a_process(script: str, words: Sequence[str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from halfstep.workloads.slots.losses import slot_contrast
 from halfstep.workloads.workload import Batch, Workload
 from recording import store
 from row_turns import Turn
-from step_rows import halfstep_row, rows, torch_row
+from step_rows import halfstep_row, rows, rows_parser, torch_row
 
 ROWS = ("plain", "plain_tuned", "halfstep", "halfstep_low")
 WARM_UP, STEPS, WINDOWS = 8, 10, 3
@@ -69,17 +69,10 @@ SMALL: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rows_parser(__doc__, ROWS)
     parser.add_argument("--case", choices=sorted(WORKLOADS), default="steve")
-    parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--batch-sizes", default="", help="clips of a step; default 24 for steve, 4,6 for lowmem")
-    parser.add_argument("--at-once", action="store_true", help="compile all rows side by side, time them in turn")
-    parser.add_argument("--seconds", type=float, default=0, help="no row starts after so many; 0: no limit")
-    parser.add_argument("--profile", action="store_true", help="with the kernels of halfstep's step")
-    parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
-    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         run = by_halfstep if arguments.row.startswith("halfstep") else by_torch
