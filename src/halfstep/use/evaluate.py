@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.options import with_defaults
 from halfstep.workloads.other_data import any_folder
 from halfstep.workloads.using import Evaluation as Evaluating
-from halfstep.workloads.using import Look, PlainEvaluation
+from halfstep.workloads.using import PlainEvaluation
 from halfstep.workloads.workload import Batch, Workload
 
 
@@ -75,30 +75,15 @@ def evaluate(
         algorithms(deterministic=config.train.deterministic),
     ):
         model = with_weights(run, workload.model, plan, workload.frozen, workload.values)
-        counted = replace(workload, metrics=lambda: evaluation.metrics)
-        trained = in_use(model, plan, report)
-        metrics = evaluation.scored(config, trained, wanted, report.phase, batch_size) if wanted else None
-        if metrics is None:
-            pieces = int(run.checkpoint.state["pieces"]) if batch_size is None else 1
-            size = batch_size or config.train.val_batch_size or config.train.batch_size
-            metrics = _validated(config, counted, model, plan, report, batch_size=size, pieces=pieces)
-        pictures = evaluation.draw(folder, _look(workload, model, plan, config.train.seed))
-        if workload.scores_raw and run.checkpoint.ema:
-            load_for_use(model, replace(run.checkpoint, ema={}))
-            size = batch_size or config.train.batch_size
-            raw = _validated(config, workload, model, plan, report, batch_size=size, pieces=1)
-            metrics |= {f"raw_{name}": value for name, value in raw.items()}
+        trial = Trial(run, config, workload, model, plan, report, batch_size)
+        metrics = trial.scores(evaluation, wanted)
+        pictures = evaluation.draw(folder, trial.look)
+        metrics |= trial.raw_scores()
         summary = folder / "evaluation.json"
         found = Evaluation(
-            run=str(path),
-            workload=config.workload,
-            checkpoint=run.path.name,
-            weights=run.weights,
+            **run.facts(plan),
             data=str(config.data.dir or "the workload's own"),
             samples=len(workload.val_samples),
-            precision=plan.granted,
-            simulated=plan.simulated,
-            device=f"{plan.device} ({plan.device_name})",
             metrics=metrics,
             scoring=workload.scoring,
             scored_at=evaluation.scored_at,
@@ -153,34 +138,60 @@ def _moved(run: OpenedRun, data: Path) -> tuple[RunConfig, Workload] | None:
     return (config, workload) if found == list(run.checkpoint.state["num_samples"]) and found[1] else None
 
 
-def _validated(
-    config: RunConfig,
-    workload: Workload,
-    model: nn.Module,
-    plan: Plan,
-    report: RunReport,
-    *,
-    batch_size: int,
-    pieces: int,
-) -> dict[str, float]:
-    loader = Loader(
-        workload.val_samples,
-        batch_size=batch_size,
-        seed=config.train.seed,
-        num_workers=config.data.num_workers,
-        shuffle=False,
-    )
-    try:
-        with report.phase("Evaluating", len(loader)) as bar:
-            return validate(workload, model, plan, loader, pieces=pieces, advance=bar.advance)
-    except OutOfMemory as error:
-        raise MemoryLimitError(
-            f"out of memory on {plan.device} with batch size {batch_size}",
-            why=memory_picture(torch.device(plan.device)),
-            fix=_less_memory(batch_size // (2 * pieces), plan),
-        ) from error
-    finally:
-        loader.close()
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A model with its weights, before the data it is judged by."""
+
+    run: OpenedRun
+    config: RunConfig
+    workload: Workload
+    model: nn.Module
+    plan: Plan
+    report: RunReport
+    batch_size: int | None
+    """What the user asked for."""
+
+    def scores(self, evaluation: Any, options: Mapping[str, Any]) -> dict[str, float]:
+        """What the family's own options ask for, else those of validation."""
+        if options:
+            trained = in_use(self.model, self.plan, self.report)
+            found = evaluation.scored(self.config, trained, options, self.report.phase, self.batch_size)
+            if found is not None:
+                return dict(found)
+        pieces = int(self.run.checkpoint.state["pieces"]) if self.batch_size is None else 1
+        return self._validated(replace(self.workload, metrics=lambda: evaluation.metrics), pieces)
+
+    def raw_scores(self) -> dict[str, float]:
+        """Of the weights themselves, where the workload wants them beside their average; the model holds them then."""
+        if not (self.workload.scores_raw and self.run.checkpoint.ema):
+            return {}
+        load_for_use(self.model, replace(self.run.checkpoint, ema={}))
+        return {f"raw_{name}": value for name, value in self._validated(self.workload, pieces=1).items()}
+
+    def look(self, index: int) -> tuple[Batch, Any]:
+        """One validation sample as the model saw it, and what the model says."""
+        seed, device = self.config.train.seed, torch.device(self.plan.device)
+        sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
+        raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
+        batch = self.workload.prepared(raw, key=Key.of_validation(seed, index), training=False)
+        with evaluating(self.model), self.plan.forward():
+            return batch, self.workload.forward(self.model, batch)
+
+    def _validated(self, workload: Workload, pieces: int) -> dict[str, float]:
+        train, plan = self.config.train, self.plan
+        size, workers = self.batch_size or train.val_batch_size or train.batch_size, self.config.data.num_workers
+        loader = Loader(workload.val_samples, batch_size=size, seed=train.seed, num_workers=workers, shuffle=False)
+        try:
+            with self.report.phase("Evaluating", len(loader)) as bar:
+                return validate(workload, self.model, plan, loader, pieces=pieces, advance=bar.advance)
+        except OutOfMemory as error:
+            raise MemoryLimitError(
+                f"out of memory on {plan.device} with batch size {size}",
+                why=memory_picture(torch.device(plan.device)),
+                fix=_less_memory(size // (2 * pieces), plan),
+            ) from error
+        finally:
+            loader.close()
 
 
 def _less_memory(batch_size: int, plan: Plan) -> str:
@@ -188,16 +199,3 @@ def _less_memory(batch_size: int, plan: Plan) -> str:
     ways = [f"--batch-size {batch_size}"] if batch_size else []
     ways += ["--precision bf16"] if plan.granted in ("fp32", "tf32") and not plan.simulated else []
     return ", or ".join([*ways, *(["--device cpu"] if plan.device != "cpu" else [])]) or "a machine with more memory"
-
-
-def _look(workload: Workload, model: nn.Module, plan: Plan, seed: int) -> Look:
-    device = torch.device(plan.device)
-
-    def look(index: int) -> tuple[Batch, Any]:
-        sample = workload.val_samples.sample(index, key=(seed, 0, index))
-        raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
-        batch = workload.prepared(raw, key=Key.of_validation(seed, index), training=False)
-        with evaluating(model), plan.forward():
-            return batch, workload.forward(model, batch)
-
-    return look

@@ -58,6 +58,18 @@ class OpenedRun:
         """Which weights are used: those that validation used."""
         return "averaged (EMA)" if self.checkpoint.ema else "as trained"
 
+    def facts(self, plan: Plan) -> dict[str, Any]:
+        """What every result says of the run it came from."""
+        return {
+            "run": str(self.folder.path),
+            "workload": self.config.workload,
+            "checkpoint": self.path.name,
+            "weights": self.weights,
+            "precision": plan.granted,
+            "simulated": plan.simulated,
+            "device": f"{plan.device} ({plan.device_name})",
+        }
+
 
 def open_run(path: Path, *, checkpoint: str = "best") -> OpenedRun:
     """Read settings and weights; a damaged checkpoint is passed over for a whole one, and that is said."""

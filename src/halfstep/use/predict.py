@@ -18,7 +18,7 @@ from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, pl
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.options import with_defaults
-from halfstep.workloads.using import Input, Predictor, Wishes, frozen_of
+from halfstep.workloads.using import Input, Predictor, Trained, Wishes, frozen_of
 
 
 def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Input], list[Failure]]:
@@ -62,14 +62,7 @@ def predict(
     """What the model says about every file; those that cannot be used are named, and fail only where all do."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint)
-    kind = KINDS.of(run.config.workload)
-    if kind.predictor is None:
-        able = ", ".join(name for name in KINDS if KINDS[name].predictor is not None)
-        raise ConfigError(
-            f"halfstep predict does not know {run.config.workload}",
-            why="its Kind has no predictor",
-            fix=f"give it one (examples/own_workload.py); it knows {able}",
-        )
+    kind = _kind_of(run.config.workload)
     wishes = replace(wishes, options=with_defaults(kind.predict_options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(kind, asked, run.config.workload)
     with naming_lost_files(run.frozen):
@@ -87,25 +80,11 @@ def predict(
     place = fresh_folder(wishes.out, run.folder.path / "predictions") if has_folder else nullcontext()
     with place as folder, algorithms(deterministic=run.config.train.deterministic):
         model = with_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
-        answers: list[Answer] = []
-        with report.phase("Predicting", len(inputs)) as bar:
-            for result in predictor.answers(inputs, in_use(model, plan, report), replace(wishes, out=folder), bar):
-                if isinstance(result, Answer):
-                    answers.append(result)
-                else:
-                    failed.append(result)
-                    _tell(result, report)
-                bar.advance()
+        answers = _answers(predictor, inputs, in_use(model, plan, report), replace(wishes, out=folder), report, failed)
         if failed:
             _some_must_be_left(answers, failed)
         made = Predictions(
-            run=str(path),
-            workload=run.config.workload,
-            checkpoint=run.path.name,
-            weights=run.weights,
-            precision=plan.granted,
-            simulated=plan.simulated,
-            device=f"{plan.device} ({plan.device_name})",
+            **run.facts(plan),
             answers=tuple(answers),
             failed=tuple(failed),
             out=str(folder) if folder else None,
@@ -114,6 +93,39 @@ def predict(
         if folder:
             write_text(folder / "predictions.json", made.to_json())
     return made
+
+
+def _kind_of(workload: str) -> Kind:
+    kind = KINDS.of(workload)
+    if kind.predictor is None:
+        able = ", ".join(name for name in KINDS if KINDS[name].predictor is not None)
+        raise ConfigError(
+            f"halfstep predict does not know {workload}",
+            why="its Kind has no predictor",
+            fix=f"give it one (examples/own_workload.py); it knows {able}",
+        )
+    return kind
+
+
+def _answers(
+    predictor: Predictor,
+    inputs: list[Input],
+    trained: Trained,
+    wishes: Wishes,
+    report: RunReport,
+    failed: list[Failure],
+) -> list[Answer]:
+    """One for each input that can be used; the others join those that failed."""
+    answers: list[Answer] = []
+    with report.phase("Predicting", len(inputs)) as bar:
+        for result in predictor.answers(inputs, trained, wishes, bar):
+            if isinstance(result, Answer):
+                answers.append(result)
+            else:
+                failed.append(result)
+                _tell(result, report)
+            bar.advance()
+    return answers
 
 
 def _refuse_wrong_inputs(kind: Kind, asked: Sequence[Path], workload: str) -> None:
