@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from halfstep.bench.explain import Breakdown, StepFacts, breakdown, explained
-from halfstep.bench.explain_kernels import Kind
+from halfstep.bench.explain import StepFacts, explained
 from halfstep.bench.explain_trace import Event, Trace, covered_us
-from halfstep.report.explain_view import KernelTime
 
 RELU = "void at::native::vectorized_elementwise_kernel<4, at::native::launch_clamp_scalar>"
 CONV = "sm90_xmma_fprop_implicit_gemm_bf16"
@@ -33,20 +32,17 @@ def facts(**changes: Any) -> StepFacts:
     return dataclasses.replace(tuned, **changes)
 
 
-def kernel(kind: Kind, ms: float, *, launches: float = 10, name: str = "") -> KernelTime:
-    return KernelTime(name=name or str(kind), kind=kind, ms=ms, launches=launches)
-
-
-def step(*kernels: KernelTime, idle_ms: float = 0.0, data_wait_ms: float | None = None) -> Breakdown:
-    busy_ms, wait_ms = sum(k.ms for k in kernels), data_wait_ms or 0.0
-    return Breakdown(
-        kernels=kernels,
-        step_ms=busy_ms + idle_ms,
-        busy_ms=busy_ms,
-        launch_gap_ms=max(0.0, idle_ms - wait_ms),
-        data_wait_ms=data_wait_ms,
-        exposed_wait_ms=min(idle_ms, wait_ms),
-    )
+def step(*kernels: tuple[str, float], idle_ms: float = 0.0, data_wait_ms: float | None = None) -> Trace:
+    """One that runs these for so many milliseconds, with the idle time, less the wait for data, before its end."""
+    busy_ms = sum(ms for _, ms in kernels)
+    gap_ms, (last, last_ms) = max(0.0, idle_ms - (data_wait_ms or 0.0)), kernels[-1]
+    ends_ms = itertools.accumulate([ms for _, ms in kernels[:-1]] + [last_ms / 2])
+    names = [*(name for name, _ in kernels[:-1]), last]
+    starts_ms = [0.0, *itertools.accumulate(ms for _, ms in kernels[:-1])]
+    events = [event(n, 1e3 * a, 1e3 * b) for n, a, b in zip(names, starts_ms, ends_ms, strict=True)]
+    end_ms = busy_ms + gap_ms
+    events.append(event(last, 1e3 * (end_ms - last_ms / 2), 1e3 * end_ms))
+    return Trace(events=tuple(events), num_steps=1, step_ms=busy_ms + idle_ms, data_wait_ms=data_wait_ms)
 
 
 def test_overlapping_streams_count_once_and_gaps_not_at_all() -> None:
@@ -84,19 +80,18 @@ def test_a_cpu_that_recording_slowed_is_scaled_to_the_clock() -> None:
     events = (event("aten::relu", 0, 4000), event("aten::mm", 6000, 10000))
     seen = Trace(events=events, num_steps=1, step_ms=5.0, is_host=True)
     assert (seen.span_ms, seen.busy_ms, seen.launch_gap_ms) == (5.0, 4.0, 1.0)
-    parts = breakdown(seen, facts(device=torch.device("cpu")))
-    assert parts.kernel_ms == 4.0
+    assert explained(seen, facts(device=torch.device("cpu")), title="", num_steps=1).kernel_ms == 4.0
 
 
 def test_kernels_add_up_by_name_and_kind_a_step() -> None:
     events = (event(CONV, 0, 4000), event(RELU, 4000, 5000), event(RELU, 5000, 8000), event(CONV, 8000, 10000))
-    parts = breakdown(Trace(events=events, num_steps=2, step_ms=5.0), facts())
-    assert [(k.name, k.ms, k.launches) for k in parts.kernels] == [(CONV, 3.0, 1.0), (RELU, 2.0, 1.0)]
+    parts = explained(Trace(events=events, num_steps=2, step_ms=5.0), facts(), title="", num_steps=2)
+    assert [(k.name, k.ms, k.launches) for k in parts.top_kernels] == [(CONV, 3.0, 1.0), (RELU, 2.0, 1.0)]
     assert (parts.kernel_ms, parts.launches, parts.memory_bound_share) == (5.0, 2.0, 0.4)
 
 
 def test_a_wait_for_the_loader_is_noted_with_the_setting_that_shortens_it() -> None:
-    waits = step(kernel(Kind.MATMUL, 12), idle_ms=8, data_wait_ms=6)
+    waits = step((GEMM, 12), idle_ms=8, data_wait_ms=6)
     explanation = explained(waits, facts(faster_data="data.num_workers=16"), title="", num_steps=5)
     assert any("6.00 ms" in note and "data.num_workers=16" in note for note in explanation.notes)
 
@@ -105,14 +100,14 @@ def test_a_wait_for_the_loader_is_noted_with_the_setting_that_shortens_it() -> N
 def test_a_host_that_sets_the_pace_is_noted_and_a_step_without_fault_has_no_note(
     idle_ms: float, num_notes: int
 ) -> None:
-    notes = explained(step(kernel(Kind.MATMUL, 12), idle_ms=idle_ms), facts(), title="", num_steps=5).notes
+    notes = explained(step((GEMM, 12), idle_ms=idle_ms), facts(), title="", num_steps=5).notes
     assert len([note for note in notes if "the host is slower" in note]) == len(notes) == num_notes
 
 
 def test_layout_copies_that_remain_under_channels_last_are_named() -> None:
-    turned = kernel(Kind.LAYOUT, 1.2, name="gpu_kernel_impl_nocast<direct_copy_kernel_cuda>")
-    explanation = explained(step(kernel(Kind.CONV_FORWARD, 20), turned), facts(), title="", num_steps=5)
-    assert any("1.20 ms" in note and turned.name in note for note in explanation.notes)
+    turned = "gpu_kernel_impl_nocast<direct_copy_kernel_cuda>"
+    explanation = explained(step((CONV, 20), (turned, 1.2)), facts(), title="", num_steps=5)
+    assert any("1.20 ms" in note and turned in note for note in explanation.notes)
 
 
 def test_the_floor_is_the_counted_work_at_the_measured_rate_of_this_precision() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -41,74 +41,6 @@ class StepFacts:
         return self.flops / rate / 1e9 if self.flops and rate else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Breakdown:
-    """Where a step's time goes."""
-
-    kernels: tuple[KernelTime, ...]
-    """The longest first."""
-    step_ms: float
-    busy_ms: float
-    """In which anything runs."""
-    launch_gap_ms: float
-    """Nothing runs, but not for want of data: the host is late with its launches."""
-    data_wait_ms: float | None
-    """Host time blocked in fetching; None where no data were read."""
-    exposed_wait_ms: float
-    """That part of it in which nothing runs."""
-
-    @property
-    def kernel_ms(self) -> float:
-        """The sum over all kernels; more than `busy_ms` where streams overlap."""
-        return sum(kernel.ms for kernel in self.kernels)
-
-    @property
-    def launches(self) -> float:
-        return sum(kernel.launches for kernel in self.kernels)
-
-    @property
-    def idle_ms(self) -> float:
-        return self.launch_gap_ms + self.exposed_wait_ms
-
-    def ms(self, *kinds: str) -> float:
-        return sum(kernel.ms for kernel in self.kernels if kernel.kind in kinds)
-
-    def launches_of(self, *kinds: str) -> float:
-        return sum(kernel.launches for kernel in self.kernels if kernel.kind in kinds)
-
-    def share(self, *kinds: str) -> float:
-        """Of the time of all kernels."""
-        return self.ms(*kinds) / self.kernel_ms if self.kernel_ms else 0.0
-
-    @property
-    def memory_bound_share(self) -> float:
-        return self.share(*MEMORY_BOUND)
-
-
-def breakdown(trace: Trace, facts: StepFacts) -> Breakdown:
-    """Add up a trace by kernel, a step."""
-    kind_of = kind_of_kernel if facts.device.type == "cuda" else kind_of_operator
-    return Breakdown(
-        kernels=_by_kernel(trace, kind_of),
-        step_ms=trace.step_ms,
-        busy_ms=trace.busy_ms,
-        launch_gap_ms=trace.launch_gap_ms,
-        data_wait_ms=trace.data_wait_ms,
-        exposed_wait_ms=trace.exposed_wait_ms,
-    )
-
-
-def _by_kernel(trace: Trace, kind_of: Callable[[str], Kind]) -> tuple[KernelTime, ...]:
-    times_us: defaultdict[str, list[float]] = defaultdict(list)
-    for event in trace.events:
-        times_us[event.name].append(event.self_us)
-    kernels = [
-        KernelTime(name=name, kind=kind_of(name), ms=trace.a_step_ms(sum(us)), launches=len(us) / trace.num_steps)
-        for name, us in times_us.items()
-    ]
-    return tuple(sorted(kernels, key=lambda kernel: kernel.ms, reverse=True))
-
-
 TOP_KERNELS = 10
 WORTH_SAYING = 0.01
 """Share of the step; less is within the spread of a measurement."""
@@ -119,56 +51,72 @@ HOST_BOUND = 0.1
 def explain(runner: Runner, *, steps: int, facts: StepFacts, feed: FeedOf | None = None) -> Explanation:
     """Time and profile `steps` steps of a runner; `feed` where it reads data."""
     num_timed = timed_steps(steps, facts.num_workers) if feed else steps
-    step = breakdown(trace(runner, steps=steps, device=facts.device, feed=feed, num_workers=facts.num_workers), facts)
-    return explained(step, facts, title=f"{runner.name} {runner.variant} {runner.precision}", num_steps=num_timed)
+    seen = trace(runner, steps=steps, device=facts.device, feed=feed, num_workers=facts.num_workers)
+    return explained(seen, facts, title=f"{runner.name} {runner.variant} {runner.precision}", num_steps=num_timed)
 
 
-def explained(step: Breakdown, facts: StepFacts, *, title: str, num_steps: int) -> Explanation:
-    """The explanation of a step that was taken apart already."""
-    memory_ms = step.memory_bound_share * step.kernel_ms
+def explained(step: Trace, facts: StepFacts, *, title: str, num_steps: int) -> Explanation:
+    """The explanation of steps that were traced already."""
+    kernels = kernels_of(step, kind_of_kernel if facts.device.type == "cuda" else kind_of_operator)
+    kinds = {row.kind: row for row in _kinds(kernels)}
+    memory_ms = sum(row.ms for kind, row in kinds.items() if kind in MEMORY_BOUND)
+    kernel_ms = sum(kernel.ms for kernel in kernels)
     return Explanation(
         title=title,
         device_name=facts.device_name,
         num_steps=num_steps,
         step_ms=step.step_ms,
-        kernel_ms=step.kernel_ms,
+        kernel_ms=kernel_ms,  # more than `busy_ms` where streams overlap
         busy_ms=step.busy_ms,
-        idle_ms=step.idle_ms,
+        idle_ms=step.launch_gap_ms + step.exposed_wait_ms,
         launch_gap_ms=step.launch_gap_ms,
         data_wait_ms=step.data_wait_ms,
         floor_ms=facts.floor_ms,
-        launches=step.launches,
-        memory_bound_share=step.memory_bound_share,
+        launches=sum(kernel.launches for kernel in kernels),
+        memory_bound_share=memory_ms / kernel_ms if kernel_ms else 0.0,
         memory_gb=memory_ms * facts.bandwidth_gb_s / 1e3 if facts.bandwidth_gb_s else None,
-        cast_share=step.share(Kind.CAST),
-        optimizer_share=step.share(Kind.OPTIMIZER),
-        kinds=_kinds(step),
-        top_kernels=step.kernels[:TOP_KERNELS],
-        notes=_notes(step, facts),
+        cast_share=kinds[Kind.CAST].share if Kind.CAST in kinds else 0.0,
+        optimizer_share=kinds[Kind.OPTIMIZER].share if Kind.OPTIMIZER in kinds else 0.0,
+        kinds=tuple(kinds.values()),
+        top_kernels=kernels[:TOP_KERNELS],
+        notes=tuple(_notes(step, kernels, facts)),
     )
 
 
-def _kinds(step: Breakdown) -> tuple[KindTime, ...]:
-    present = {kernel.kind for kernel in step.kernels}
-    rows = [
-        KindTime(kind=str(kind), ms=step.ms(kind), share=step.share(kind), launches=step.launches_of(kind))
-        for kind in present
+def kernels_of(step: Trace, kind_of: Callable[[str], Kind]) -> tuple[KernelTime, ...]:
+    """A step's kernels, the longest first."""
+    times_us: defaultdict[str, list[float]] = defaultdict(list)
+    for event in step.events:
+        times_us[event.name].append(event.self_us)
+    kernels = [
+        KernelTime(name=name, kind=kind_of(name), ms=step.a_step_ms(sum(us)), launches=len(us) / step.num_steps)
+        for name, us in times_us.items()
     ]
-    return tuple(sorted(rows, key=lambda row: (-row.ms, row.kind)))
+    return tuple(sorted(kernels, key=lambda kernel: kernel.ms, reverse=True))
 
 
-def _notes(step: Breakdown, facts: StepFacts) -> tuple[str, ...]:
-    notes = []
+def _kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
+    """The longest first."""
+    ms, launches = defaultdict[str, float](float), defaultdict[str, float](float)
+    for kernel in kernels:
+        ms[kernel.kind] += kernel.ms
+        launches[kernel.kind] += kernel.launches
+    total = sum(ms.values()) or 1.0
+    rows = [KindTime(kind=str(kind), ms=ms[kind], share=ms[kind] / total, launches=launches[kind]) for kind in ms]
+    return sorted(rows, key=lambda row: (-row.ms, row.kind))
+
+
+def _notes(step: Trace, kernels: Sequence[KernelTime], facts: StepFacts) -> Iterator[str]:
     if facts.faster_data and (step.data_wait_ms or 0.0) >= WORTH_SAYING * step.step_ms:
-        notes.append(f"{step.data_wait_ms:.2f} ms per step waiting for the loader: {facts.faster_data}")
+        yield f"{step.data_wait_ms:.2f} ms per step waiting for the loader: {facts.faster_data}"
     if facts.device.type == "cuda" and step.launch_gap_ms > HOST_BOUND * step.step_ms:
-        notes.append("the host is slower than the device: shorter kernels alone change little")
-    turned = next((k for k in step.kernels if k.kind is Kind.LAYOUT), None)
-    if facts.channels_last and turned and step.ms(Kind.LAYOUT) >= WORTH_SAYING * step.step_ms:
-        notes.append(f"{step.ms(Kind.LAYOUT):.2f} ms of layout copies although channels_last is on: {turned.name}")
+        yield "the host is slower than the device: shorter kernels alone change little"
+    turned = [kernel for kernel in kernels if kernel.kind is Kind.LAYOUT]
+    turned_ms = sum(kernel.ms for kernel in turned)
+    if facts.channels_last and turned and turned_ms >= WORTH_SAYING * step.step_ms:
+        yield f"{turned_ms:.2f} ms of layout copies although channels_last is on: {turned[0].name}"
     if facts.device.type == "cpu":
-        notes.append(
+        yield (
             "recording slows a CPU's operators, small ones most: times are scaled to the clock's, shares are rough; "
             "gaps are what Python does between them"
         )
-    return tuple(notes)

@@ -16,8 +16,8 @@ PEER = "plain,lightning,accelerate: the same step elsewhere; plain:graphs names 
 
 def command(
     words: MaybeWords = None,
-    batch_size: Annotated[int | None, option("Samples per step.", panel=WHAT)] = None,
-    image_size: Annotated[int | None, option("Image side in pixels.", panel=WHAT)] = None,
+    batch_size: Annotated[int | None, option("Samples per step.", panel=WHAT, min=1)] = None,
+    image_size: Annotated[int | None, option("Image side in pixels.", panel=WHAT, min=1)] = None,
     precisions: Annotated[
         str | None, option("fp32,tf32,bf16,fp16,fp8,auto; default: those this device has.", panel=WHAT)
     ] = None,

@@ -31,18 +31,8 @@ PEERS = {
     "accelerate": "Hugging Face Accelerate",
 }
 VARIANTS = ("documented", "tuned", "graphs")
-MEANT = {
-    **dict.fromkeys(("pytorch", "torch", "native", "vanilla"), "plain"),
-    **dict.fromkeys(("pytorch-lightning", "pytorch_lightning", "pl"), "lightning"),
-    **dict.fromkeys(("huggingface", "hf"), "accelerate"),
-    **dict.fromkeys(("fast", "best"), "auto"),
-    **dict.fromkeys(("off", "none"), "eager"),
-    **dict.fromkeys(("cudagraph", "cudagraphs", "cuda-graph", "cuda-graphs"), "graph"),
-}
-"""Other tools' and people's words for ours."""
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
-AT_LEAST_ONE = {"batch_size": "a step trains on one sample or more", "image_size": "in pixels, of a side"}
 UNSET = "an empty word is most often a shell variable that is not set"
 
 
@@ -78,15 +68,11 @@ class Files:
 
 
 def refuse_mistakes(asked: Asked, files: Files) -> None:
-    """Options that cannot be together, files that must not be written, sizes that cannot be."""
+    """Options that cannot be together, and files that must not be written."""
     from halfstep.bench.record import refuse_to_overwrite
 
     if asked.explain and asked.cold_start:
         raise ConfigError("--explain takes a step apart, --cold-start times whole ones", fix="leave one of them out")
-    for name, why in AT_LEAST_ONE.items():
-        value, option = asked.flags[name], f"--{name.replace('_', '-')}"
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"{option} {value} is less than 1", why=why, fix=f"{option} 1 or more")
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
     if files.picture:
         from halfstep.report.picture_file import refuse_unknown_format
@@ -133,11 +119,10 @@ def split(text: str | None, option: str, allowed: Mapping[str, str] | None = Non
 def _unknown(word: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
     """Those with a `:` are named only to who wrote one."""
     named = {name: meaning for name, meaning in allowed.items() if ":" not in name}
-    meant = MEANT.get(word)
     return ConfigError(
         f"{option} takes no {word!r}",
         why="it takes " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
-        fix=f"{option} {meant}" if meant in named else nearest(word, allowed if ":" in word else named),
+        fix=nearest(word, allowed if ":" in word else named),
     )
 
 
