@@ -28,6 +28,8 @@ class Cause:
     expected: str
     sample: str = ""
     """That has to be named."""
+    place: str = ""
+    change: str = ""
     settings: Values = field(default_factory=dict)
     model: Callable[[Any], None] | None = None
     """Changes the model in place."""
@@ -291,9 +293,12 @@ IN_FAMILIES = {
 }  # fmt: skip
 
 
+def kind_of(cause: Cause) -> Kind:
+    schema = KINDS[cause.workload].schema(cause.workload)
+    return Kind(builder=lambda config, store=None: build(cause, config, store), config=schema)
+
+
 def __getattr__(name: str) -> Kind:
     if name not in IN_FAMILIES:
         raise AttributeError(name)
-    cause = IN_FAMILIES[name]
-    schema = KINDS[cause.workload].schema(cause.workload)
-    return Kind(builder=lambda config, store=None: build(cause, config, store), config=schema)
+    return kind_of(IN_FAMILIES[name])

@@ -24,6 +24,9 @@ class Loop(NamedTuple):
     batches: list[Batch]
     options: dict[str, Any]
     lr: float = 1e-3
+    sample: str = ""
+    place: str = ""
+    change: str = ""
 
 
 def network() -> nn.Sequential:

@@ -100,7 +100,9 @@ def first_stage(folder: Path) -> Path:
     return folder / "stage"
 
 
-def trained(name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag: str = "run") -> list[Path]:
+def trained(
+    name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag: str = "run", module: str = "planted_in_families"
+) -> list[Path]:
     """The capsules that it leaves."""
     values = {**ALWAYS, **TINY[cause.workload], "data.dir": str(data_of(cause.workload, folder)), **cause.settings}
     if cause.workload == "radiodiff":
@@ -109,7 +111,7 @@ def trained(name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag:
     out = folder / f"{name}-{tag}"
     # The planted error, or the end that faults in a row make.
     with contextlib.suppress(HalfstepError, RuntimeError, IndexError):
-        train(load(f"planted_in_families:{name}", overrides=words), out=out)
+        train(load(f"{module}:{name}", overrides=words), out=out)
     return all_in(out / "capsules")
 
 
