@@ -1,7 +1,7 @@
-"""Faults written by someone who had not read the classifier, and labelled before the first replay, for replay_causes.py.
+"""Faults by someone who had not read the classifier, labelled before any of them was replayed, for replay_causes.py.
 
-`place` is what the report has to show beside the cause: a module, a tensor or a function; `change` a word of what has to
-mend it. Both are scored apart from the cause.
+`place` is what the report has to show beside the cause: a module, a tensor or a function; `change` a word of what has
+to mend it. Both are scored apart from the cause.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ FIRST_IN_FAMILIES = {
     "frozen_norm": Cause(workload="resnet50", expected=causes.BAD_STATE, model=negative_variance,
                          place="layer2.0.bn1.running_var", change="layer2.0.bn1.running_var"),
     "decay": Cause(workload="vit_s_16", expected=causes.DIVERGED, place="", change="learning rate",
-                   settings={"optimizer.lr": 1e-2, "optimizer.lr_per": 4, "optimizer.weight_decay": 500.0, "train.max_steps": 80,
-                             "schedule.warmup_steps": 2}),
+                   settings={"optimizer.lr": 1e-2, "optimizer.lr_per": 4, "optimizer.weight_decay": 500.0,
+                             "train.max_steps": 80, "schedule.warmup_steps": 2}),
     "raw_exp": Cause(workload="gpt2", expected=causes.OVERFLOW, settings=BF16,
                      model=behind("transformer.h.1.attn", attend_without_maximum),
                      place="transformer.h.1.attn", change="exp"),

@@ -36,8 +36,9 @@ from halfstep.workloads.diffusion.demo import write_demo as write_pictures
 from halfstep.workloads.radio.demo import write_demo as write_maps
 from halfstep.workloads.radio.first_stage import write_first_stage
 from halfstep.workloads.slots.demo import write_demo as write_clips
+from planted_blind import FIRST_IN_FAMILIES, FIRST_IN_LOOPS
 from planted_in_families import IN_FAMILIES, Cause
-from planted_in_loops import IN_LOOPS
+from planted_in_loops import IN_LOOPS, Loop
 from recording import store
 
 ALWAYS: Mapping[str, Any] = {
@@ -78,6 +79,7 @@ DATA: Mapping[str, tuple[str, Callable[[Path], object]]] = {
         folder, num_train=8, num_val=2, frames=5, side=32, per_shard=4)),
     "steve": ("short", lambda folder: write_clips(folder, num_train=4, num_val=2, frames=6, side=16)),
 }  # fmt: skip
+PLANTED: Mapping[str, Cause | Callable[[], Loop]] = {**IN_FAMILIES, **IN_LOOPS, **FIRST_IN_FAMILIES, **FIRST_IN_LOOPS}
 SAME_DATA = {"diffusion": "vae", "radiodiff": "radiodiff_vae", "vit_s_16": "resnet50"}
 
 
@@ -100,63 +102,73 @@ def first_stage(folder: Path) -> Path:
     return folder / "stage"
 
 
-def trained(
-    name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag: str = "run", module: str = "planted_in_families"
-) -> list[Path]:
+def trained(name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag: str = "run") -> list[Path]:
     """The capsules that it leaves."""
     values = {**ALWAYS, **TINY[cause.workload], "data.dir": str(data_of(cause.workload, folder)), **cause.settings}
     if cause.workload == "radiodiff":
         values["model.vae"] = str(first_stage(folder))
     words = [f"{key}={json.dumps(value)}" for key, value in {**values, **more}.items()]
     out = folder / f"{name}-{tag}"
+    source = "planted_in_families" if name in IN_FAMILIES else "planted_blind"
     # The planted error, or the end that faults in a row make.
     with contextlib.suppress(HalfstepError, RuntimeError, IndexError):
-        train(load(f"{module}:{name}", overrides=words), out=out)
+        train(load(f"{source}:{name}", overrides=words), out=out)
     return all_in(out / "capsules")
 
 
-def of_family(name: str, folder: Path) -> tuple[Replayed, bool, str]:
-    """What replay found, whether it is right, and how its change was shown to work."""
-    cause = IN_FAMILIES[name]
+def of_family(name: str, cause: Cause, folder: Path) -> tuple[Replayed, str]:
+    """What replay found, and how its change was shown to work."""
     capsules = trained(name, cause, folder, {})
     assert capsules, f"{name} left no capsule: it is not planted as it should be"
     found = replay_run(capsules[0])
-    named = [sample.split()[0] for sample in found.diagnosis.samples]
-    is_right = found.cause == cause.expected and (not cause.sample or named == [cause.sample])
     line = found.remedy.line if found.remedy is not None else ""
     if line.partition(":")[0] in ("precision.modules", "precision.default", "optimizer.lr"):
-        return found, is_right, "" if trained(name, cause, folder, yaml.safe_load(line), "again") else "run"
-    return found, is_right, _on_step(found)
+        return found, "" if trained(name, cause, folder, yaml.safe_load(line), "again") else "run"
+    return found, _on_step(found)
 
 
-def of_loop(name: str, folder: Path) -> tuple[Replayed, bool, str]:
-    torch.manual_seed(0)
-    loop = IN_LOOPS[name]()
+def of_loop(name: str, loop: Loop, folder: Path) -> tuple[Replayed, str]:
     optimizer = torch.optim.SGD(loop.model.parameters(), loop.lr, fused=True)
     step = hs.Step(loop.model, optimizer, capsules=folder / name, **{"precision": "fp32", **loop.options})
-    with contextlib.suppress(HalfstepError, RuntimeError), step:
+    with contextlib.suppress(HalfstepError, RuntimeError, IndexError), step:
         for batch in loop.batches:
             step(loop.loss_fn, [batch])
     found = hs.replay(all_in(folder / name)[0], loop.model, loop.loss_fn)
-    return found, found.cause == loop.expected, _on_step(found)
+    return found, _on_step(found)
 
 
 def _on_step(found: Replayed) -> str:
     return "step" if found.remedy is not None and found.remedy.works else ""
 
 
-def row_of(name: str, folder: Path) -> dict[str, Any]:
-    is_family = name in IN_FAMILIES
-    found, is_right, works = (of_family if is_family else of_loop)(name, folder)
+def row_of(name: str, planted: Cause | Callable[[], Loop], folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    label = planted if isinstance(planted, Cause) else planted()
+    found, works = of_family(name, label, folder) if isinstance(label, Cause) else of_loop(name, label, folder)
+    named = [sample.split()[0] for sample in found.diagnosis.samples]
+    is_right = found.cause == label.expected and (not label.sample or named == [label.sample])
     change = found.remedy.change.replace(str(Path(__file__).parent), "benchmarks") if found.remedy is not None else ""
     print(f"{name:14} {'right' if is_right else 'WRONG'} {found.cause:40} {works or '-':5} {change}", flush=True)
     return {
         "name": name,
-        "workload": IN_FAMILIES[name].workload if is_family else "own loop",
+        "workload": label.workload if isinstance(label, Cause) else "own loop",
+        "expected": label.expected,
         "cause": found.cause,
         "named_right": is_right,
+        "place_shown": label.place in str(found),
         "change": change,
         "works_on": works,
+    }
+
+
+def score(rows: list[dict[str, Any]]) -> dict[str, int]:
+    to_change = [row for row in rows if row["cause"] != NOT_REPRODUCED or not row["named_right"]]
+    return {
+        "planted": len(rows),
+        "named_right": sum(row["named_right"] for row in rows),
+        "place_shown": sum(row["place_shown"] for row in rows),
+        "to_change": len(to_change),
+        "change_works": sum(bool(row["works_on"]) for row in to_change),
     }
 
 
@@ -166,18 +178,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, by commas")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    chosen = arguments.only.split(",") if arguments.only else [*PLANTED]
     with tempfile.TemporaryDirectory() as temporary:
-        names = arguments.only.split(",") if arguments.only else (*IN_FAMILIES, *IN_LOOPS)
-        rows = [row_of(name, Path(temporary)) for name in names]
-    to_change = [row for row in rows if row["cause"] != NOT_REPRODUCED or not row["named_right"]]
-    counts = {
-        "planted": len(rows),
-        "named_right": sum(row["named_right"] for row in rows),
-        "to_change": len(to_change),
-        "change_works": sum(bool(row["works_on"]) for row in to_change),
-    }
-    print("named {named_right} of {planted}, change works for {change_works} of {to_change}".format(**counts))
-    store("replay_causes", {**counts, "rows": rows}, torch.device("cpu"), arguments.out)
+        rows = [row_of(name, PLANTED[name], Path(temporary)) for name in chosen]
+    scored = score(rows)
+    print("named {named_right} of {planted}, change works for {change_works} of {to_change}".format(**scored))
+    store("replay_causes", {**scored, "rows": rows}, torch.device("cpu"), arguments.out)
 
 
 if __name__ == "__main__":
