@@ -36,7 +36,7 @@ from halfstep.workloads.diffusion.demo import write_demo as write_pictures
 from halfstep.workloads.radio.demo import write_demo as write_maps
 from halfstep.workloads.radio.first_stage import write_first_stage
 from halfstep.workloads.slots.demo import write_demo as write_clips
-from planted_blind import FIRST_IN_FAMILIES, FIRST_IN_LOOPS
+from planted_blind import FIRST_IN_FAMILIES, FIRST_IN_LOOPS, SECOND_IN_FAMILIES, SECOND_IN_LOOPS
 from planted_in_families import IN_FAMILIES, Cause
 from planted_in_loops import IN_LOOPS, Loop
 from recording import store
@@ -79,7 +79,12 @@ DATA: Mapping[str, tuple[str, Callable[[Path], object]]] = {
         folder, num_train=8, num_val=2, frames=5, side=32, per_shard=4)),
     "steve": ("short", lambda folder: write_clips(folder, num_train=4, num_val=2, frames=6, side=16)),
 }  # fmt: skip
-PLANTED: Mapping[str, Cause | Callable[[], Loop]] = {**IN_FAMILIES, **IN_LOOPS, **FIRST_IN_FAMILIES, **FIRST_IN_LOOPS}
+SETS: Mapping[str, Mapping[str, Cause | Callable[[], Loop]]] = {
+    "in view": {**IN_FAMILIES, **IN_LOOPS},
+    "first blind": {**FIRST_IN_FAMILIES, **FIRST_IN_LOOPS},
+    "second blind": {**SECOND_IN_FAMILIES, **SECOND_IN_LOOPS},
+}
+PLANTED = {name: cause for planted in SETS.values() for name, cause in planted.items()}
 SAME_DATA = {"diffusion": "vae", "radiodiff": "radiodiff_vae", "vit_s_16": "resnet50"}
 
 
@@ -145,7 +150,7 @@ def row_of(name: str, planted: Cause | Callable[[], Loop], folder: Path) -> dict
     torch.manual_seed(0)
     label = planted if isinstance(planted, Cause) else planted()
     found, works = of_family(name, label, folder) if isinstance(label, Cause) else of_loop(name, label, folder)
-    named = [sample.split()[0] for sample in found.diagnosis.samples]
+    named = [sample.partition(" (")[0] for sample in found.diagnosis.samples]
     is_right = found.cause == label.expected and (not label.sample or named == [label.sample])
     change = found.remedy.change.replace(str(Path(__file__).parent), "benchmarks") if found.remedy is not None else ""
     print(f"{name:14} {'right' if is_right else 'WRONG'} {found.cause:40} {works or '-':5} {change}", flush=True)

@@ -85,6 +85,27 @@ class Subject:
         beside = {f"{part}.{name}": value for part, state in self.beside_state.items() for name, value in state.items()}
         return {**self.state, **beside}
 
+    def near(self, module: str) -> dict[str, Tensor]:
+        """Floating state of a module, or of the nearest around it that has some."""
+        floating = {name: value for name, value in self.whole_state().items() if value.is_floating_point()}
+        while module:
+            inside = {name: value for name, value in floating.items() if name.startswith(f"{module}.")}
+            if inside:
+                return inside
+            module = module.rpartition(".")[0]
+        return {name: value for name, value in floating.items() if "." not in name}
+
+    def buffers(self) -> set[str]:
+        return {
+            f"{part}.{name}".lstrip(".")
+            for part, module in {"": self.model, **self.beside()}.items()
+            for name, _ in module.named_buffers()
+        }
+
+    def is_good_with(self, changed: Mapping[str, Tensor]) -> bool:
+        with self.with_state(changed):
+            return attempt(self, "other state").is_good
+
     @contextlib.contextmanager
     def with_state(self, changed: Mapping[str, Tensor]) -> Iterator[None]:
         """Other numbers in some of it, for a while."""
@@ -143,7 +164,7 @@ def attempt(
     """Run the step once. An error of the model's own code is part of the answer."""
     plan, window = plan or subject.plan, subject.window if window is None else window
     generators = rng_state(subject.device)
-    trace = (Trace if traced is True else traced)(subject.model) if traced else None
+    trace = (Trace if traced is True else traced)(subject.model, subject.beside()) if traced else None
     try:
         subject.put_back()
         subject.take_plan(plan)

@@ -38,6 +38,8 @@ GROWTH = 10.0
 """Weight matrices this many times their first size have diverged; ordinary training stays below 3."""
 GARBAGE = 1e30
 """What no weight or statistic is, and unwritten memory often."""
+JUMP = 1e6
+"""An operation of one's own that gives so many times what it is given has read or left what it should not."""
 DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "sqrt", "pow", "softmax", "_softmax",
             "_log_softmax", "linalg_vector_norm", "norm", "true_divide", "logsumexp", "native_layer_norm",
@@ -63,8 +65,10 @@ class Diagnosis:
     """Samples to drop."""
     samples: list[str] = field(default_factory=list)
     """Their names."""
-    tensors: list[str] = field(default_factory=list)
-    """Weights and buffers that are not what they should be."""
+    averages: list[str] = field(default_factory=list)
+    """That are not finite."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Weights and buffers that are not what they should be, and which numbers of them."""
     fp32_is_good: bool = False
     loss_is_unbounded: bool = False
     """Whether it fell below zero and further as the weights grew."""
@@ -120,11 +124,14 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
     names = dict(zip(capsule.about["sample_ids"], capsule.about["sample_names"], strict=False))
     found = (
         _of_good_step(subject, capsule, runs, names)
+        or _of_chance(subject, runs)
         or _of_code_path(runs)
         or _of_input(subject, names)
         or _of_state(subject, capsule)
         or _of_refusal(subject, runs)
         or _of_growth(subject, capsule, runs)
+        or _of_own_kernel(runs)
+        or _of_buffers(subject, runs)
         or _of_numbers(runs)
     )
     found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
@@ -160,6 +167,14 @@ def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping
     return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_trail(capsule)])
 
 
+def _of_chance(subject: Subject, runs: Runs) -> Diagnosis | None:
+    """What the capsule does not hold decides: a counter or a generator of the code's own, memory that others write."""
+    if not attempt(subject, "again", loss=subject.variants.get("as it was")).is_good:
+        return None
+    shown = ["run again, the step fails once and is good once: it depends on what the capsule does not hold"]
+    return Diagnosis(cause=NOT_REPRODUCED, shown=shown, origin=runs.as_was.origin)
+
+
 def _of_code_path(runs: Runs) -> Diagnosis | None:
     """Compiled or on our kernels it fails, at equal dtype eager does not."""
     if runs.as_was.is_good or not runs.eager.is_good:
@@ -184,14 +199,32 @@ def _of_input(subject: Subject, names: Mapping[int, str]) -> Diagnosis | None:
 
 def _of_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
     whole, start = subject.whole_state(), capsule.about["start"]
-    bad = [name for name in capsule.about["not_finite"] if name.startswith("average of ")] + not_finite(whole)
+    averages = [name for name in capsule.about["not_finite"] if name.startswith("average of ")]
+    bad = {name: ~whole[name].isfinite() for name in not_finite(whole)}
     shown = [
         f"{name} {'was not finite from the start' if name in start and _is_bad(start[name]) else 'is not finite'}"
-        for name in bad
+        for name in (*averages, *bad)
     ]
-    garbage = [name for name, value in whole.items() if _is_garbage(value) and name not in bad]
+    garbage = {name: v.abs() > GARBAGE for name, v in whole.items() if name not in bad and _is_garbage(v)}
     shown += [f"{name} holds {_largest(whole[name]):.3g}: never written?" for name in garbage]
-    return Diagnosis(cause=BAD_STATE, shown=shown, tensors=bad + garbage) if shown else None
+    if not shown:
+        return None
+    return Diagnosis(cause=BAD_STATE, shown=shown, averages=averages, tensors={**bad, **garbage})
+
+
+def _of_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
+    """A buffer beside the operation holds finite numbers with which it is not defined: a variance below zero, a count
+    that nobody has raised. With 1 in their place the step is good."""
+    if runs.eager.origin is None or runs.fp32.is_good:
+        return None
+    near, buffers = subject.near(runs.eager.origin.module), subject.buffers()
+    for name, value in ((name, value) for name, value in near.items() if name in buffers):
+        bad = torch.ones_like(value, dtype=torch.bool) if not value.any() else value < 0
+        if bad.any() and subject.is_good_with({name: value.masked_fill(bad, 1.0)}):
+            found = "nothing but zeros: never written?" if not value.any() else f"{float(value.min()):.3g}"
+            shown = [f"{name} holds {found}", "with 1 in its place the step is good"]
+            return Diagnosis(cause=BAD_STATE, shown=shown, origin=runs.eager.origin, tensors={name: bad})
+    return None
 
 
 def _of_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
@@ -224,6 +257,20 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
     return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin, loss_is_unbounded=is_unbounded)
 
 
+def _of_own_kernel(runs: Runs) -> Diagnosis | None:
+    """An operation that is not torch's gives what is not finite, or far more than it was given."""
+    trace, origin = runs.eager.trace, runs.eager.origin
+    if trace is None or origin is None or runs.fp32.is_good:
+        return None
+    for op in trace.operations[: origin.index + 1]:
+        given = math.prod(max(r.high, 1.0) for r in op.inputs)
+        is_odd = op is origin if not op.output.is_finite else op.output.high > JUMP * given
+        if not op.is_torch and is_odd and all(r.is_finite for r in op.inputs):
+            shown = [f"{op.name} is not an operation of torch, and gives {op.output} in fp32 as well"]
+            return Diagnosis(cause=KERNEL, shown=shown + [f"of {r}" for r in op.inputs[:3]], origin=op)
+    return None
+
+
 def _of_numbers(runs: Runs) -> Diagnosis:
     """An operation left the finite range with good inputs, a good state and weights of their usual size."""
     bad = runs.eager
@@ -231,11 +278,6 @@ def _of_numbers(runs: Runs) -> Diagnosis:
     if origin is None:
         cause = OVERFLOW if runs.fp32.is_good else UNDERFLOW
         return Diagnosis(cause=cause, shown=["no single operation was seen to leave the finite range"])
-    if not origin.is_torch and all(r.is_finite for r in origin.inputs) and not runs.fp32.is_good:
-        shown = [
-            f"{origin.name} is not an operation of torch, and gives {origin.output} of finite inputs in fp32 as well"
-        ]
-        return Diagnosis(cause=KERNEL, shown=shown, origin=origin)
     if origin.outside is not None:
         shown = [f"{origin.place} is given a tensor of shape {origin.outside} that was not finite before the step"]
         return Diagnosis(cause=BAD_STATE, shown=shown, origin=origin)

@@ -144,6 +144,14 @@ def _no_infinity(x: Tensor) -> Tensor:
     return x.clamp(min=torch.finfo(x.dtype).min / 2)
 
 
+EXPONENTIALS = ("exp", "expm1", "exp2")
+EQUIVALENT: tuple[tuple[str, Patch], ...] = (
+    (
+        "the maximum subtracted from the argument of exp (what softmax does)",
+        _on(EXPONENTIALS, lambda x: x - x.amax(-1, keepdim=True)),
+    ),
+)
+"""Changes that help only where they leave the result as it is."""
 PATCHES: tuple[tuple[str, Patch], ...] = (
     ("a denominator of at least 1e-4 (an eps, or a clamp)", _in_denominator),
     (
@@ -151,7 +159,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
         _on(("log", "log2", "log10", "sqrt", "rsqrt", "pow", "rpow"), lambda x: x.clamp(min=1e-4)),
     ),
     ("an eps of 1e-4 before the norm", _on(("norm", "vector_norm"), lambda x: x + 1e-4)),
-    ("clamp(max=10) on the argument of exp", _on(("exp", "expm1", "exp2"), lambda x: x.clamp(max=10.0))),
+    ("clamp(max=10) on the argument of exp", _on(EXPONENTIALS, lambda x: x.clamp(max=10.0))),
     ("a large finite number in place of -inf", _on(("softmax", "log_softmax"), _no_infinity)),
     (
         "clamp(-0.9999, 0.9999) on what lies between -1 and 1",

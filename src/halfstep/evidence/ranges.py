@@ -85,9 +85,14 @@ class Operation:
 class Trace(TorchDispatchMode):
     """Records the operations that run inside, and follows what is not finite back to its origin."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, beside: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = {id(module): name or ROOT for name, module in model.named_modules()}
+        parts = {**(beside or {}), "": model}
+        self.names = {
+            id(module): name or ROOT
+            for part, whole in parts.items()
+            for name, module in whole.named_modules(prefix=part)
+        }
         self.operations: list[Operation] = []
         self.of_loss: Operation | None = None
         """The origin of a loss that is not finite, noted while the loss is there."""
@@ -128,10 +133,11 @@ class Trace(TorchDispatchMode):
             module, line = self._backward_place() if is_backward else place
             seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=_is_torch(func))
             self.operations.append(seen)
+            if not range_.is_finite or not seen.is_torch:
+                seen.inputs = before if before is not None else [range_of(value) for value in given]
             if range_.is_finite:
                 self._origins.pop(_key(output), None)
             else:
-                seen.inputs = before if before is not None else [range_of(value) for value in given]
                 self._origins[_key(output)] = self._origin(seen, given)
 
     def _origin(self, seen: Operation, given: list[Tensor]) -> Operation:

@@ -6,7 +6,9 @@ Changes of code (an eps, a clamp, an island, a cast left out) are tried by the m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +18,16 @@ from halfstep.errors import HalfstepError
 from halfstep.evidence import causes
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.causes import Diagnosis
-from halfstep.evidence.patches import HALF, PATCHES, AtLines, IslandAt, Patch, WithoutCasts, finite_arguments
+from halfstep.evidence.patches import (
+    EQUIVALENT,
+    HALF,
+    PATCHES,
+    AtLines,
+    IslandAt,
+    Patch,
+    WithoutCasts,
+    finite_arguments,
+)
 from halfstep.evidence.ranges import LOSS, ROOT
 from halfstep.evidence.samples import without
 
@@ -120,10 +131,12 @@ def _precision(
 def _recoded(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
     yield from _without_casts(subject, found, is_run=is_run)
     if found.origin is not None and found.origin.line:
+        yield from _same_numbers(subject, found)
         for words, patch in PATCHES:
             yield from _patched(subject, found.origin.line, words, patch)
         if found.cause == causes.OVERFLOW and found.origin.output.dtype == "float32":
             yield _island(subject, found.origin.line, torch.float64)
+        yield from _other_start(subject, found.origin.module)
     if found.rows:
         yield _without_samples(subject, found)
 
@@ -139,6 +152,14 @@ def _without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> Itera
     yield Remedy(change=change, outcome=attempt(subject, change, around=WithoutCasts(HALF)))
     for wider in _wider(subject, found, is_run=is_run, without_casts=True):
         yield replace(wider, change=f"{change}, and {wider.change}")
+
+
+def _same_numbers(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
+    """Other code for the same result: fp64's is the witness."""
+    exact = next(run.loss for run in found.attempts if run.name == "fp64")
+    for words, patch in EQUIVALENT:
+        tried = _patched(subject, found.origin.line if found.origin else "", words, patch)
+        yield from (r for r in tried if r.outcome is not None and math.isclose(r.outcome.loss, exact, rel_tol=1e-3))
 
 
 def _patched(subject: Subject, line: str, words: str, patch: Patch) -> Iterator[Remedy]:
@@ -166,24 +187,30 @@ def _without_samples(subject: Subject, found: Diagnosis) -> Remedy:
 
 
 def _with_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
-    """Numbers that are not finite replaced by 0, then by 1, which variances and scales begin with."""
-    whole = subject.whole_state()
-    own = [name for name in found.tensors if name in whole]
-    for filling in (0.0, 1.0) if own else ():
-        with subject.with_state({name: _filled(whole[name], filling) for name in own}):
-            outcome = attempt(subject, f"filled with {filling:g}")
-        yield Remedy(change=f"initialise {', '.join(own)}, here with {filling:g}", outcome=outcome)
-    if found.tensors and not own:
-        yield Remedy(change=f"start the average again: {', '.join(found.tensors)}", line="ema.enabled: false")
-    if found.origin is not None:
+    """0 for the numbers that are bad, then 1, which variances and scales begin with. Where an operation is not defined
+    with them, 1 alone."""
+    if found.tensors:
+        yield from (_initialised(subject, found.tensors, n) for n in ((1.0,) if found.origin else (0.0, 1.0)))
+    elif found.averages:
+        yield Remedy(change=f"start the average again: {', '.join(found.averages)}", line="ema.enabled: false")
+    if found.origin is not None and found.origin.outside is not None:
         words = f"finite numbers in the tensor of shape {found.origin.outside} that is used"
         tried = list(_patched(subject, found.origin.line, words, finite_arguments))
         yield from tried or [Remedy(change=f"{words} at {found.origin.line}")]
 
 
-def _filled(value: Tensor, filling: float) -> Tensor:
-    is_good = value.isfinite() & (value.abs() < causes.GARBAGE)
-    return torch.where(is_good, value, torch.full_like(value, filling))
+def _initialised(subject: Subject, tensors: Mapping[str, Tensor], filling: float) -> Remedy:
+    whole = subject.whole_state()
+    with subject.with_state({name: whole[name].masked_fill(is_bad, filling) for name, is_bad in tensors.items()}):
+        outcome = attempt(subject, f"filled with {filling:g}")
+    return Remedy(change=f"initialise {', '.join(tensors)}, here with {filling:g}", outcome=outcome)
+
+
+def _other_start(subject: Subject, module: str) -> Iterator[Remedy]:
+    """Zeros beside the operation, such as a layer that starts at zero under a norm of its weights."""
+    tried = (_initialised(subject, {name: value == 0}, 1.0) for name, value in subject.near(module).items()
+             if not value.all())  # fmt: skip
+    yield from itertools.islice((remedy for remedy in tried if remedy.works), 1)
 
 
 def _other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
