@@ -186,6 +186,11 @@ class Walk:
                 raise ConfigError(
                     f"{self.name}: {'.'.join((*path, key))} is set twice, on {both}", fix="keep one of them"
                 )
+            name, colon, value = key.partition(":")
+            if node.flow_style and colon and value and is_unquoted(key_node) and value_node.value == "":
+                raise ConfigError(
+                    f"{self.name}:{line}: {key!r} has no space behind its colon", fix=f"{{{name}: {value}}}"
+                )
             first_lines[key] = self.lines[(*path, key)] = line
             own[key] = self.value(value_node, (*path, key))
         return own

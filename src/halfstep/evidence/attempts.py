@@ -247,7 +247,7 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
         return
     before = torch.get_default_dtype()
     for part in (subject.model, *subject.beside().values()):
-        part.to(dtype)
+        nn.Module.to(part, dtype)  # a `to` of a model's own may have more to say
     torch.set_default_dtype(dtype)
     try:
         yield

@@ -134,7 +134,9 @@ def read(path: Path) -> Capsule:
         )
     for name, expected in files.items():
         if (found := _fingerprint(path / name)) != expected:
-            raise _damaged(path, f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written")
+            is_cut = found["bytes"] != expected["bytes"]
+            cut = f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written"
+            raise _damaged(path, cut if is_cut else f"{name} was changed after it was written")
     try:
         content = unpack(packed, load_file(path / BATCHES))
         state = load_file(path / STATE) if STATE in files else {}

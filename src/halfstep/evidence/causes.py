@@ -126,7 +126,7 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
         _of_good_step(subject, capsule, runs, names)
         or _of_chance(subject, runs)
         or _of_code_path(runs)
-        or _of_input(subject, names)
+        or _of_input(subject, runs, names)
         or _of_state(subject, capsule)
         or _of_refusal(subject, runs)
         or _of_growth(subject, capsule, runs)
@@ -184,17 +184,23 @@ def _of_code_path(runs: Runs) -> Diagnosis | None:
     return Diagnosis(cause=KERNEL, shown=[f"eager is good at equal dtypes: {whose} is at fault"])
 
 
-def _of_input(subject: Subject, names: Mapping[int, str]) -> Diagnosis | None:
+def _of_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
     places = bad_places(subject.window, names)
     rows = {(place.batch, place.row) for place in places}
     if not rows:
         return None
     left = without(subject.window, rows)
-    # Marks that the loss leaves out (NaN targets) are not faults: without them the step has to be good.
-    if left and not attempt(subject, "without those samples", window=left).is_good:
+    # Marks that the loss leaves out (NaN targets) are not faults: without them the step has to be good, or, where
+    # another fault is behind them, to fail elsewhere.
+    rest = attempt(subject, "without those samples", window=left, traced=True) if left else None
+    if rest is not None and not rest.is_good and _place(rest) == _place(runs.eager):
         return None
     shown, samples = [str(place) for place in places], [place.sample for place in places]
     return Diagnosis(cause=BAD_INPUT, shown=shown, places=places, rows=rows, samples=samples)
+
+
+def _place(run: Attempt) -> tuple[str, str]:
+    return (run.origin.place, run.origin.line) if run.origin is not None else ("", "")
 
 
 def _of_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:

@@ -70,7 +70,7 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
         yield Remedy(change="a loss that has a lower bound: this one falls as the weights grow; its sign may be wrong")
     elif found.cause == causes.DIVERGED or found.cause == causes.SPIKE:
         yield Remedy(change=f"a tenth of the learning rate, from before the weights grew: {rate / 10:.3g}",
-                     line=f"optimizer.lr: {rate / 10:.3g}")  # fmt: skip
+                     line=f"optimizer.lr: {rate / 10:.3g}" if is_run else "")  # fmt: skip
     elif found.cause == causes.KERNEL:
         yield from _other_code(subject, found)
     elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED):
@@ -186,11 +186,26 @@ def _without_samples(subject: Subject, found: Diagnosis) -> Remedy:
     return Remedy(change=f"drop or mend: sample {', '.join(found.samples)}", outcome=outcome)
 
 
+@contextlib.contextmanager
+def mended(subject: Subject, found: Diagnosis) -> Iterator[None]:
+    """The step without the samples and with the state of this fault: what another one behind it is looked for in."""
+    window, whole, filling = subject.window, subject.whole_state(), _fillings(found)[0]
+    subject.window = without(window, found.rows)
+    try:
+        with subject.with_state({name: whole[name].masked_fill(bad, filling) for name, bad in found.tensors.items()}):
+            yield
+    finally:
+        subject.window = window
+
+
+def _fillings(found: Diagnosis) -> tuple[float, ...]:
+    """0, then 1, which variances and scales begin with; where an operation is not defined with what is there, 1."""
+    return (1.0,) if found.origin is not None else (0.0, 1.0)
+
+
 def _with_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
-    """0 for the numbers that are bad, then 1, which variances and scales begin with. Where an operation is not defined
-    with them, 1 alone."""
     if found.tensors:
-        yield from (_initialised(subject, found.tensors, n) for n in ((1.0,) if found.origin else (0.0, 1.0)))
+        yield from (_initialised(subject, found.tensors, filling) for filling in _fillings(found))
     elif found.averages:
         yield Remedy(change=f"start the average again: {', '.join(found.averages)}", line="ema.enabled: false")
     if found.origin is not None and found.origin.outside is not None:

@@ -9,7 +9,7 @@ from halfstep.evidence.attempts import Attempt, Subject
 from halfstep.evidence.capsule import Capsule, plain
 from halfstep.evidence.causes import Diagnosis, diagnose
 from halfstep.evidence.ranges import Operation, Range, by_module
-from halfstep.evidence.remedies import Remedy, remedies
+from halfstep.evidence.remedies import Remedy, mended, remedies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,8 @@ class Replayed:
     tried: list[Remedy]
     format: str
     """What the step computed in."""
+    behind: Replayed | None = None
+    """Another fault, which shows where this one is mended."""
 
     @property
     def cause(self) -> str:
@@ -51,17 +53,20 @@ class Replayed:
         """The answer in words."""
         about = self.capsule.about
         place = f" of {about['phase']}" if about.get("phase") else ""
-        lines = [
-            f"step {self.capsule.step}{place}: {about['reason']}",
-            *([self.capsule.inexact] if self.capsule.inexact else []),
-        ]
-        lines += ["", f"cause: {self.cause}", *(f"  {line}" for line in self.diagnosis.shown)]
+        inexact = [self.capsule.inexact] if self.capsule.inexact else []
+        return [f"step {self.capsule.step}{place}: {about['reason']}", *inexact, "", *self._answer()]
+
+    def _answer(self) -> list[str]:
+        lines = [f"cause: {self.cause}", *(f"  {line}" for line in self.diagnosis.shown)]
         if (origin := self.diagnosis.origin) is not None:
             where = f" at {origin.line}" if origin.line else ""
             what = "raised" if origin.has_raised else "first operation out of range"
             lines.append(f"{what}: {origin.place}{where}")
         lines += ["", "the step, run again", *(f"  {run}" for run in self.diagnosis.attempts), ""]
-        return lines + self._advice()
+        if self.behind is None:
+            return lines + self._advice()
+        change = f"change: {self.tried[0].change} (tried: another fault is behind it)"
+        return [*lines, change, "", "behind it", *self.behind._answer()]
 
     def _advice(self) -> list[str]:
         failed = [f"  tried, does not help: {r.change}" for r in self.tried if r.outcome is not None and not r.works]
@@ -87,6 +92,7 @@ class Replayed:
             ],
             "change": self.remedy.change if self.remedy else "",
             "line": self.remedy.line if self.remedy else "",
+            "behind": self.behind.as_json() if self.behind else None,
         }
         return dict(plain(document))
 
@@ -96,7 +102,11 @@ def replay(subject: Subject, capsule: Capsule) -> Replayed:
     found = diagnose(subject, capsule)
     rate = capsule.about.get("base_lr") or capsule.about["lr"]
     tried = remedies(subject, found, rate=rate if isinstance(rate, float) else 0.0, is_run=capsule.is_of_a_run)
-    return Replayed(capsule=capsule, diagnosis=found, tried=tried, format=subject.plan.compute)
+    behind = None
+    if (found.rows or found.tensors) and tried and all(r.outcome is not None and not r.works for r in tried):
+        with mended(subject, found):
+            behind = replay(subject, capsule)
+    return Replayed(capsule=capsule, diagnosis=found, tried=tried, format=subject.plan.compute, behind=behind)
 
 
 def _operation(origin: Operation) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class BadPlace:
 
     def __str__(self) -> str:
         others = f", all others are {self.others}" if self.others else ""
-        return f"sample {self.sample}: {self.key}{list(self.index)} is {self.value:.6g}{others}"
+        index = list(self.index) if self.index else ""
+        return f"sample {self.sample}: {self.key}{index} is {self.value:.6g}{others}"
 
 
 def bad_places(window: Sequence[Any], names: Mapping[int, str]) -> list[BadPlace]:
@@ -55,8 +56,8 @@ def bad_places(window: Sequence[Any], names: Mapping[int, str]) -> list[BadPlace
 def odd_places(
     window: Sequence[Any], rows: set[tuple[int, int]], names: Mapping[int, str], *, with_integers: bool
 ) -> list[BadPlace]:
-    """Numbers of these samples far larger than any of the others', or integers outside of theirs: a marker for what is
-    missing, a label past the classes."""
+    """Numbers of these samples that are not finite, or far larger than any of the others', or integers outside of
+    theirs: a marker for what is missing, a label past the classes."""
     found: dict[tuple[int, int], BadPlace] = {}
     for number, key, value in _rows(window):
         own = sorted(row for batch, row in rows if batch == number)
@@ -66,7 +67,7 @@ def odd_places(
         others = value[rest]
         low, high = float(others.min()), float(others.max())
         margin = (ODD - 1) * max(abs(low), abs(high)) if value.is_floating_point() else 0
-        is_odd = (value < low - margin) | (value > high + margin)
+        is_odd = (value < low - margin) | (value > high + margin) | ~value.isfinite()
         for place in is_odd[own].nonzero().tolist():
             row, index = (number, own[place[0]]), tuple(place[1:])
             odd = BadPlace(batch=number, row=row[1], key=key, index=index, value=float(value[(row[1], *index)]),

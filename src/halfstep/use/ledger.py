@@ -71,11 +71,16 @@ def at_hand(
 
 
 def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str]) -> Loaded:
-    if Path(word).is_dir() and not is_run(word):
+    path = Path(word)
+    if is_run(word):
+        return load(str(path / "config.yaml"), flags=flags, overrides=overrides)
+    is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
+    if path.is_dir() or is_missing:
         raise CheckpointError(
-            f"{word} is not a run", why="config.yaml is not there", fix="name a folder that `halfstep train` made"
-        )
-    return load(str(Path(word) / "config.yaml") if is_run(word) else word, flags=flags, overrides=overrides)
+            f"{word} is not a run", why="there is no such folder" if is_missing else "config.yaml is not there",
+            fix="name a folder that `halfstep train` made, a config file, or a workload such as unet",
+        )  # fmt: skip
+    return load(word, flags=flags, overrides=overrides)
 
 
 def _of_config(config: RunConfig) -> Assembly:
