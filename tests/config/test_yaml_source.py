@@ -77,6 +77,12 @@ def test_flow_values_of_overrides() -> None:
     assert parse_flow("{a: {b: 1}}", "x") == {"a": {"b": "1"}}
 
 
+def test_a_missing_space_behind_a_colon_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'vae:fp12' has no space behind its colon\n  fix: \{vae: fp12\}"):
+        parse_flow("{vae:fp12}", "x")
+    assert parse_flow('{"a:b": 1, c: }', "x") == {"a:b": "1", "c": ""}
+
+
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "bom.yaml"
     path.write_bytes(b"\xef\xbb\xbfworkload: unet\r\n")

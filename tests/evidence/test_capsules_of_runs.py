@@ -126,6 +126,9 @@ def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_damaged_capsule_is_refused_by_name(faulty_run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(faulty_run / "capsules" / "00000002", tmp_path / "cut"))
+    (copy / "state.safetensors").write_bytes((copy / "state.safetensors").read_bytes()[:-1] + b"!")
+    with pytest.raises(CheckpointError, match=r"damaged: state.safetensors was changed"):
+        capsule.read(copy)
     (copy / "state.safetensors").write_bytes((copy / "state.safetensors").read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"damaged: state.safetensors has 100 bytes"):
         capsule.read(copy)

@@ -102,8 +102,14 @@ def test_strict_is_an_error_where_something_differs(capsys: pytest.CaptureFixtur
     assert "fp32_island" in text
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["ledger", "verify"])
+@pytest.mark.parametrize(("name", "why"), [("", "config.yaml is not there"), ("unet-2025", "no such folder")])
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str, why: str
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["ledger", str(tmp_path)])
+        main([command, str(tmp_path / name)])
     assert ended.value.code == 2
-    assert "is not a run" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{tmp_path / name} is not a run" in said
+    assert why in said
