@@ -57,8 +57,8 @@ def compare(
     """
     request = Request(
         target=workload,
-        overrides=tuple(said({**ALWAYS, **settings}) + arguments.set),
-        rows=tuple(row_of(name, simulate=arguments.simulate) for name in arguments.precisions.split(",")),
+        overrides=tuple(said({**ALWAYS, "precision.simulate": arguments.simulate, **settings}) + arguments.set),
+        rows=tuple(Row(name=name, overrides=(f"precision={name}",)) for name in arguments.precisions.split(",")),
         looks=(arguments.seeds,),
         margin=arguments.margin,
         at_once=arguments.at_once,
@@ -79,11 +79,6 @@ def compare(
 
 def said(settings: Settings) -> list[str]:
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
-
-
-def row_of(precision: str, *, simulate: bool) -> Row:
-    how = "precision.simulate=true" if simulate and precision != "fp32" else "precision.strict=true"
-    return Row(name=precision, overrides=(f"precision={precision}", how))
 
 
 def keep(arguments: argparse.Namespace, where: Path, comparison: Comparison, also: tuple[str, ...]) -> None:

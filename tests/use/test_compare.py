@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halfstep.cli.compare import seconds_of
 from halfstep.cli.main import main
 from halfstep.cli.report import comparison_page
-from halfstep.errors import ConfigError
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.run.train import train
-from halfstep.use.compare import Comparison, Request, open_comparison, seconds_to_quality
-from halfstep.use.compare_run import Outcome, Row, one_run
+from halfstep.use.compare import Comparison, Request, open_comparison, seconds_to_quality, settings_of
+from halfstep.use.compare_run import STRICT, Outcome, Row, one_run
+from halfstep.use.compare_table import notes_of
 from halfstep.workloads import load
 
 MOONS = "own_workload:KIND"
 SMALL = ("train.batch_size=32", "data.num_workers=0", "device=cpu", "train.max_steps=3", "optimizer.lr=0.003")
-TWO = ("--rows", "plain: precision=fp32", "--rows", "clipped: precision=fp32 train.clip_norm=0.5")
+TWO = ("--rows", "plain: precision=fp32", "clipped: precision=fp32 train.clip_norm=0.5")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +46,7 @@ def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert [row["verdict"] for row in found["rows"]] == ["baseline", "same, wide margin"]
     assert found["rows"][0]["samples_per_s"] > 0
     assert found["rows"][1]["samples_per_s"] is None, "a simulated format has no speed"
-    assert "bf16 differs from fp32 in precision.default, precision.simulate, precision.strict" in found["notes"]
+    assert "bf16 differs from fp32 in precision.default" in found["notes"]
     assert (out / "report" / "curves.png").stat().st_size > 5000
     assert not list(out.glob("runs/*/checkpoints")), "numbers stay, models go"
     page = comparison_page(out)
@@ -98,9 +100,9 @@ def test_judged_by_its_best_validation_a_run_counts_as_its_best_checkpoint_would
     assert max(value for _, _, value in last.curve) == best.value > last.value
 
 
-def outcome(row: str, seed: int, values: list[float]) -> Outcome:
+def outcome(row: str, seed: int, values: list[float], **more: str) -> Outcome:
     curve = tuple((10 * (k + 1), float(k + 1), value) for k, value in enumerate(values))
-    summary = {"metric": "accuracy", "mode": "max", "simulated": False, "elapsed_s": 1.0}
+    summary = {"metric": "accuracy", "mode": "max", "simulated": False, "elapsed_s": 1.0, **more}
     return Outcome(row=row, seed=seed, value=values[-1], curve=curve, summary=summary, alone=True)
 
 
@@ -109,8 +111,8 @@ def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_l
     runs = [outcome("a", 0, [0.5, 0.8]), outcome("b", 0, [0.76, 0.9]), outcome("a", 1, [0.5, 0.8]),
             outcome("b", 1, [0.6, 0.7])]  # fmt: skip
     comparison = Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
-    assert seconds_to_quality(comparison, "b") == [1.0, None]
-    assert seconds_to_quality(comparison, "a") == [2.0, 2.0]
+    assert seconds_to_quality(comparison, comparison.outcomes("b")) == [1.0, None]
+    assert seconds_to_quality(comparison, comparison.outcomes("a")) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,8 @@ def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_l
         ((MOONS, "--precisions", "fp32"), "is not a comparison"),
         ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
         ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
+        ((MOONS, "--device", "cpu", "--rows", "a: precision=fp32", "b: precision=fp8"), "no fp8"),
+        ((MOONS, *TWO, "--precisions", "fp32,bf16"), "--rows and --precisions"),
         ((MOONS, *TWO, "--seeds", "2"), "--seeds 2"),
         ((MOONS, *TWO, "--margin", "0"), "--margin 0"),
         ((MOONS, *TWO, "--budget", "soon"), "30m"),
@@ -148,6 +152,82 @@ def test_a_damaged_comparison_is_named(tmp_path: Path) -> None:
         open_comparison(tmp_path)
 
 
+def written(folder: Path, request: Request, **more: Any) -> Path:
+    folder.mkdir()
+    comparison = Comparison(request=request, settings=settings_of(request), **more)
+    (folder / "comparison.json").write_text(comparison.to_json())
+    return folder
+
+
+def test_a_comparison_goes_on_with_the_settings_it_began_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tuple(Row(name=name, overrides=(f"precision={name}",)) for name in ("fp32", "bf16"))
+    config = tmp_path / "moons.yaml"
+    config.write_text(f"workload: {MOONS}\noptimizer: {{lr: 0.003}}\n")
+    request = Request(target=str(config), overrides=("device=cpu", "precision.simulate=true"), rows=rows, margin=0.5)
+    folder = written(tmp_path / "c", request, margin=0.5)
+    config.write_text(f"workload: {MOONS}\noptimizer: {{lr: 0.1}}\n")
+    code, _, error = run(capsys, "--resume", str(folder))
+    assert code == 2
+    assert "optimizer.lr was 0.003, and is 0.1" in error
+    code, _, error = run(capsys, "--resume", str(folder), "--seeds", "9", "train.epochs=3")
+    assert (code, "--seeds, the settings" in error, "--budget" in error) == (2, True, True)
+
+
+def test_a_budget_that_ends_with_the_pilot_can_be_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "c")
+    code, _, error = run(capsys, MOONS, *SMALL, *TWO, "--budget", "0.01s", "--seeds", "5", "--out", out)
+    assert code == 1
+    assert "the margin is not fixed" in error
+    code, _, error = run(capsys, "--resume", out)
+    assert (code, "pilot-" in error, len(open_comparison(Path(out)).pilot)) == (1, False, 1), (
+        "nothing was left to spend"
+    )
+    code, _, error = run(capsys, "--resume", out, "--budget", "0.02s", "--price", "3")
+    assert (open_comparison(Path(out)).request.budget_s, open_comparison(Path(out)).request.price) == (0.02, 3)
+
+
+def test_a_kill_at_any_moment_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints go only when the outcome is stored, and what a kill left of them goes later."""
+    folder, place = tmp_path / "c", tmp_path / "c" / "runs" / "plain-0"
+    rows = tuple(Row(name=name, overrides=("precision=fp32", f"train.clip_norm={clip}"))
+                 for name, clip in (("plain", 1), ("clipped", 0.5)))  # fmt: skip
+    request = Request(target=MOONS, overrides=SMALL, rows=rows, looks=(5,), margin=0.5)
+    found = one_run(rows[0], 0, place, target=MOONS, overrides=SMALL)
+    assert list(place.glob("checkpoints/step-*")), "killed now, it goes on from here"
+    (tmp_path / "c" / "comparison.json").write_text(
+        Comparison(request=request, settings=settings_of(request), margin=0.5, runs=[found]).to_json()
+    )
+    run(capsys, "--resume", str(folder))
+    assert not list(folder.glob("runs/*/checkpoints"))
+
+
+def test_a_run_without_a_usable_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
+    broken = tmp_path / "run" / "checkpoints" / "step-00000004"
+    broken.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(f"workload: {MOONS}\n")
+    with pytest.raises(CheckpointError) as found:
+        one_run(Row(name="a", overrides=()), 0, tmp_path / "run", target=MOONS, overrides=SMALL)
+    assert f"delete {tmp_path / 'run'}" in found.value.fix
+
+
+def test_runs_that_differ_in_more_than_the_rows_say_are_told() -> None:
+    rows = tuple(
+        Row(name=name, overrides=("precision=tf32", f"optimizer.lr={lr}")) for name, lr in (("a", 1), ("b", 2))
+    )
+    request = Request(target=MOONS, overrides=("device=cpu",), rows=rows)
+    runs = [outcome(row, seed, [0.5, 0.8 + 0.01 * seed], device=device, data="of digest 12",
+                    precision="tf32" if row == "a" else "fp32")
+            for seed, device in ((0, "cpu (A)"), (1, "cpu (B)")) for row in "ab"]  # fmt: skip
+    comparison = Comparison(request=request, margin=0.05, runs=runs, settings=settings_of(request))
+    notes = notes_of(comparison)
+    assert "b asked for tf32 and ran fp32" in notes
+    assert [note for note in notes if "more than the rows say" in note] == [
+        "runs differ in more than the rows say: devices cpu (A) and cpu (B)"
+    ]
+
+
 def test_budgets_are_read_in_seconds_minutes_and_hours() -> None:
     assert [seconds_of(text) for text in ("90s", "30m", "1.5h", "20")] == [90, 1800, 5400, 20]
     with pytest.raises(ConfigError, match="0m"):
@@ -158,7 +238,7 @@ def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_i
     # A schedule that does not follow the length of the run: cut short it trains as the whole one does.
     row = Row(name="plain", overrides=("precision=fp32", "schedule.name=constant"))
     whole = one_run(row, 0, tmp_path / "whole", target=MOONS, overrides=SMALL)
-    cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0"]
+    cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0", STRICT]
     train(load(MOONS, overrides=[*cut, *row.overrides, "log.curves=false"]), out=tmp_path / "cut")
     (tmp_path / "cut" / "report" / "summary.json").unlink()
     resumed = one_run(row, 0, tmp_path / "cut", target=MOONS, overrides=SMALL)
@@ -167,7 +247,7 @@ def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_i
 
 
 def test_a_run_killed_before_its_summary_gets_one_when_it_is_resumed(tmp_path: Path) -> None:
-    words = [*SMALL, "train.seed=0", "precision=fp32", "log.curves=false", "log.quiet=true"]
+    words = [*SMALL, "train.seed=0", "precision=fp32", STRICT, "log.curves=false", "log.quiet=true"]
     out = train(load(MOONS, overrides=words), out=tmp_path / "run")
     (out / "report" / "summary.json").unlink()
     found = one_run(Row(name="plain", overrides=("precision=fp32",)), 0, out, target=MOONS, overrides=SMALL)

@@ -31,7 +31,7 @@ def decided(differences: np.ndarray, margin: float) -> str:
     """As a sequential comparison goes on: look after look until one decides."""
     for count in LOOKS:
         verdict = verdicts([0.0] * count, {"row": list(differences[:count])}, margin, looks=LOOKS)["row"]
-        if verdict.is_decided:
+        if verdict.is_settled:
             return verdict.word
     return "not shown"
 
@@ -90,6 +90,10 @@ def test_holm_judges_two_rows_more_strictly_than_one() -> None:
 def test_few_seeds_and_broken_metrics_show_nothing() -> None:
     assert "4 paired seeds" in verdicts([0.0] * 4, {"row": [0.0] * 4}, 1.0)["row"].why
     assert "not finite" in verdicts([0.0] * 5, {"row": [0.0] * 4 + [float("nan")]}, 1.0)["row"].why
+    assert verdicts([0.0] * 5, {"row": [0.0] * 4 + [float("nan")]}, 1.0)["row"].is_settled, "no seed mends that"
+    stuck = verdicts([0.5] * 5, {"row": [0.5] * 5, "other": [0.5, 0.51, 0.5, 0.49, 0.5]}, 0.1)
+    assert (stuck["row"].word, stuck["other"].word) == ("not shown", "same")
+    assert "0.5 in every run" in stuck["row"].why
     with pytest.raises(ConfigError, match="4 runs beside 5"):
         verdicts([0.0] * 5, {"row": [0.0] * 4}, 1.0)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     from halfstep.use.compare import Comparison
     from halfstep.use.compare_run import Row
 
+FREE = ("budget", "at_once", "price", "as_json")
+"""What may be said anew when a comparison goes on: nothing of it changes what is compared."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def command(
+    context: typer.Context,
     words: MaybeWords = None,
     data_dir: DataDir = None,
     device: Device = None,
@@ -29,13 +33,13 @@ def command(
     precisions: Annotated[str, option("One row each; the first is the baseline.", metavar="A,B,...")] = "fp32,bf16",
     rows: Annotated[
         list[str] | None,
-        option("Rows by settings instead; may be repeated.", "--rows", metavar='"NAME: KEY=VALUE ..."'),
+        option("Rows by settings instead; others may follow.", "--rows", metavar='"NAME: KEY=VALUE ..."'),
     ] = None,
     seeds: Annotated[int | None, option("Paired seeds, one look; default: looks at 5, 8, 12, 20.")] = None,
     margin: Annotated[
         float | None, option("What counts as the same, in the metric's unit; default: from a pilot.")
     ] = None,
-    budget: Annotated[str | None, option("Stop after this time: 90s, 30m, 8h.", metavar="30m")] = None,
+    budget: Annotated[str | None, option("Stop after this time in all: 90s, 30m, 8h.", metavar="30m")] = None,
     price: Annotated[float | None, option("Price of one hour of the device.")] = None,
     at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
     best: Annotated[bool, option("Judge each run's best validation, not its last.", "--best")] = False,
@@ -55,37 +59,60 @@ def command(
 
         halfstep compare unet --data-dir data/carvana --precisions fp32,bf16,fp16 --budget 8h
 
-        halfstep compare unet --rows "baseline: precision=fp32" --rows "amp: precision=bf16 train.batch_size=16"
+        halfstep compare unet --rows "baseline: precision=fp32" "amp: precision=bf16 train.batch_size=16"
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
     from halfstep.use.compare import Request, new_comparison, open_comparison
     from halfstep.use.equivalence import LOOKS
 
+    said = _said(context)
+    how: dict[str, Any] = {"budget_s": budget and seconds_of(budget), "at_once": at_once, "price": price}
     if resume is not None:
-        if words or out:
-            raise ConfigError(f"--resume {resume} knows its own rows and folder", fix="leave the rest out")
+        _refuse_fixed(said, resume)
         folder, comparison = resume, open_comparison(resume)
+        given = {key: value for key, value in how.items() if key.removesuffix("_s") in said}
+        comparison.request = replace(comparison.request, **given)
     else:
-        target, overrides = _target_of(words or [])
+        if {"rows", "precisions"} <= set(said):
+            raise ConfigError("--rows and --precisions both name rows", fix="keep one of them")
+        target, overrides, more_rows = _target_of(words or [])
         flags = {"data.dir": data_dir, "device": device, "train.batch_size": batch_size,
-                 "train.epochs": epochs, "train.max_steps": max_steps}  # fmt: skip
+                 "train.epochs": epochs, "train.max_steps": max_steps,
+                 "precision.simulate": "true" if simulate else None}  # fmt: skip
         request = Request(
             target=target,
             overrides=(*overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)),
-            rows=tuple(_asked_rows(rows, precisions, simulate=bool(simulate))),
+            rows=tuple(_asked_rows([*(rows or []), *more_rows], precisions)),
             looks=LOOKS if seeds is None else (seeds,),
             margin=margin,
-            budget_s=None if budget is None else seconds_of(budget),
-            at_once=at_once,
-            price=price,
             best=best,
+            **how,
         )
         folder, comparison = new_comparison(request, out)
     _run(folder, comparison)
     _show(folder, comparison, as_json=as_json)
     if any(verdict.word != "same" for verdict in comparison.verdicts().values()):
         raise typer.Exit(1)
+
+
+def _said(context: typer.Context) -> list[str]:
+    """What was given on the command line, by the parameter's name."""
+    given = (context.get_parameter_source(name) for name in context.params)
+    return [name for name, source in zip(context.params, given, strict=True) if source and source.name == "COMMANDLINE"]
+
+
+def _refuse_fixed(said: list[str], folder: Path) -> None:
+    fixed = ["the settings" if name == "words" else _flag(name) for name in said if name not in (*FREE, "resume")]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)}: --resume {folder} goes on as it began",
+            fix=f"leave it out; {', '.join(map(_flag, FREE))} may change",
+        )
+
+
+def _flag(name: str) -> str:
+    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
 
 
 def _run(folder: Path, comparison: Comparison) -> None:
@@ -105,6 +132,8 @@ def _run(folder: Path, comparison: Comparison) -> None:
             fix=f"go on with: {again}",
             exit_code=error.exit_code,
         ) from error
+    if comparison.margin is None:
+        raise Interrupted(comparison.ended, fix=f"go on with more: {again} --budget 8h", exit_code=1)
 
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
@@ -123,19 +152,21 @@ def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
         show_comparison(lines, comparison.metric, notes_of(comparison), result_console())
 
 
-def _target_of(words: list[str]) -> tuple[str, list[str]]:
+def _target_of(words: list[str]) -> tuple[str, list[str], list[str]]:
+    """The target, its settings, and the rows that follow a `--rows` without one of their own."""
     if not words or "=" in words[0]:
         raise ConfigError("nothing to compare", fix="name a workload or a file first: halfstep compare unet")
-    return words[0], words[1:]
+    rows = [word for word in words[1:] if ":" in word.partition("=")[0]]
+    return words[0], [word for word in words[1:] if word not in rows], rows
 
 
-def _asked_rows(rows: list[str] | None, precisions: str, *, simulate: bool) -> list[Row]:
+def _asked_rows(rows: list[str], precisions: str) -> list[Row]:
     from halfstep.use.compare_run import Row
 
     if rows:
         return [_row(text) for text in rows]
     names = [name.strip() for name in precisions.split(",") if name.strip()]
-    return [Row.in_precision(name, simulate=simulate) for name in names]
+    return [Row(name=name, overrides=(f"precision={name}",)) for name in names]
 
 
 def _row(text: str) -> Row:

@@ -24,8 +24,9 @@ def run(folder: Path, *, data: str | None = None, seeds: int = SEEDS, steps: int
     hardware = probe("auto")
     simulates = hardware.kind == "cpu"
     common = [f"train.max_steps={steps}", "train.batch_size=32", "data.num_workers=0", "optimizer.lr=3e-3",
-              "train.early_stopping_patience=0", *([f"data.dir={data}"] if data else [])]  # fmt: skip
-    rows = tuple(Row.in_precision(name, simulate=simulates) for name in FORMATS)
+              "train.early_stopping_patience=0", f"precision.simulate={str(simulates).lower()}",
+              *([f"data.dir={data}"] if data else [])]  # fmt: skip
+    rows = tuple(Row(name=name, overrides=(f"precision={name}",)) for name in FORMATS)
     request = Request(target=WORKLOAD, overrides=tuple(common), rows=rows, looks=(seeds,), margin=MARGIN)
     with tempfile.TemporaryDirectory() as scratch:
         place, comparison = new_comparison(request, Path(scratch) / "comparison")

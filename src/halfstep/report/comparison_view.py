@@ -50,13 +50,13 @@ def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str
         "J/run": [_number(line.joules) for line in lines],
         "money/run": [_number(line.money) for line in lines],
     }
-    # A column that nobody could measure says nothing.
-    columns |= {title: cells for title, cells in measured.items() if any(cells)}
+    columns |= measured
     columns[metric] = [_spread(line.values) for line in lines]
     columns["difference"] = [_interval(line.interval) for line in lines]
     columns["time to\nsame quality"] = [_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
-    return columns
+    # A column that nobody could measure says nothing.
+    return {title: cells for title, cells in columns.items() if any(cells)}
 
 
 def show_comparison(lines: Sequence[Line], metric: str, notes: Sequence[str], console: Console) -> None:
@@ -67,14 +67,21 @@ def show_comparison(lines: Sequence[Line], metric: str, notes: Sequence[str], co
 
 def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
     """The metric over steps: the mean over seeds as a line, the seeds' range as a band."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = new_figure((8.4, 4.8))
     axes = figure.subplots()
-    for line, colour in zip(lines, itertools.cycle(COLOURS), strict=False):
+    for number, (line, colour) in enumerate(zip(lines, itertools.cycle(COLOURS), strict=False)):
         steps, means, lows, highs = _band(line.curves)
         if steps:
-            axes.plot(steps, means, color=colour, linewidth=1.8, marker="o", markersize=3, label=line.name)
-            axes.fill_between(steps, lows, highs, color=colour, alpha=0.15, linewidth=0)
+            # Rows that are the same lie on each other: later ones are thinner, so that all of them are seen.
+            width = 1.5 + 1.8 * (len(lines) - 1 - number)
+            axes.plot(steps, means, color=colour, linewidth=width, marker="o", markersize=width + 1.5, label=line.name)
+            axes.fill_between(steps, lows, highs, color=colour, alpha=0.12, linewidth=0)
+            for edge in (lows, highs):
+                axes.plot(steps, edge, color=colour, linewidth=width / 2, alpha=0.5)
     axes.set_xlabel("step", color=FAINT)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.set_ylabel(metric, color=INK)
     axes.grid(color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)

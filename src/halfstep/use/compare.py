@@ -21,12 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import write_whole
+from halfstep.config.schema import RunConfig
+from halfstep.disk import owned, write_whole
 from halfstep.errors import CheckpointError, ConfigError, counted
+from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
+from halfstep.precision.decide import decide
 from halfstep.report.page.read_run import flat
-from halfstep.run.folder import RunFolder
-from halfstep.use.compare_run import Outcome, Row, loaded_for, one_run
+from halfstep.run.folder import RunFolder, with_absolute_paths
+from halfstep.use.compare_run import Outcome, Row, keep_the_records, loaded_for, one_run
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
 
 PILOT_SEED = 1_000_000
@@ -75,6 +78,8 @@ class Comparison:
     spent_s: float = 0.0
     ended: str = ""
     """Why no further seeds are run."""
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Every setting of each row when the comparison began, by row and key."""
 
     @property
     def metric(self) -> str:
@@ -129,13 +134,42 @@ class Comparison:
 def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison]:
     """A folder for it, once every row is known to be right."""
     refuse_bad_rows(request)
-    loaded = [loaded_for(request.target, request.overrides, row, 0) for row in request.rows]
-    name = re.sub(r"[:/]", "-", loaded[0].config.workload)
+    configs = {row.name: config_of(request, row) for row in request.rows}
+    for config in configs.values():
+        decide(config.precision, probe(config.device))  # a format that is not there must not show after the pilot
+    name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
-    comparison = Comparison(request=request, margin=request.margin)
+    comparison = Comparison(request=request, margin=request.margin, settings=settings_of(request))
     comparison.margin_from = "--margin" if request.margin is not None else ""
     _write(folder, comparison)
     return folder, comparison
+
+
+def config_of(request: Request, row: Row, seed: int = 0) -> RunConfig:
+    return loaded_for(request.target, request.overrides, row, seed).config
+
+
+def settings_of(request: Request) -> dict[str, dict[str, Any]]:
+    """Every setting of each row, as JSON stores it, with its files as they are found from here."""
+    configs = {row.name: with_absolute_paths(config_of(request, row)) for row in request.rows}
+    return {name: flat(config.model_dump(mode="json")) for name, config in configs.items()}
+
+
+def refuse_other_settings(comparison: Comparison) -> None:
+    """A file that was edited, or another working folder, since the comparison began: its runs would not pair."""
+    now = settings_of(comparison.request)
+    for row, then in comparison.settings.items():
+        if changed := _differing(then, now[row]):
+            key = changed[0]
+            raise ConfigError(
+                f"{row}: {', '.join(changed)} changed since this comparison began",
+                why=f"{key} was {then.get(key)}, and is {now[row].get(key)} in {comparison.request.target} as read now",
+                fix="put it back (relative paths count from where the comparison began), or compare anew",
+            )
+
+
+def _differing(ones: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    return sorted(key for key in ones.keys() | others.keys() if ones.get(key) != others.get(key))
 
 
 def open_comparison(folder: Path) -> Comparison:
@@ -153,45 +187,85 @@ def open_comparison(folder: Path) -> Comparison:
 
 
 def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
-    """All that is missing, until the rows are decided, the last look is done or the budget is spent."""
-    clock, before_s = Stopwatch(), comparison.spent_s
+    """All that is missing, until the rows are settled, the last look is done or the budget is spent."""
+    refuse_other_settings(comparison)
+    with owned(folder):
+        _run(folder, comparison, say)
 
-    def is_spent() -> bool:
-        comparison.spent_s = before_s + clock.elapsed_s
-        return comparison.request.budget_s is not None and comparison.spent_s >= comparison.request.budget_s
 
-    comparison.ended = ""
+def _run(folder: Path, comparison: Comparison, say: Say) -> None:
+    comparison.ended, runs = "", _Runs(folder, comparison, say)
     if comparison.margin is None:
+        if not runs.pilot():
+            return _end(folder, comparison, f"{runs.budget} is spent, and the margin is not fixed")
         _fix_margin(folder, comparison, say)
     for count in comparison.request.looks:
-        for outcome in _missing(folder, comparison, count):
-            comparison.runs.append(outcome)
-            is_done = is_spent()
-            _write(folder, comparison)
-            say(_said(comparison, outcome))
-            if is_done and comparison.whole_seeds() < count:
-                return _end(folder, comparison, f"the budget of {comparison.request.budget_s:.0f} s is spent")
-        if all(verdict.is_decided for verdict in comparison.verdicts().values()):
-            return _end(folder, comparison, f"every row was decided with {counted(count, 'seed')}")
+        if not runs.paired(count):
+            return _end(folder, comparison, f"{runs.budget} is spent")
+        if all(verdict.is_settled for verdict in comparison.verdicts().values()):
+            return _end(folder, comparison, f"every row is settled with {counted(count, 'seed')}")
     return _end(folder, comparison, f"{counted(comparison.request.looks[-1], 'seed')} were asked for")
 
 
+Job = tuple[Row, int, Path]
+
+
+class _Runs:
+    """Trains what is missing and stores each outcome as soon as it is known, while the budget lasts."""
+
+    def __init__(self, folder: Path, comparison: Comparison, say: Say) -> None:
+        self.folder, self.comparison, self.say = folder, comparison, say
+        self.clock, self.before_s = Stopwatch(), comparison.spent_s
+
+    @property
+    def budget(self) -> str:
+        return f"the budget of {self.comparison.request.budget_s or 0:.0f} s"
+
+    def pilot(self) -> bool:
+        """Runs of the baseline that the comparison never sees; False where the budget did not last."""
+        baseline = self.comparison.request.baseline
+        self.say(f"pilot: {FEWEST_SEEDS} runs of {baseline.name} fix the margin (--margin X spares them)")
+        jobs = [(baseline, PILOT_SEED + k, self.folder / "runs" / f"pilot-{k}") for k in range(FEWEST_SEEDS)]
+        return self._trained(jobs, self.comparison.pilot)
+
+    def paired(self, count: int) -> bool:
+        """One run each of every row up to this many seeds, seed by seed; False where the budget did not last."""
+        rows = self.comparison.request.rows
+        jobs = [(row, seed, self.folder / "runs" / f"{_file_name(row.name)}-{seed}")
+                for seed in range(count) for row in rows]  # fmt: skip
+        return self._trained(jobs, self.comparison.runs)
+
+    def _trained(self, jobs: Sequence[Job], kept: list[Outcome]) -> bool:
+        known = {(run.row, run.seed) for run in kept}
+        for row, seed, place in jobs:
+            if (row.name, seed) in known:
+                keep_the_records(place)  # an interruption may have come just before
+        missing = [job for job in jobs if (job[0].name, job[1]) not in known]
+        if missing and self._is_spent():
+            return False
+        for job, outcome in zip(missing, _outcomes(self.comparison.request, missing), strict=True):
+            kept.append(outcome)
+            is_over = self._is_spent()
+            _write(self.folder, self.comparison)
+            keep_the_records(job[2])
+            self.say(_said(self.comparison, outcome))
+            if is_over and job is not missing[-1]:
+                return False
+        return True
+
+    def _is_spent(self) -> bool:
+        self.comparison.spent_s = self.before_s + self.clock.elapsed_s
+        budget_s = self.comparison.request.budget_s
+        return budget_s is not None and self.comparison.spent_s >= budget_s
+
+
 def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
-    """From runs of the baseline that the comparison never sees."""
-    request = comparison.request
-    say(f"pilot: {FEWEST_SEEDS} runs of {request.baseline.name} fix the margin (--margin X spares them)")
-    missing = range(len(comparison.pilot), FEWEST_SEEDS)
-    jobs = [(request.baseline, PILOT_SEED + number, folder / "runs" / f"pilot-{number}") for number in missing]
-    for outcome in _outcomes(request, jobs):
-        comparison.pilot.append(outcome)
-        _write(folder, comparison)
-        say(_said(comparison, outcome))
-    values = [run.value for run in comparison.pilot]
+    request, values = comparison.request, [run.value for run in comparison.pilot]
     if not all(map(math.isfinite, values)):
         raise ConfigError(
             f"the pilot ended with {comparison.metric} = {', '.join(f'{v:g}' for v in values)}",
             why="a margin cannot come from runs that failed",
-            fix="mend the baseline first (a lower optimizer.lr), or give --margin X",
+            fix="mend the baseline first (a lower optimizer.lr), or compare anew with --margin X",
         )
     _refuse_constant(values, comparison.metric)
     comparison.margin = default_margin(values, in_points=comparison.in_points)
@@ -205,19 +279,7 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
     )
 
 
-def _missing(folder: Path, comparison: Comparison, count: int) -> Iterator[Outcome]:
-    """The runs that are missing up to this many seeds, seed by seed."""
-    request = comparison.request
-    jobs = [
-        (row, seed, folder / "runs" / f"{_file_name(row.name)}-{seed}")
-        for seed in range(count)
-        for row in request.rows
-        if comparison.outcome(row.name, seed) is None
-    ]
-    return _outcomes(request, jobs)
-
-
-def _outcomes(request: Request, jobs: Sequence[tuple[Row, int, Path]]) -> Iterator[Outcome]:
+def _outcomes(request: Request, jobs: Sequence[Job]) -> Iterator[Outcome]:
     """One after the other, or as many at once as were asked for."""
     is_alone = request.at_once == 1
     run = partial(one_run, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
@@ -241,18 +303,15 @@ def called_wide(comparison: Comparison) -> bool:
     return bool(values) and margin is not None and is_wide(margin, values, in_points=comparison.in_points)
 
 
-def seconds_to_quality(comparison: Comparison, row: str) -> list[float | None]:
-    """For each seed, when a run of this row first was as good as the baseline ends, less the margin; None: never."""
+def seconds_to_quality(comparison: Comparison, runs: Sequence[Outcome]) -> list[float | None]:
+    """When each of these runs first was as good as the baseline ends, less the margin; None: never."""
     assert comparison.margin is not None
     finals = [run.value for run in comparison.outcomes(comparison.request.baseline.name) if math.isfinite(run.value)]
     if not finals:
         return []
     sign = 1 if comparison.mode == "max" else -1
     bar = sign * sum(finals) / len(finals) - comparison.margin
-    return [
-        next((seconds for _, seconds, value in run.curve if sign * value >= bar), None)
-        for run in comparison.outcomes(row)
-    ]
+    return [next((seconds for _, seconds, value in run.curve if sign * value >= bar), None) for run in runs]
 
 
 def refuse_bad_rows(request: Request) -> None:
@@ -274,13 +333,10 @@ def refuse_bad_rows(request: Request) -> None:
         raise ConfigError(f"--margin {request.margin:g} is not a margin", fix="a positive number in the metric's unit")
 
 
-def differing_keys(request: Request, row: Row) -> list[str]:
+def differing_keys(comparison: Comparison, row: Row) -> list[str]:
     """Every setting in which the row differs from the baseline: what it says, and what follows from it."""
-    ours, theirs = (
-        flat(loaded_for(request.target, request.overrides, one, 0).config.model_dump())
-        for one in (row, request.baseline)
-    )
-    return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    settings = comparison.settings or settings_of(comparison.request)
+    return _differing(settings[row.name], settings[comparison.request.baseline.name])
 
 
 def _refuse_constant(values: Sequence[float], metric: str) -> None:
@@ -288,7 +344,7 @@ def _refuse_constant(values: Sequence[float], metric: str) -> None:
         raise ConfigError(
             f"{metric} is {values[0]:g} in all {len(values)} pilot runs",
             why="a metric that never moves tells nothing about precision: too little data, or too few steps",
-            fix="train longer, validate on more data, or name a margin with --margin",
+            fix="compare anew: train longer, or validate on more data",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.config.load import Loaded
-from halfstep.errors import TrainingStopped
+from halfstep.errors import CheckpointError, TrainingStopped
 from halfstep.report.metrics_file import read
 from halfstep.run.ending import read_summary
 from halfstep.run.train import train
@@ -20,6 +21,8 @@ from halfstep.workloads import load
 
 QUIET = ("log.quiet=true", "log.curves=false")
 """A comparison has one table and one picture, of all its runs."""
+STRICT = "precision.strict=true"
+"""Unless it says otherwise: a row that ran in another format than it names would compare nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +31,6 @@ class Row:
 
     name: str
     overrides: tuple[str, ...]
-
-    @classmethod
-    def in_precision(cls, name: str, *, simulate: bool) -> Row:
-        """Strict: a row that quietly ran in another format would compare nothing."""
-        how = "precision.simulate=true" if simulate and name not in ("fp32", "tf32") else "precision.strict=true"
-        return cls(name=name, overrides=(f"precision={name}", how))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +61,8 @@ class Outcome:
 
 def loaded_for(target: str, overrides: Sequence[str], row: Row, seed: int) -> Loaded:
     """What is common, then what the row changes, then the seed: the later word wins, so each key is said once."""
-    said = {word.split("=", 1)[0]: word for word in (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)}
+    words = (STRICT, *overrides, *row.overrides, f"train.seed={seed}", *QUIET)
+    said = {word.split("=", 1)[0]: word for word in words}
     return load(target, overrides=list(said.values()))
 
 
@@ -84,13 +82,15 @@ def one_run(
                 train(loaded, out=folder)
         except TrainingStopped as error:
             stopped = error.what
-    outcome = _outcome(folder, row, seed, best=best, alone=alone and not is_resumed, stopped=stopped)
-    _keep_the_records(folder)
-    return outcome
+        except CheckpointError as error:
+            if is_resumed:
+                error.fix = f"delete {folder}: the comparison then trains this run again"
+            raise
+    return _outcome(folder, row, seed, best=best, alone=alone and not is_resumed, stopped=stopped)
 
 
 def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, stopped: str) -> Outcome:
-    summary = {} if stopped else read_summary(folder) or {}
+    summary = {} if stopped else (read_summary(folder) or {}) | data_of(folder)
     validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
     curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
     value = curve[-1][2] if curve else math.nan
@@ -107,7 +107,17 @@ def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, stop
     )
 
 
-def _keep_the_records(folder: Path) -> None:
-    """Twenty seeds of three rows are sixty models; their numbers are what is asked for."""
+def data_of(folder: Path) -> dict[str, str]:
+    """What the data files looked like; generated ones lie in the run's folder and are each run's own."""
+    record = folder / "data.json"
+    if not record.is_file() or (folder / "data").is_dir():
+        return {}
+    return {"data": "of digest " + str(json.loads(record.read_text())["digest"])[:12]}
+
+
+def keep_the_records(folder: Path) -> None:
+    """Twenty seeds of three rows are sixty models; their numbers are what is asked for.
+
+    Once these are stored: a run that was cut short while its checkpoints are removed could neither go on nor end."""
     for name in ("checkpoints", "data", "model", "frozen"):
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from halfstep.config.aliases import precision_name
 from halfstep.errors import counted
 from halfstep.hardware.probe import probe
 from halfstep.report.comparison_view import Line
 from halfstep.run.planned_batch import planned_largest_batch
-from halfstep.use.compare import Comparison, called_wide, differing_keys, seconds_to_quality
-from halfstep.use.compare_run import Outcome, loaded_for
+from halfstep.use.compare import Comparison, called_wide, config_of, differing_keys, seconds_to_quality
+from halfstep.use.compare_run import Outcome
 from halfstep.use.equivalence import Verdict
 
 
@@ -26,7 +28,7 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds = _median(alone, "elapsed_s")
     price = comparison.request.price
-    times = seconds_to_quality(comparison, row) if len(alone) == len(runs) else []
+    times = seconds_to_quality(comparison, [run for run in runs if run.alone]) if alone else []
     reached = [time for time in times if time is not None]
     return Line(
         name=row,
@@ -52,7 +54,7 @@ def _largest_batch(comparison: Comparison, alone: Sequence[Outcome]) -> int | No
         return None
     request, run = comparison.request, alone[0]
     row = next(row for row in request.rows if row.name == run.row)
-    config = loaded_for(request.target, request.overrides, row, run.seed).config
+    config = config_of(request, row, run.seed)
     memory = probe(config.device).memory_total_bytes
     return planned_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
 
@@ -78,18 +80,35 @@ def notes_of(comparison: Comparison) -> list[str]:
     rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
     notes.append(f"{counted(comparison.whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all")
     for row in request.rows[1:]:
-        notes.append(f"{row.name} differs from {request.baseline.name} in {', '.join(differing_keys(request, row))}")
+        differing = ", ".join(differing_keys(comparison, row)) or "no setting"
+        notes.append(f"{row.name} differs from {request.baseline.name} in {differing}")
     for name, verdict in comparison.verdicts().items():
         if verdict.why:
             more = f"; about {counted(verdict.seeds_needed, 'seed')} would decide" if verdict.seeds_needed else ""
             notes.append(f"{name}: not shown, {verdict.why}{more}")
-    stopped = [run for run in comparison.runs if run.stopped]
-    notes += [f"{run.row}, seed {run.seed}: {run.stopped}" for run in stopped]
+    failed = [run for run in comparison.runs if not math.isfinite(run.value)]
+    notes += [f"{run.row}, seed {run.seed}: {run.stopped or f'{comparison.metric} is {run.value}'}" for run in failed]
+    notes += _other_differences(comparison)
     if any(not run.alone for run in comparison.runs):
         notes.append("runs in parallel with others, or resumed: their time, memory and energy are left out")
     if any(run.summary.get("simulated") for run in comparison.runs):
         notes.append("simulated formats show numerics, never speed: their time and memory are left out")
     return [*notes, f"ended: {comparison.ended}"]
+
+
+def _other_differences(comparison: Comparison) -> list[str]:
+    """Where runs differ in more than their rows say: a format that was not granted, another machine, other data."""
+    notes = []
+    for row, settings in comparison.settings.items():
+        asked = precision_name(settings["precision.default"])
+        ran = {run.summary["precision"] for run in comparison.outcomes(row) if "precision" in run.summary}
+        if asked != "auto" and (others := ran - {asked}):
+            notes.append(f"{row} asked for {asked} and ran {', '.join(sorted(others))}")
+    for key, what in {"device": "devices", "versions": "versions", "data": "data files"}.items():
+        seen = dict.fromkeys(str(run.summary[key]) for run in comparison.runs if run.summary.get(key))
+        if len(seen) > 1:
+            notes.append(f"runs differ in more than the rows say: {what} {' and '.join(seen)}")
+    return notes
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:

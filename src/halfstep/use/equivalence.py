@@ -47,10 +47,12 @@ class Verdict:
     seeds_needed: int | None = None
     """Seeds that would show "same" if mean and deviation stay; None where no number would, or none is needed."""
     why: str = ""
+    failed: bool = False
+    """A run has no metric: further seeds cannot mend that."""
 
     @property
-    def is_decided(self) -> bool:
-        return self.word != "not shown"
+    def is_settled(self) -> bool:
+        return self.word != "not shown" or self.failed
 
     def __str__(self) -> str:
         aside = f" ({'lower' if self.mean < 0 else 'higher'} by {abs(self.mean):.3g})"
@@ -89,13 +91,20 @@ def verdicts(
     looks: Sequence[int] = (),
 ) -> dict[str, Verdict]:
     """Each row against the baseline, seed by seed. `looks` are all that were planned; none: this is the only one."""
-    levels = {name: _p_same(_differences(baseline, values), margin) for name, values in rows.items()}
+    # A metric that is one number in all runs tells nothing: it never counts as the same.
+    stuck = {name for name, values in rows.items() if len({*baseline, *values}) == 1}
+    levels = {
+        name: 1.0 if name in stuck else _p_same(_differences(baseline, values), margin) for name, values in rows.items()
+    }
     found: dict[str, Verdict] = {}
     still_same = True
     for place, name in enumerate(sorted(levels, key=lambda name: levels[name])):
         # Holm: the clearest row is judged most strictly; after one that fails no later one is called the same.
         level = look_level(tuple(looks), LEVEL / (len(rows) - place))
         verdict = _verdict(_differences(baseline, rows[name]), margin, level)
+        if name in stuck and verdict.word == "same":
+            why = f"the metric is {baseline[0]:g} in every run: it does not react to anything"
+            verdict = replace(verdict, word="not shown", why=why)
         still_same = still_same and verdict.word == "same"
         if verdict.word == "same" and not still_same:
             why = "a row with clearer figures was not shown to be the same (Holm)"
@@ -110,7 +119,7 @@ def _verdict(differences: NDArray[np.float64], margin: float, level: float) -> V
     if count < FEWEST_SEEDS:
         return replace(nothing, why=f"{count} paired seeds; {FEWEST_SEEDS} are the fewest")
     if not np.isfinite(differences).all():
-        return replace(nothing, why="a run ended with a metric that is not finite")
+        return replace(nothing, why="a run ended with a metric that is not finite", failed=True)
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
     reach = student_quantile(1 - level, count - 1) * deviation / math.sqrt(count)
     found = replace(nothing, mean=mean, low=mean - reach, high=mean + reach)
