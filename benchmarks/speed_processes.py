@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from halfstep.bench.apart import CacheWatch
 from halfstep.bench.bench import Request, runners
-from halfstep.bench.measure_row import first_step
 from halfstep.bench.problem import Runner
 from halfstep.bench.row import Row
 from halfstep.errors import HardwareError
 from halfstep.hardware.facts import Hardware
+from halfstep.measure.clock import wait_for
 from halfstep.tune.modes import keep_compiled_code
 from speed_cases import Case, problem_of, row_requests
 
@@ -121,3 +122,16 @@ def in_own_process(function: Callable[..., Found], *arguments: Any) -> Found:
     """One process for one call: nothing compiled, loaded or allocated before it."""
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
+
+
+def first_step(runner: Runner, device: torch.device) -> tuple[float, str]:
+    """Seconds from nothing to the end of the first step, and how the compiler found its cache."""
+    watch, began = CacheWatch(), time.perf_counter()
+    seconds: list[float] = []
+
+    def after_step() -> None:
+        wait_for(device)
+        seconds.append(time.perf_counter() - began)
+
+    runner.train(1, after_step)
+    return seconds[0], watch.found()

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.bench.apart import CacheWatch, apart, empty_cache, forget_in_memory
+from halfstep.bench.apart import CacheWatch, apart
 from halfstep.bench.measure_row import Schedule, StepTimer
 
 pytest.importorskip("triton")
+from torch._inductor.utils import fresh_cache  # Triton's folder too
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
@@ -39,9 +40,9 @@ def start(kernel: Any) -> str:
 
 
 def test_a_kernel_of_ours_is_found_cold_and_then_warm(kernel: Any) -> None:
-    with empty_cache():
+    with fresh_cache():
         assert [start(kernel), start(kernel)] == ["cold", "warm"]
-    with empty_cache():
+    with fresh_cache():
         assert start(kernel) == "cold"
 
 
@@ -51,12 +52,12 @@ def test_a_kernel_of_somebody_else_is_not_counted_beside_the_graph_it_belongs_to
 ) -> None:
     """None: of a module that was run, not imported."""
     kernel.module = module
-    with empty_cache():
+    with fresh_cache():
         assert start(kernel) == ""
 
 
 def test_a_start_is_not_called_cold_for_a_kernel_that_the_first_step_does_not_need(kernel: Any) -> None:
-    with empty_cache():
+    with fresh_cache():
         timer = StepTimer(Schedule(warm_up=1, ramp=0, window=1), torch.device("cpu"))
         for number in range(timer.schedule.steps):
             if number == 3:
@@ -73,22 +74,16 @@ def test_whoever_listened_to_triton_before_still_hears(kernel: Any, monkeypatch:
     heard: list[bool] = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told["cache_hit"]))
     compile_cache._count_our_kernels.__wrapped__()
-    with empty_cache():
+    with fresh_cache():
         assert start(kernel) == "cold"
     assert heard == [False]
 
 
-def test_rows_and_restarts_begin_without_kernels_that_were_loaded_before(kernel: Any) -> None:
+def test_rows_begin_without_kernels_that_were_loaded_before(kernel: Any) -> None:
     def loaded() -> bool:
         kernel.device_caches[0] = "as after a call"
         return bool(kernel.device_caches)
 
-    assert loaded()
-    forget_in_memory()
-    assert not kernel.device_caches
-    assert loaded()
-    with empty_cache():
-        assert not kernel.device_caches
     assert loaded()
     with apart(torch.device("cpu")):
         assert not kernel.device_caches

@@ -57,7 +57,7 @@ class Somebody:
 
 
 def test_a_row_has_time_spread_and_loss(problem: Problem) -> None:
-    row = measured_row(Somebody(each_step=lambda: time.sleep(0.004)), problem, SHORT, cold_start=False)
+    row = measured_row(Somebody(each_step=lambda: time.sleep(0.004)), problem, SHORT)
     assert row.is_measured
     assert 4 <= row.ms < 12
     assert min(row.window_ms) <= row.ms <= max(row.window_ms)
@@ -69,7 +69,7 @@ def test_a_window_in_which_the_machine_was_busy_changes_neither_the_time_nor_the
     problem: Problem,
 ) -> None:
     waits = iter((0.0, 0.01, 0.01, 0.2, 0.01, 0.01))
-    row = measured_row(Somebody(each_step=lambda: time.sleep(next(waits))), problem, SHORT, cold_start=False)
+    row = measured_row(Somebody(each_step=lambda: time.sleep(next(waits))), problem, SHORT)
     assert row.samples_per_s == pytest.approx(2e3 / row.ms)
     assert row.ms < 100 < max(row.window_ms)
 
@@ -86,7 +86,7 @@ def test_whatever_stops_a_row_is_its_reason(problem: Problem, error: Exception, 
     def stop() -> None:
         raise error
 
-    row = measured_row(Somebody(each_step=stop), problem, SHORT, cold_start=False)
+    row = measured_row(Somebody(each_step=stop), problem, SHORT)
     assert not row.is_measured
     assert row.reason.startswith(reason)
     assert "\n" not in why_not(error)
@@ -97,7 +97,7 @@ def test_a_stop_by_the_user_is_no_row(problem: Problem) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measured_row(Somebody(each_step=interrupt), problem, SHORT, cold_start=False)
+        measured_row(Somebody(each_step=interrupt), problem, SHORT)
 
 
 def test_ctrl_c_while_a_row_is_measured_ends_the_bench(problem: Problem) -> None:
@@ -113,7 +113,7 @@ def test_ctrl_c_while_a_row_is_measured_ends_the_bench(problem: Problem) -> None
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        measured_row(Somebody(each_step=step_for_long), problem, SHORT, cold_start=False)
+        measured_row(Somebody(each_step=step_for_long), problem, SHORT)
     assert ends[0] - began < 5
 
 
@@ -132,7 +132,7 @@ def test_each_row_trains_in_a_thread_of_its_own_with_backward_and_without_the_la
         torch.set_autocast_enabled("cpu", True)
 
     for _ in range(2):
-        measured_row(Somebody(each_step=step), problem, SHORT, cold_start=False)
+        measured_row(Somebody(each_step=step), problem, SHORT)
     assert len(set(threads)) == 2
     assert threading.current_thread() not in threads
     assert backwards == threads
@@ -148,7 +148,7 @@ def test_switches_that_a_runner_turns_are_turned_back(problem: Problem) -> None:
         torch.backends.cudnn.benchmark = not before[1]
         torch.set_grad_enabled(False)
 
-    measured_row(Somebody(each_step=meddle), problem, SHORT, cold_start=False)
+    measured_row(Somebody(each_step=meddle), problem, SHORT)
     assert (effective_leaves(), torch.backends.cudnn.benchmark) == before
     assert torch.is_grad_enabled()
 
@@ -216,7 +216,7 @@ def test_a_mode_that_could_not_run_is_no_row_of_that_mode(problem: Problem, monk
         return refuse
 
     monkeypatch.setattr(torch, "compile", broken)
-    row = measured_row(Ours(problem, "fp32", "compile", probe("cpu"), simulate=False), problem, SHORT, cold_start=False)
+    row = measured_row(Ours(problem, "fp32", "compile", probe("cpu"), simulate=False), problem, SHORT)
     assert row.reason.startswith("could not run as compile: not compiled, running eager: no compiler here")
 
 
@@ -251,7 +251,7 @@ def test_a_precision_that_peers_lack_costs_their_rows_only(problem: Problem) -> 
 
 
 def test_a_loss_that_is_not_a_number_is_stored_as_nothing_and_warned_of(problem: Problem) -> None:
-    good = measured_row(Somebody(each_step=lambda: None), problem, SHORT, cold_start=False)
+    good = measured_row(Somebody(each_step=lambda: None), problem, SHORT)
     bad = dataclasses.replace(good, variant="broken", loss=math.nan)
     assert bad.to_dict()["loss"] is None
     [warning] = loss_warnings([good, bad], loss_reference([good, bad]))

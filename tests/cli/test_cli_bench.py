@@ -106,11 +106,6 @@ def test_ctrl_c_before_the_first_row_is_measured_writes_nothing(
     assert f"{saved} was not written: nothing was measured" in capsys.readouterr().err
 
 
-def test_a_row_that_compiles_nothing_says_that_it_has_no_cold_start(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*FP32, "--cold-start") == 0
-    assert "halfstep eager fp32: it compiles nothing" in capsys.readouterr().out
-
-
 def test_auto_is_the_precision_that_a_run_takes_here_and_the_reason_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -203,7 +198,6 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "train.fast=off"), "fix: --modes eager"),
         (("unet", "precision=bf16"), "fix: --precisions bf16"),
         (("unet", "ema.enabled=true", "--against", "plain"), "ema.enabled=true, and peers train with false"),
-        (("unet", "--explain", "--cold-start"), "--explain"),
     ],
 )
 def test_mistakes_are_clear_errors(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.bench.apart import _our_kernels, clock_limits, shared_with
+from halfstep.bench.apart import clock_limits, shared_with
 from halfstep.bench.bench import LOSS_BOUND, Request, bench
 from halfstep.bench.measure_row import Schedule, StepTimer, measured_row
 from halfstep.bench.ours import Ours
@@ -105,36 +105,11 @@ def one_gigabyte() -> Iterator[None]:
 def test_out_of_memory_costs_one_row_and_gives_its_memory_back() -> None:
     small, huge, hardware = unet(2), unet(256), probe("cuda")  # of the huge one's maps the first four take 1.1 GB
     held = torch.cuda.memory_reserved()
-    lost = measured_row(Ours(huge, "fp32", "eager", hardware, simulate=False), huge, SHORT, cold_start=False)
+    lost = measured_row(Ours(huge, "fp32", "eager", hardware, simulate=False), huge, SHORT)
     assert lost.reason.startswith("out of memory")
     assert torch.cuda.memory_reserved() <= held + 2**26
-    row = measured_row(Ours(small, "fp32", "eager", hardware, simulate=False), small, SHORT, cold_start=False)
+    row = measured_row(Ours(small, "fp32", "eager", hardware, simulate=False), small, SHORT)
     assert row.is_measured, row.reason
-
-
-def test_a_cold_start_takes_longer_than_a_warm_one() -> None:
-    problem = unet(2)
-    runner = Ours(problem, "bf16", "compile", probe("cuda"), simulate=False)
-    row = measured_row(runner, problem, SHORT, cold_start=True)
-    assert row.cold_start_s is not None, row.reason
-    assert row.start_s is not None
-    assert row.cache == "warm"
-    assert row.cold_start_s > row.start_s
-
-
-def test_every_cold_start_compiles_our_own_kernels_again() -> None:
-    problem = unet(2)
-
-    def compiled_in_a_row() -> int:
-        before = _our_kernels["miss"]
-        row = measured_row(
-            Ours(problem, "bf16", "graph", probe("cuda"), simulate=False), problem, SHORT, cold_start=True
-        )
-        assert (row.reason, row.cache) == ("", "warm")
-        return _our_kernels["miss"] - before
-
-    first, second = compiled_in_a_row(), compiled_in_a_row()
-    assert first == second > 0
 
 
 def test_conditions_can_be_asked_for() -> None:

@@ -73,27 +73,6 @@ def _count_our_kernels() -> None:
     knobs.compilation.listener = count
 
 
-@contextmanager
-def empty_cache() -> Iterator[None]:
-    """Compilers start with nothing on disk; what they compile inside is found by later starts inside."""
-    from torch._inductor.utils import fresh_cache
-
-    with fresh_cache():  # Triton's folder too
-        forget_our_kernels()
-        yield
-
-
-def forget_in_memory() -> None:
-    """As after a restart of the process: only what is on disk is found again."""
-    from torch._inductor.utils import clear_caches
-
-    from halfstep.tune.fresh_thread import forget_compiled
-
-    forget_compiled()
-    clear_caches()
-    forget_our_kernels()
-
-
 def forget_our_kernels() -> None:
     """Those of Triton that this process has loaded: the next call looks for them on disk."""
     if "triton" not in sys.modules:

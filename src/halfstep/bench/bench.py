@@ -39,7 +39,6 @@ class Request:
     against: tuple[str, ...] = ()
     """Peers: `plain`, or one variant of it, `plain:graphs`."""
     schedule: Schedule
-    cold_start: bool = False
     repeat_first: bool = True
     """Measure the first row again at the end: did the machine change meanwhile?"""
     deadline: float | None = None
@@ -95,7 +94,7 @@ def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, te
     if request.repeat_first and first is not None and not reason and not request.is_late:
         tell(f"{first.name} {first.variant} {first.precision} again")
         try:
-            repeated = measured(first, problem, dataclasses.replace(request, cold_start=False))
+            repeated = measured(first, problem, request)
         except KeyboardInterrupt:
             repeated = not_measured(first.name, first.variant, first.precision, STOPPED)
     return concluded(rows, flops, hardware, busy=busy, repeated=repeated)
@@ -153,7 +152,7 @@ def _peers(word: str, problem: Problem, precision: str, missing: str) -> Iterato
 
 def measured(runner: Runner, problem: Problem, request: Request, pause: Pause | None = None) -> Row:
     """One row, with what only halfstep's own runner can tell; `pause` is where it may wait for its turn."""
-    row = measured_row(runner, problem, request.schedule, cold_start=request.cold_start, pause=pause)
+    row = measured_row(runner, problem, request.schedule, pause=pause)
     if not isinstance(runner, Ours) or not row.is_measured:
         return row
     said = ("simulated: no speed",) if runner.simulated else ()

@@ -10,7 +10,6 @@ and at the end.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from halfstep.bench.apart import CacheWatch, Found, apart, clean, clock_limits, empty_cache, forget_in_memory
+from halfstep.bench.apart import CacheWatch, Found, apart, clock_limits
 from halfstep.bench.problem import Problem, Runner
 from halfstep.bench.row import Row
 from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError
@@ -171,18 +170,15 @@ def _between(start: Mark, end: Mark) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-NOTHING_COMPILED = "it compiles nothing, so its start is the same with an empty cache: no cold start"
 START_MATTERS = 1.05
 """A start that takes this much more memory than the training after it is told."""
 
 
-def measured_row(
-    runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool, pause: Pause | None = None
-) -> Row:
-    """The row of this runner; `cold_start` also times its first step with an empty compiler cache."""
+def measured_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: Pause | None = None) -> Row:
+    """The row of this runner."""
     with apart(problem.device):
         try:
-            return _measured(runner, problem, schedule, cold_start=cold_start, pause=pause)
+            return _measured(runner, problem, schedule, pause)
         # Anything at all: a peer's own error must cost its own row and no other.
         except Exception as error:
             error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
@@ -202,13 +198,10 @@ def why_not(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_start: bool, pause: Pause | None) -> Row:
-    device = problem.device
-    with empty_cache() if cold_start else contextlib.nullcontext():
-        cold_start_s = _cold_start_s(runner, device) if cold_start else None
-        timer = StepTimer(schedule, device, pause)
-        loss = in_fresh_thread(lambda: runner.train(schedule.steps, timer), device)
-        found = timer.found()
+def _measured(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
+    timer = StepTimer(schedule, problem.device, pause)
+    loss = in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
+    found = timer.found()
     ms = tuple(1e3 * seconds for seconds in found.window_s)
     return Row(
         name=runner.name,
@@ -221,36 +214,11 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, *, cold_star
         joules_per_sample=found.joules_a_step / problem.samples if found.joules_a_step is not None else None,
         loss=loss,
         start_s=found.start_s,
-        cold_start_s=cold_start_s,
         cache=found.cache,
         samples_per_s=problem.samples / statistics.median(ms) * 1e3,
-        remarks=(
-            *_remarks(found.peak_bytes, found.start_peak_bytes),
-            *([NOTHING_COMPILED] if cold_start and cold_start_s is None else []),
-        ),
+        remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes)),
         clock_limits=found.clock_limits,
     )
-
-
-def first_step(runner: Runner, device: torch.device) -> tuple[float, Found]:
-    """Seconds from nothing to the end of the first step, and how the compiler found its cache."""
-    watch, began = CacheWatch(), time.perf_counter()
-    seconds: list[float] = []
-
-    def after_step() -> None:
-        wait_for(device)
-        seconds.append(time.perf_counter() - began)
-
-    runner.train(1, after_step)
-    return seconds[0], watch.found()
-
-
-def _cold_start_s(runner: Runner, device: torch.device) -> float | None:
-    """With nothing compiled before; None where nothing was compiled at all."""
-    seconds, found = in_fresh_thread(lambda: first_step(runner, device), device)
-    clean(device)
-    forget_in_memory()
-    return seconds if found else None
 
 
 def _remarks(peak: int | None, start_peak: int | None) -> list[str]:

@@ -33,7 +33,6 @@ class Row:
     floor_ms: float | None = None
     loss: float | None = None
     start_s: float | None = None
-    cold_start_s: float | None = None
     cache: str = ""
     """How `start_s` found the compiler's cache: cold, warm, or empty where nothing was compiled."""
     clock_limits: tuple[str, ...] = ()

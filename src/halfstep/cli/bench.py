@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli.bench_request import Asked, Files, prepared, refuse_mistakes, with_workload
+from halfstep.cli.bench_request import Asked, Files, prepared, refuse_files, with_workload
 from halfstep.cli.options import MaybeWords, option
 
 WHAT, OUTPUT = "What is measured", "Output"
@@ -29,9 +29,6 @@ def command(
         int | None, option("Timed steps per row: 100, on a CPU 20; with --explain 10 and 5.", panel=WHAT)
     ] = None,
     device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT)] = None,
-    cold_start: Annotated[
-        bool, option("Also time the start with an empty compiler cache.", "--cold-start", panel=WHAT)
-    ] = False,
     explain: Annotated[bool, option("Where the time of a step goes.", "--explain", panel=WHAT)] = False,
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,
     picture: Annotated[Path | None, option("Draw a bar chart.", panel=OUTPUT)] = None,
@@ -59,11 +56,10 @@ def command(
         modes=modes,
         against=against,
         steps=steps,
-        cold_start=cold_start,
         explain=explain,
     )
     files = Files(picture=picture, save=save, force=force)
-    refuse_mistakes(asked, files)
+    refuse_files(files)
     (run_explain if explain else run_bench)(asked, files, as_json=as_json)
 
 

@@ -48,7 +48,6 @@ class Asked:
     modes: str | None
     against: str | None
     steps: int | None
-    cold_start: bool
     explain: bool
 
 
@@ -67,12 +66,10 @@ class Files:
         return dataclasses.replace(self, save=None, picture=None)
 
 
-def refuse_mistakes(asked: Asked, files: Files) -> None:
-    """Options that cannot be together, and files that must not be written."""
+def refuse_files(files: Files) -> None:
+    """Files that must not be written."""
     from halfstep.bench.record import refuse_to_overwrite
 
-    if asked.explain and asked.cold_start:
-        raise ConfigError("--explain takes a step apart, --cold-start times whole ones", fix="leave one of them out")
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
     if files.picture:
         from halfstep.report.picture_file import refuse_unknown_format
@@ -157,7 +154,6 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
         modes=chosen("--modes", modes, stated, default_modes(place)),  # type: ignore[arg-type]
         against=against,
         schedule=schedule,
-        cold_start=asked.cold_start,
     )
     if hardware.kind == "cpu" and hardware.memory_free_bytes is not None:
         refuse_too_large(config, request.precisions, request.modes, hardware.memory_free_bytes)

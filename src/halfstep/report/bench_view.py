@@ -70,9 +70,7 @@ def digits(value: float | None, significant: int = 3) -> str:
 
 
 def start(row: Mapping[str, Any]) -> str:
-    """Seconds to the first step: with an empty compiler cache, then with a filled one."""
-    if row["cold_start_s"] is not None:
-        return f"{digits(row['cold_start_s'])} cold, {digits(row['start_s'])} warm"
+    """Seconds to the first step, and how the compiler found its cache."""
     return f"{digits(row['start_s'])} {row['cache']}".rstrip()
 
 
