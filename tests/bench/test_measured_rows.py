@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
+from torch._inductor.utils import clear_caches, fresh_cache
 
-from halfstep.bench.apart import CacheWatch, empty_cache, forget_in_memory
+from halfstep.bench.apart import CacheWatch
 from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings, runners
 from halfstep.bench.measure_row import Schedule, measured_row, why_not
 from halfstep.bench.ours import Ours
@@ -264,11 +265,12 @@ def test_a_start_knows_whether_the_compilers_cache_was_filled() -> None:
         watch = CacheWatch()
         torch.compile(lambda x: x * 2 + 1)(torch.ones(8))
         found = watch.found()
-        forget_in_memory()
+        torch.compiler.reset()
+        clear_caches()
         return found
 
     scalar = inductor_config.patch({"cpp.vec_isa_ok": False})  # compiles in half the time
-    with empty_cache(), scalar:
+    with fresh_cache(), scalar:
         assert [start(), start()] == ["cold", "warm"]
     assert CacheWatch().found() == ""
 

@@ -10,7 +10,7 @@ import torch
 from halfstep.formats import FORMATS
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
-from halfstep.hardware.probe import probe, probe_all, resolve_device
+from halfstep.hardware.probe import probe, probe_all
 from halfstep.precision.advice import advise
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def test_the_probe_agrees_with_torch() -> None:
     assert 0 < hardware.memory_free_bytes < hardware.memory_total_bytes
     assert (hardware.has("bf16") == "native") == (hardware.capability >= (8, 0))
     assert hardware.uuid
-    assert resolve_device() == "cuda:0"
+    assert probe().device == "cuda:0"
     assert probe_all()[-1].device == "cpu"
 
 

@@ -9,7 +9,7 @@ from fake_driver import H100, NEOVERSE_N1, T4, XEON, FakeDriver
 
 from halfstep.errors import HardwareError
 from halfstep.hardware.driver import Accelerator, Driver
-from halfstep.hardware.probe import probe, probe_all, resolve_device
+from halfstep.hardware.probe import probe, probe_all
 
 
 def test_a_t4_has_fp16_and_only_emulates_bf16_whatever_torch_says() -> None:
@@ -49,7 +49,7 @@ def test_every_device_is_listed_and_the_cpu_comes_last() -> None:
     [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("CUDA:1", "cuda:1"), ("cpu", "cpu")],
 )
 def test_a_device_string_resolves_to_how_torch_names_it(asked: str, device: str) -> None:
-    assert resolve_device(asked, driver=FakeDriver(T4, H100)) == device
+    assert probe(asked, driver=FakeDriver(T4, H100)).device == device
 
 
 @pytest.mark.parametrize("asked", ["cuda:7", "mps", "tpu", "npu", ""])
@@ -70,7 +70,6 @@ def test_only_the_device_that_was_asked_for_is_opened() -> None:
             return 1
 
     driver = Watched(T4, H100)
-    resolve_device("cuda:1", driver=driver)
     probe("cpu", driver=driver)
     assert opened == []
     assert probe("cuda:1", driver=driver).memory_free_bytes == 1
@@ -80,7 +79,7 @@ def test_only_the_device_that_was_asked_for_is_opened() -> None:
 def test_cuda_without_a_gpu_is_an_error_and_auto_is_the_cpu() -> None:
     with pytest.raises(HardwareError, match="'cuda'"):
         probe("cuda", driver=FakeDriver())
-    assert resolve_device(driver=FakeDriver()) == "cpu"
+    assert probe(driver=FakeDriver()).device == "cpu"
 
 
 def test_rocm_is_judged_by_its_target_and_answers_to_both_names() -> None:

@@ -67,11 +67,6 @@ def probe_all(*, driver: Driver | None = None) -> tuple[Hardware, ...]:
     return tuple(_with_free_memory(hardware, driver) for hardware in _list(driver))
 
 
-def resolve_device(name: str = "auto", *, driver: Driver | None = None) -> str:
-    """How torch names the device a user means: `auto` is the best one here, `cuda` the first GPU."""
-    return _pick(_list(driver or Driver()), name).device
-
-
 def _list(driver: Driver) -> tuple[Hardware, ...]:
     torch_version = driver.torch_version()
     accelerators = [_accelerator(seen, torch_version) for seen in driver.accelerators()]
