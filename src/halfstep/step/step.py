@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,9 @@ from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Hold, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
+from halfstep.step.gradients import Judged, are_scaled_in_kernels, choose_types
 from halfstep.step.own_ranks import ranks_of
-from halfstep.step.ranks import BAD, RUINED, Ranks
+from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks
 from halfstep.step.rates import Rates
 from halfstep.step.refusals import checked, refuse_half_sums, refuse_no_window, refuse_sparse, refuse_spread, single
 from halfstep.step.scaler import Scaler, ScalerOptions
@@ -48,6 +49,19 @@ from halfstep.step.world import is_loss
 Weight = Tensor | float | int
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
+
+
+class Totals(NamedTuple):
+    """What a window came to."""
+
+    loss: Tensor
+    weight: Weight
+    ruined: Tensor
+    """Whether something forward wrote is not finite any more."""
+    unscale: Tensor | None
+    """What gradients are multiplied with; None: nothing."""
+    agreed: Agreed | None
+    """What all ranks have said."""
 
 
 class Step:
@@ -101,8 +115,7 @@ class Step:
         """Entered around forward and around backward by whoever wants to see what runs in them."""
         self.hold: Hold | None = None  # set before the first step by whoever can make held steps again
         self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet
-        self._judged: list[tuple[Tensor, Tensor | None, int]] = []
-        """Its parameters with their gradients and the versions of those."""
+        self._judged = Judged()
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Groups of `accumulate` micro-batches; the last partial group still steps."""
@@ -136,8 +149,7 @@ class Step:
                 raise self.ranks.world.lost(error) from error
             raise
         facts.ids, facts.rng = sample_ids(window), self._rng
-        gradients = ((p, p.grad) for p in self.trained_parameters())
-        self._judged = [(p, g, 0 if g is None else g._version) for p, g in gradients]
+        self._judged = Judged(self.trained_parameters())
         return facts
 
     def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
@@ -147,7 +159,7 @@ class Step:
             self.values.refresh()
         self.writes.save(parameters)
         self.clear_gradients()
-        self._choose_gradient_types(len(window))
+        choose_types(self.optimizers, len(window))
         loss, weight = self._accumulate(loss_fn, window, parameters)
         self.writes.look()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
@@ -158,7 +170,7 @@ class Step:
         if self._rng:
             self.writes.put_back()
             restore_rng(self._rng, self.device)
-        self._rng, self._judged = {}, []
+        self._rng, self._judged = {}, Judged()
 
     def commit(self, facts: Facts) -> None:
         """Let the device commit or drop the step, in every place alike."""
@@ -169,13 +181,13 @@ class Step:
                 fix="step.commit(step.compute(loss_fn, window))",
             )
         try:
-            self._refuse_edited_gradients()
+            self._judged.refuse_edited()
             self.look_ahead()
             self.commit_on_device(facts)
         except BaseException:
             self.abandon()
             raise
-        self._rng, self._judged = {}, []
+        self._rng, self._judged = {}, Judged()
         self.attempted += 1
         facts.send()
 
@@ -223,7 +235,7 @@ class Step:
     def forget_writes(self) -> None:
         """After state was loaded: a compute() before it is void, and what forward writes is found again."""
         self.writes.compare_anew()
-        self._rng, self._judged = {}, []
+        self._rng, self._judged = {}, Judged()
 
     def forget_capture(self) -> None:
         """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
@@ -278,45 +290,54 @@ class Step:
         gradients = [p.grad for p in parameters if p.grad is not None]
         refuse_sparse(gradients)
         scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
-        ruined = self.writes.became_non_finite(self.device)
-        agreed = None
-        if self.ranks is None:
-            loss = loss_sum if _is_one(weight) else loss_sum / weight
-            unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
-        else:
+        if self.ranks is not None:
             self.ranks.refuse_unreduced(parameters, self.model)
-            agreed = self.ranks.agree(loss_sum, weight, ruined, self._first_rate())
-            loss, weight, ruined = agreed.loss, agreed.weight, agreed.any_said(RUINED)
-            unscale = self.ranks.size / (scale * weight)  # DDP has divided by the number of ranks
-        overflow: Tensor | None = None
+        totals = self._totals(loss_sum, weight, scale, is_weighted=is_weighted)
+        loss, unscale, overflow = totals.loss, totals.unscale, None
         if self.on_gradients is not None:
             overflow = self._unscale_and_edit(gradients, unscale)
             gradients, unscale = [p.grad for p in parameters if p.grad is not None], None
         norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
+        self._decide(facts, totals, overflow)
+        if are_scaled_in_kernels(self.committers, parameters):
+            facts.factor = factor
+        elif factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        return facts
+
+    def _totals(self, loss_sum: Tensor, weight: Weight, scale: Tensor, *, is_weighted: bool) -> Totals:
+        """What the window came to, over all ranks."""
+        ruined = self.writes.became_non_finite(self.device)
+        if self.ranks is None:
+            loss = loss_sum if _is_one(weight) else loss_sum / weight
+            unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
+            return Totals(loss, weight, ruined, unscale, None)
+        agreed = self.ranks.agree(loss_sum, weight, ruined, self._first_rate())
+        unscale = self.ranks.size / (scale * agreed.weight)  # DDP has divided by the number of ranks
+        return Totals(agreed.loss, agreed.weight, agreed.any_said(RUINED), unscale, agreed)
+
+    def _decide(self, facts: Facts, totals: Totals, overflow: Tensor | None) -> None:
+        """Whether the step is bad, and in which way: empty, ruined, a spike, or not finite."""
+        loss, weight, norm = totals.loss, totals.weight, facts.grad_norm
         if isinstance(weight, Tensor):
             facts.empty = facts.empty | (weight == 0)  # on the device, wherever the weight lies
         elif weight == 0:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
-        facts.ruined = ruined
+        facts.ruined = totals.ruined
         # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
         bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
         bad = bad if overflow is None else bad | overflow
-        if self.ranks is not None and agreed is not None:
+        if self.ranks is not None and totals.agreed is not None:
             # What a hook made of the gradients is each rank's own; all the rest is the same everywhere.
-            bad = bad | agreed.any_said(BAD)
+            bad = bad | totals.agreed.any_said(BAD)
             bad = bad if self.on_gradients is None else self.ranks.any_of(bad)
-            facts.said, facts.wait = agreed.said, self.ranks.world.wait
+            facts.said, facts.wait = totals.agreed.said, self.ranks.world.wait
         facts.bad = bad | facts.spike if self.spikes.skips else bad
         facts.spike = facts.spike & ~bad
         if self.hold is not None:
             self.hold.judge(facts, bad)
-        if self._optimizers_multiply(parameters):
-            facts.factor = factor
-        elif factor is not None:
-            torch._foreach_mul_(gradients, factor)
-        return facts
 
     def _unscale_and_edit(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor | None:
         """Let the hook edit unscaled gradients. With loss scaling an overflow counts as one whatever the hook makes of
@@ -327,26 +348,6 @@ class Step:
         norm = torch.nn.utils.get_total_norm(gradients) if self.scaler.enabled and gradients else None
         self.on_gradients(self.model)
         return None if norm is None else norm - norm != 0
-
-    def _refuse_edited_gradients(self) -> None:
-        """What the verdict was not about must not be committed."""
-        if any(p.grad is not g or g is not None and g._version != version for p, g, version in self._judged):
-            raise ConfigError(
-                "gradients were changed between compute() and commit(): the step is dropped",
-                why="norm and verdict are of the gradients that compute() left; these were never judged",
-                fix="edit them in a hook: hs.Step(..., on_gradients=edit), where edit(model) changes .grad in place, "
-                "unscaled and before clipping",
-            )
-
-    def _optimizers_multiply(self, parameters: list[Tensor]) -> bool:
-        """Whether the optimizers' kernels scale the gradients as they read them, which saves a pass over all of them.
-
-        They divide by the inverse, a rounding away from the multiplication wherever the factor is not a power of two;
-        on a CPU, where a pass costs little, a step keeps the very bits of a plain loop. And they write the gradients
-        back, so that a second optimizer of the same parameter would scale them twice."""
-        in_kernels = self.device.type == "cuda" and all(c.method == "found_inf" for c in self.committers)
-        held = sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
-        return in_kernels and held == len(parameters)
 
     def trained_parameters(self) -> list[Tensor]:
         """Each once, asked for again at every step: a group may have been added, a parameter be in two optimizers."""
@@ -361,15 +362,6 @@ class Step:
         self.model.zero_grad(set_to_none=True)  # also of weights that no optimizer holds: they would only pile up
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-
-    def _choose_gradient_types(self, num_micro_batches: int) -> None:
-        """Gradients of bf16 weights are bf16; those of several micro-batches add up in fp32 where the optimizer reads
-        that, since a sum in bf16 loses what is small beside it. A user's own optimizer gets what torch gives it."""
-        wanted = torch.bfloat16 if num_micro_batches == 1 else torch.float32
-        ours = (o for o in self.optimizers if getattr(o, "takes_fp32_gradients", False))
-        for parameter in (p for optimizer in ours for group in optimizer.param_groups for p in group["params"]):
-            if parameter.dtype == torch.bfloat16 and parameter.grad_dtype != wanted:
-                parameter.grad_dtype = wanted
 
     def _rates_of(self, optimizer: Optimizer) -> Rates | None:
         return self.rates if self.rates is not None and self.rates.drives(optimizer) else None
