@@ -85,7 +85,7 @@ def test_the_table_has_every_number_of_a_row() -> None:
 
 
 def test_a_narrow_terminal_gets_more_tables_and_loses_nothing() -> None:
-    wide, narrow = shown(RECORD), shown(RECORD, width=80)
+    wide, narrow = shown(RECORD), shown(RECORD, width=70)
     assert "…" not in narrow
     words = [{word for word in said.split() if not word.startswith("─")} for said in (narrow, wide)]
     assert words[0] == words[1]

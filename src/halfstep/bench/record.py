@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
-import operator
 import platform
 import shlex
 import tempfile
@@ -22,8 +20,6 @@ from halfstep.bench.bench import LOSS_BOUND, Benched, Request
 from halfstep.bench.peers import peer_name
 from halfstep.bench.problem import Problem
 from halfstep.config.dump import plain
-from halfstep.config.keys import fields_of
-from halfstep.config.schema import RunConfig
 from halfstep.disk import write_whole
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
@@ -34,29 +30,6 @@ VERSION: Literal[1] = 1
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
 """Names under which a peer may be installed."""
 FILE_FLAGS = ("--save", "--picture")
-SHORT_NAMES = {
-    "workload": "workload",
-    "batch_size": "train.batch_size",
-    "image_size": "data.image_size",
-    "optimizer": "optimizer.name",
-    "clip_norm": "train.clip_norm",
-    "memory": "train.memory",
-    "activation_checkpointing": "train.activation_checkpointing",
-    "ema": "ema.enabled",
-}
-"""Settings that stand at the top of a problem; all others that a step depends on are in its `settings`."""
-NOT_OF_THE_STEP = (
-    *("preset", "device", "globals", "log.", "data."),
-    *("precision.default", "precision.strict", "precision.simulate", "train.fast"),
-    *(
-        "train.early_stopping_patience",
-        "train.validate_every",
-        "train.sample_every",
-        "train.checkpoint",
-        "train.report_every",
-    ),
-)
-"""What a bench does not read, and what its rows and its device are named by. Channels of the data show in the model."""
 DEFAULT_NAMES = {"--picture": "bench.png", "--save": "bench.json"}
 
 Record = dict[str, Any]
@@ -109,22 +82,20 @@ def results(benched: Benched) -> Record:
 
 
 def identity(problem: Problem, flops: int) -> dict[str, Any]:
-    """What must be equal for two times to be comparable."""
-    settings = all_settings(problem.config)
-    others = [path for path in settings if path not in SHORT_NAMES.values() and not path.startswith(NOT_OF_THE_STEP)]
+    """What is trained: what a title names of it, and every setting."""
+    config = problem.config
     threads = {"threads": torch.get_num_threads()} if problem.device.type == "cpu" else {}
     return {
-        **{name: settings[path] for name, path in SHORT_NAMES.items()},
+        "workload": config.workload,
+        "batch_size": config.train.batch_size,
+        "image_size": config.data.image_size,
+        "optimizer": config.optimizer.name,
+        "clip_norm": config.train.clip_norm,
         "parameters": sum(parameter.numel() for parameter in problem.make_model().parameters()),
         "flops": flops,
-        "settings": {path: settings[path] for path in others} | threads,
+        "config": plain(config),
+        **threads,
     }
-
-
-def all_settings(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its full path, in plain JSON types."""
-    tree = plain(config)
-    return {path: functools.reduce(operator.getitem, path.split("."), tree) for path in fields_of(type(config))}
 
 
 def versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None]:
