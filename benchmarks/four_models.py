@@ -1,27 +1,26 @@
 """Four models in four precisions: what mixed precision gains over strict fp32 and over TF32, by halfstep's own step.
 
-    python benchmarks/four_models.py [--models resnet50,vit_l,sd_unet,gpt2_xl] [--precisions fp32,tf32,fp16,bf16]
-                                     [--prepare 4] [--out DIR]
+    python benchmarks/four_models.py [--cells resnet50:fp32,gpt2_xl:bf16,...] [--at-once --seconds 200] [--out DIR]
 
-Every row is a captured step in a process of its own. `--prepare N` first runs all rows once, N side by side, for the
-compiler's cache alone, and then times them one after the other. `--small` is for trying the script on a CPU.
+Every cell is a captured step in a process of its own. Cells that are not asked for stay as they are stored, so that a
+table can be filled in several calls; each has its command. What compiles at once must fit into memory at once:
+`halfstep plan` says how much that is. `--small` is for trying the script on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
-from recording import store
-from step_rows import halfstep_row, row_in_a_process
+from recording import RESULTS, command, store
+from step_rows import halfstep_row, rows, rows_parser
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
@@ -59,21 +58,18 @@ MODELS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--precisions", default=",".join(PRECISIONS))
-    parser.add_argument("--prepare", type=int, default=0, metavar="N", help="compile all rows first, N side by side")
-    parser.add_argument("--small", action="store_true", help="tiny models, for trying this on a CPU")
-    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
-    parser.add_argument("--row", nargs=2, metavar=("MODEL", "PRECISION"), help=argparse.SUPPRESS)
+    parser = rows_parser(__doc__, (), "MODEL", "PRECISION")
+    every = [f"{name}:{precision}" for name in MODELS for precision in PRECISIONS]
+    parser.add_argument("--cells", default=",".join(every))
     arguments = parser.parse_args()
     if arguments.row:
         name, precision = arguments.row
-        print(json.dumps(halfstep_row(config_of(MODELS[name], arguments.small), precision, warm_up=8)))
+        config = config_of(MODELS[name], arguments.small)
+        print(json.dumps(halfstep_row(config, precision, warm_up=8, profiles=arguments.profile)))
         return
-    if unknown := set(arguments.models.split(",")) - set(MODELS):
-        parser.error(f"there are {', '.join(MODELS)}, not {', '.join(sorted(unknown))}")
-    all_rows(arguments)
+    if unknown := set(arguments.cells.split(",")) - set(every):
+        parser.error(f"there are {', '.join(every)}, not {', '.join(sorted(unknown))}")
+    fill(arguments)
 
 
 def config_of(model: Model, small: bool) -> RunConfig:
@@ -81,26 +77,26 @@ def config_of(model: Model, small: bool) -> RunConfig:
     return bench_config(model.workload, words, {"batch_size": 2 if small else model.batch_size}, small=False)
 
 
-def all_rows(arguments: argparse.Namespace) -> None:
-    asked = list(product(arguments.models.split(","), arguments.precisions.split(",")))
-    suffix = ["--small"] if arguments.small else []
-    if arguments.prepare:
-        with ThreadPoolExecutor(arguments.prepare) as threads:
-            list(threads.map(lambda row: row_in_a_process(__file__, ["--row", *row, *suffix]), asked))
+def fill(arguments: argparse.Namespace) -> None:
+    """The asked cells, stored beside those that are there already."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = dict[str, dict[str, Any]]()
-    for name, precision in asked:
-        row = row_in_a_process(__file__, ["--row", name, precision, *suffix])
-        found.setdefault(name, {"title": MODELS[name].title, "rows": {}})["rows"][precision] = row
-        print(name, precision, json.dumps(row), flush=True)
-        store("four_models", {"models": found}, device, arguments.out)
+    kept = Path(arguments.out or RESULTS) / "four_models.json"
+    found: dict[str, dict[str, Any]] = json.loads(kept.read_text())["models"] if kept.exists() else {}
+    suffix = ["--small"] * arguments.small + ["--profile"] * arguments.profile
+    jobs = [["--row", *cell.split(":"), *suffix] for cell in arguments.cells.split(",")]
+    for (_, name, precision, *_), row in rows(__file__, jobs, at_once=arguments.at_once, seconds=arguments.seconds):
+        print(name, precision, json.dumps({key: value for key, value in row.items() if key != "profile"}), flush=True)
+        if "problem" not in row:
+            model = found.setdefault(name, {"title": MODELS[name].title, "rows": {}})
+            model["rows"][precision] = {"command": command(), **row}
+            store("four_models", {"models": found}, device, arguments.out)
     print(table(found))
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """In Markdown: ms of a step, and how many times as fast as strict fp32 and as TF32."""
     lines = ["| model | " + " | ".join(PRECISIONS) + " |", "|---" * (len(PRECISIONS) + 1) + "|"]
-    for model in found.values():
+    for model in (found[name] for name in MODELS if name in found):
         lines.append(f"| {model['title']} | " + " | ".join(cell(model["rows"], p) for p in PRECISIONS) + " |")
     return "\n".join(lines)
 

@@ -7,7 +7,6 @@ chosen in a row's first steps, so until then one process at a time has the devic
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import selectors
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.callback import on_compile_end, on_compile_start
 
 from halfstep.bench.problem import Problem
 from halfstep.hardware.facts import Hardware
@@ -126,7 +124,7 @@ class Turn:
         lock, lent = self._lock, self._lock.lent_to(problem)
 
         def make_model() -> nn.Module:
-            fcntl.flock(lock.file, fcntl.LOCK_EX)
+            lock.take()
             return lent.make_model()
 
         return replace(lent, make_model=make_model)
@@ -134,9 +132,7 @@ class Turn:
     def begin(self) -> None:
         """Of a loop that is not a runner of halfstep's."""
         if self._lock is not None:
-            lock = self._lock
-            on_compile_start(lambda _: lock.leave())
-            on_compile_end(lambda _: fcntl.flock(lock.file, fcntl.LOCK_EX))
+            self._lock.lend_while_compiling()
 
     def __call__(self) -> None:
         if self._lock is not None:

@@ -165,17 +165,41 @@ class OneAtATime:
 
     def __init__(self, file: TextIO, device: torch.device) -> None:
         self.file, self.device = file, device  # a file's lock goes with the process, however that ends
+        self._num_compiling = 0
 
     def lent_to(self, problem: Problem) -> Problem:
         """The same problem, whose runner keeps to this."""
 
         def make_model() -> nn.Module:
-            # Not before: torch.compiler.reset, with which every row begins, forgets them.
-            on_compile_start(lambda _: self.leave())
-            on_compile_end(lambda _: fcntl.flock(self.file, fcntl.LOCK_EX))
+            self.lend_while_compiling()  # not before: torch.compiler.reset, with which every row begins, forgets it
             return problem.make_model()
 
         return replace(problem, make_model=make_model)
+
+    def lend_while_compiling(self) -> None:
+        """From now on, whether torch.compile is at work or Triton with a kernel written by hand."""
+        on_compile_start(lambda _: self._begin())
+        on_compile_end(lambda _: self._end())
+        if self.device.type == "cuda":
+            from triton import knobs
+
+            knobs.runtime.jit_cache_hook = lambda **_: self._begin()
+            knobs.runtime.jit_post_compile_hook = lambda **_: self._end()
+
+    def _begin(self) -> None:
+        self._num_compiling += 1
+        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._num_compiling == 1 and not is_capturing:  # a capture does not survive waiting for the device
+            self.leave()
+
+    def _end(self) -> None:
+        # Inductor tells of its kernels' end alone.
+        self._num_compiling = max(0, self._num_compiling - 1)
+        if not self._num_compiling:
+            self.take()
+
+    def take(self) -> None:
+        fcntl.flock(self.file, fcntl.LOCK_EX)
 
     def leave(self) -> None:
         """With what was handed to the device done, and its memory given back."""

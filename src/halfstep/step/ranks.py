@@ -212,15 +212,18 @@ def wrapped_regions(
 ) -> DistributedDataParallel:
     """DDP around these regions of the model; the first rank's buffers are everybody's before each forward pass."""
     inside = Regions(model, regions)
-    if device.type != "cuda":
-        wrapped = DistributedDataParallel(inside, find_unused_parameters=find_unused)
-    else:
-        side = torch.cuda.Stream(device)  # so that a CUDA graph can hold its backward pass
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # so that a CUDA graph can hold its backward
+    if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            wrapped = DistributedDataParallel(
-                inside, device_ids=[device.index], find_unused_parameters=find_unused, gradient_as_bucket_view=False
-            )
+    with torch.cuda.stream(side):
+        # Gradients are views of the buckets: nothing is copied back after the sum.
+        wrapped = DistributedDataParallel(
+            inside,
+            device_ids=[device.index] if side is not None else None,
+            find_unused_parameters=find_unused,
+            gradient_as_bucket_view=True,
+        )
+    if side is not None:
         torch.cuda.current_stream(device).wait_stream(side)
     wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # it waits for the device, which no capture survives
     formats = {p.dtype for p in model.parameters() if p.requires_grad}
