@@ -141,6 +141,12 @@ def test_each_lever_saves_in_its_own_component(gpt2: MemoryPlanner, mode: Any) -
     assert {n: s for n, s in small.items() if n != "optimizer"} == {n: s for n, s in normal.items() if n != "optimizer"}
 
 
+def test_attention_with_dropout_is_recomputed_as_it_ran() -> None:
+    planner = planner_of(*GPT2, "model.dropout=0.1")
+    normal, blocks = (planner.predict(cell(recompute=how)).components["activations"] for how in ("none", "blocks"))
+    assert blocks < normal
+
+
 def test_a_compiled_step_keeps_no_more_than_an_eager_one_and_a_captured_one_pays_for_its_pool(
     unet: MemoryPlanner,
 ) -> None:

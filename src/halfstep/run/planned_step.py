@@ -33,7 +33,7 @@ from halfstep.step.optimizers import CAPTURABLE
 from halfstep.tune.layout import convolves_images, in_layout_of
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.planner.pretence import Pretence
+from halfstep.tune.planner.pretence import Pretence, run_backward
 from halfstep.tune.planner.trace import Recorder, Trace
 from halfstep.tune.step_cost import NoSamples
 from halfstep.tune.trials import first_batch
@@ -185,7 +185,7 @@ class PlannedStep:
                     loss = (found[0] if isinstance(found, tuple) else found).float()
                 recorder.in_backward = True
                 with plan.backend():
-                    loss.backward()
+                    run_backward(loss)
             gradients = [p.grad for p in named.values() if p.grad is not None]
             trace: Trace = recorder.settle(gradients)
             del outputs, found, loss

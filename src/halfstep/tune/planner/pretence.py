@@ -89,3 +89,10 @@ class _AttentionWithoutScores(TorchFunctionMode):
             kwargs.pop("dropout_p", None)
             args = args[:4] + ((0.0,) + args[5:] if len(args) > 4 else ())
         return func(*args, **kwargs)
+
+
+def run_backward(loss: Tensor) -> None:
+    """`loss.backward()` that stays inside function modes: what is recomputed has attention without scores, too."""
+    seed = (torch.ones_like(loss),)
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), seed, False, False, (), allow_unreachable=True, accumulate_grad=True)
