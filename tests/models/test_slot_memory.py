@@ -1,4 +1,4 @@
-"""`train.memory=low` on the slot models: less is alive at the worst moment of a step, losses and gradients are the same."""
+"""`train.memory=low` on the slot models: less is alive at the worst moment of a step, results are the same."""
 
 from __future__ import annotations
 

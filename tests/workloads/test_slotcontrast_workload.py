@@ -61,6 +61,14 @@ def test_the_loss_falls_in_simulated_formats(tmp_path: Path, clips: Path, precis
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 
+def test_low_memory_is_chosen_by_real_steps_and_the_run_follows_it(tmp_path: Path, clips: Path) -> None:
+    run = trained(tmp_path / "run", clips, max_steps=2, memory="low")
+    plan = json.loads((run / "plan.json").read_text())
+    assert plan["memory_trials"][0].startswith("normal: ")
+    assert any(line.startswith("recompute ") and "% memory" in line for line in plan["memory_trials"])
+    assert [record["loss"] for record in read(run / "metrics.jsonl") if record["kind"] == "val"]
+
+
 def test_resume_is_exact(tmp_path: Path, clips: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trained(whole, clips, max_steps=4)
