@@ -63,7 +63,7 @@ def main() -> None:
             last = [record for record in read(run / "metrics.jsonl") if record["kind"] == "val"][-1]
         rows["trained"].append(kept(last))
     workload = build_workload(loaded.config)
-    rows["untrained"] = kept(untrained(workload, loaded.config))
+    rows["untrained"] = kept(untrained(workload))
     if arguments.workload == "slotcontrast":
         rows |= k_means_rows(workload, loaded.config.model.slots)
     for name, found in rows.items():

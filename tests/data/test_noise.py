@@ -52,10 +52,10 @@ def test_integers_follow_the_same_rule_and_stay_below_their_bound() -> None:
 
 def test_seed_step_stream_and_purpose_each_give_other_numbers() -> None:
     keys = [Key.of_training(0, 0), Key.of_training(1, 0), Key.of_training(0, 1), Key.of_training(0, 0, 0, 8),
-            Key.of_validation(0), Key.of_sampling(0)]  # fmt: skip
+            Key.of_validation(), Key.of_sampling(0)]  # fmt: skip
     drawn = [noise.normal(key, 8, (4,), CPU) for key in keys] + [noise.normal(keys[0], 8, (4,), CPU, stream="other")]
     assert len({tuple(d.flatten().tolist()) for d in drawn}) == len(drawn)
-    assert torch.equal(noise.normal(Key.of_validation(0, 3), 1, (4,), CPU)[0], drawn[4][3])
+    assert torch.equal(noise.normal(Key.of_validation(3), 1, (4,), CPU)[0], drawn[4][3])
 
 
 def test_the_moments_are_those_of_the_distributions() -> None:
@@ -87,6 +87,6 @@ def test_no_generator_moves_and_a_plain_tuple_is_a_key_too() -> None:
 def test_augmentations_of_earlier_runs_draw_what_they_drew() -> None:
     key = Key.of_training(5, 9, 2, 64)
     assert key == (5, 9, 2)
-    assert Key.of_validation(5, 3) == ()
+    assert Key.of_validation(3) == ()
     drawn = [torch.rand(3, generator=generator_for(*k)) for k in (key, (5, 9, 2))]
     assert torch.equal(drawn[0], drawn[1])

@@ -62,7 +62,7 @@ def test_noise_in_training_does_not_depend_on_accumulation() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [2, 4])
-def test_noise_in_validation_is_a_function_of_the_sample(batch_size: int) -> None:
+def test_noise_in_validation_is_a_function_of_the_sample_not_of_the_runs_seed(batch_size: int) -> None:
     parts = assembled()
 
     class Noted(frozen_workload.Error):
@@ -73,8 +73,9 @@ def test_noise_in_validation_is_a_function_of_the_sample(batch_size: int) -> Non
 
     workload = dataclasses.replace(parts.workload, metrics=Noted)
     Noted.noted.clear()
-    validate(workload, parts.model, parts.plan, Loader(workload.val_samples, batch_size=batch_size, shuffle=False))
-    whole = noise.normal(Key.of_validation(0), 9, (frozen_workload.WIDTH,), "cpu")
+    loader = Loader(workload.val_samples, batch_size=batch_size, shuffle=False, seed=batch_size)
+    validate(workload, parts.model, parts.plan, loader)
+    whole = noise.normal(Key.of_validation(), 9, (frozen_workload.WIDTH,), "cpu")
     assert torch.equal(torch.cat(Noted.noted), whole)
 
 

@@ -47,10 +47,10 @@ def test_validation_sees_every_bucket_of_timesteps_with_noise_fixed_by_sample(nu
     config = settings("diffusion", "x", noise__steps=num_steps, noise__beta_end=0.02).config
     noising = Noising(config, SHAPE)  # type: ignore[arg-type]
     index = torch.arange(40)
-    drawn = noising.draw(40, key=Key.of_validation(0), device=CPU, index=index)
+    drawn = noising.draw(40, key=Key.of_validation(), device=CPU, index=index)
     assert torch.equal(drawn["timestep"] * NUM_BUCKETS // num_steps, index % NUM_BUCKETS)
     assert torch.equal(
-        drawn["timestep"], noising.draw(40, key=Key.of_validation(0), device=CPU, index=index)["timestep"]
+        drawn["timestep"], noising.draw(40, key=Key.of_validation(), device=CPU, index=index)["timestep"]
     )
     assert bucket_starts(num_steps)[-1] == num_steps
     assert len(set(bucket_names(num_steps))) == NUM_BUCKETS

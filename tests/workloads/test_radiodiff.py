@@ -49,7 +49,7 @@ def untrained_loss(data: Path, vae: Path) -> float:
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     samples = [workload.val_samples.sample(index, key=(0, 0, index)) for index in range(len(workload.val_samples))]
     loaded = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-    batch = workload.prepared(loaded, key=Key.of_validation(0, 0), training=False)
+    batch = workload.prepared(loaded, key=Key.of_validation(), training=False)
     with torch.no_grad():
         return float(workload.weighed_loss(workload.forward(workload.model.eval(), batch), batch)[0])
 
@@ -151,9 +151,9 @@ def test_a_samples_noise_is_its_own_whatever_the_batch(data: Path, vae: Path) ->
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     loaded = [workload.val_samples.sample(index, key=(0, 0, index)) for index in range(3)]
     whole = {name: torch.stack([one[name] for one in loaded]) for name in loaded[0]}
-    together = workload.prepared(whole, key=Key.of_validation(0, 0), training=False)
+    together = workload.prepared(whole, key=Key.of_validation(), training=False)
     alone = workload.prepared(
-        {name: value[2:] for name, value in whole.items()}, key=Key.of_validation(0, 2), training=False
+        {name: value[2:] for name, value in whole.items()}, key=Key.of_validation(2), training=False
     )
     for name in ("posterior", "noise", "time", "start", "draws"):
         assert torch.equal(together[name][2:], alone[name]), name
@@ -163,7 +163,7 @@ def test_forward_leaves_the_global_generator_alone_in_evaluation(data: Path, vae
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     loaded = workload.val_samples.sample(0, key=(0, 0, 0))
     batch = workload.prepared(
-        {name: value[None] for name, value in loaded.items()}, key=Key.of_validation(0), training=False
+        {name: value[None] for name, value in loaded.items()}, key=Key.of_validation(), training=False
     )
     state = torch.get_rng_state()
     with torch.no_grad():

@@ -75,7 +75,7 @@ def untrained(workload: Workload) -> dict[str, float]:
     batch = next(Loader(workload.val_samples, batch_size=2).epoch(0))
     workload.model.eval()
     with torch.no_grad():
-        prepared = workload.prepared(batch, key=Key.of_validation(0), training=False)
+        prepared = workload.prepared(batch, key=Key.of_validation(), training=False)
         metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()
 

@@ -43,9 +43,12 @@ class Key(tuple[int, ...]):
         return key
 
     @classmethod
-    def of_validation(cls, seed: int, index: int = 0) -> Key:
-        """Of samples that are evaluated or predicted, from this index on; it has nothing to augment by."""
-        return cls._made((), (1, seed), index)
+    def of_validation(cls, index: int = 0) -> Key:
+        """Of samples that are evaluated or predicted, from this index on; it has nothing to augment by.
+
+        Without the run's seed: runs of other seeds are judged by the same noise, or their scores would differ by it.
+        """
+        return cls._made((), (1,), index)
 
     @classmethod
     def of_sampling(cls, seed: int, place: int = 0) -> Key:

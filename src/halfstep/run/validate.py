@@ -67,7 +67,7 @@ def validate(
     with evaluating(model):
         for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
             place = 0 if world is None else world.place(size)
-            key = Key.of_validation(loader.seed, index + place)
+            key = Key.of_validation(index + place)
             index += size
             advance()
             if world is not None and world.rows(size) == 0:

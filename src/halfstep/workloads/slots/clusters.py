@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
 from halfstep.workloads.slots.metrics import SlotMetrics
@@ -31,7 +30,7 @@ def clustered(workload: Workload, num_clusters: int, *, on: On, coordinates: boo
     backbone, generator = workload.frozen["backbone"].module, torch.Generator().manual_seed(0)
     metrics = SlotMetrics()
     for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
-        prepared = workload.prepared(batch, key=Key.of_validation(0, index), training=False)
+        prepared = workload.prepared(batch, key=Key.of_validation(index), training=False)
         points = _features(backbone, prepared["video"][0]) if on == "features" else colours(batch["video"][0])
         rows = with_coordinates(points) if coordinates else points.flatten(0, 1)
         labels = k_means(rows, num_clusters, generator).view(points.shape[:2])
@@ -51,12 +50,12 @@ def colours(frames: Tensor) -> Tensor:
     return F.avg_pool2d(frames.float() / 255, PIXELS).flatten(2).transpose(1, 2)
 
 
-def untrained(workload: Workload, config: RunConfig) -> dict[str, float]:
+def untrained(workload: Workload) -> dict[str, float]:
     """The scores of a workload's first weights on its validation clips."""
     metrics = workload.metrics()
     workload.model.eval()
     for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
-        prepared = workload.prepared(batch, key=Key.of_validation(config.train.seed, index), training=False)
+        prepared = workload.prepared(batch, key=Key.of_validation(index), training=False)
         with torch.no_grad():
             metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()
