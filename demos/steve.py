@@ -47,7 +47,7 @@ def untrained(config: RunConfig) -> dict[str, float]:
     workload.model.eval()
     with torch.no_grad():
         for batch in Loader(workload.val_samples, batch_size=8, shuffle=False).epoch(0):
-            prepared = workload.prepared(batch, key=Key.of_validation(config.train.seed, index), training=False)
+            prepared = workload.prepared(batch, key=Key.of_validation(index), training=False)
             index += len(batch["video"])
             metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()
