@@ -12,15 +12,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import torch
-
-from halfstep.config.schema import RunConfig
-from halfstep.data.loader import Loader
-from halfstep.data.seeds import Key
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.workloads import load
+from halfstep.workloads.slots.clusters import untrained
 
 FALLS = {"mse": 0.80, "cross_entropy": 0.15}
 """Shares of the untrained model's losses."""
@@ -31,26 +27,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the run's folder; default: a new one in the temporary files")
     out = parser.parse_args().out or Path(tempfile.mkdtemp()) / "steve"
     run = train(load("steve", overrides=["precision=fp32", "device=cpu"]), out=out)
-    before = untrained(load(str(run / "config.yaml")).config)
+    before = untrained(build_workload(load(str(run / "config.yaml")).config))
     after = [record for record in read(run / "metrics.jsonl") if record["kind"] == "val"][-1]
     for name, share in FALLS.items():
         fell = 1 - after[name] / before[name]
         print(f"{name}: {before[name]:.1f} -> {after[name]:.1f}, {fell:.0%} less (at least {share:.0%})")
         assert fell >= share, f"{name} fell by {fell:.1%}, not by {share:.0%}"
     print(f"FG-ARI of a video: {before['fg_ari']:.3f} -> {after['fg_ari']:.3f}, of a frame {after['fg_ari_image']:.3f}")
-
-
-def untrained(config: RunConfig) -> dict[str, float]:
-    """The scores of the run's first weights on its validation clips."""
-    workload = build_workload(config)
-    metrics, index = workload.metrics(), 0
-    workload.model.eval()
-    with torch.no_grad():
-        for batch in Loader(workload.val_samples, batch_size=8, shuffle=False).epoch(0):
-            prepared = workload.prepared(batch, key=Key.of_validation(index), training=False)
-            index += len(batch["video"])
-            metrics.update(workload.forward(workload.model, prepared), prepared)
-    return metrics.compute()
 
 
 if __name__ == "__main__":
