@@ -101,9 +101,10 @@ def test_the_bar_says_which_runs_are_mixed(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_bar_ends_where_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 3, "train.accumulate": 1})
-    assert "[Train] 0/3" in said
-    assert "[Train] 3/3" in said
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1000})
+    assert "Epoch 1/2 [Train] 6/6" in said
+    assert "Epoch 2/2 [Train] 0/2" in said
+    assert "Epoch 2/2 [Train] 2/2" in said
 
 
 def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from halfstep.bench.problem import problem_for
 from halfstep.bench.settings import bench_config
 from halfstep.cli.main import main
 from halfstep.workloads import KINDS, load
+from halfstep.workloads.classification.config import ResNetConfig, ViTConfig
+from halfstep.workloads.language.build import model_size
+from halfstep.workloads.language.config import LanguageConfig
 
 EXAMPLE = "own_workload:KIND"
 SMALL = ("train.max_steps=6", "train.batch_size=16", "data.num_workers=0", "device=cpu")
@@ -56,3 +60,49 @@ def test_it_trains_resumes_evaluates_predicts_and_benches(tmp_path: Path, capsys
 def test_a_part_it_does_not_have_is_refused_by_name() -> None:
     assert KINDS.of("tiny_workload:build").predictor is None
     assert KINDS.of(EXAMPLE).guide is None
+
+
+CHANGED = """
+import dataclasses
+
+from halfstep.workloads import KINDS
+
+GPT2, MEDIUM = KINDS["gpt2"], dataclasses.replace(KINDS["gpt2"], usual="gpt2_medium")
+RESNET, VIT = KINDS["resnet18"], dataclasses.replace(KINDS["resnet18"], usual="vit_s_16")
+"""
+TEXT = ("model.depth=1", "model.heads=2", "model.dim=16", "model.context=8", "data.tokenizer=bytes")
+
+
+@pytest.fixture
+def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "changed_kinds.py").write_text(CHANGED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "changed_kinds", raising=False)
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_familys_kind_at_an_import_path_is_its_usual_model() -> None:
+    sizes = {"GPT2": 12, "MEDIUM": 24}
+    assert {name: model_size(text_config(name), {"vocab": 9}).depth for name in sizes} == sizes
+    assert isinstance(load("changed_kinds:RESNET").config, ResNetConfig)
+    assert isinstance(load("changed_kinds:VIT").config, ViTConfig)
+
+
+def text_config(name: str) -> LanguageConfig:
+    config = load(f"changed_kinds:{name}", overrides=["data.dir=anywhere"]).config
+    assert isinstance(config, LanguageConfig)
+    return config
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_familys_kind_at_an_import_path_trains_and_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, text = str(tmp_path / "run"), tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 10)
+    words = ("train", "changed_kinds:MEDIUM", "--data-dir", str(text), "--out", out, *TEXT, *SMALL)
+    assert run(capsys, *words, "log.curves=false")[0] == 0
+    code, said = run(capsys, "evaluate", out, "--json")
+    assert (code, "perplexity" in json.loads(said)["metrics"]) == (0, True)
+    code, said = run(capsys, "predict", out, "--prompt", "to be", "--tokens", "3")
+    assert code == 0, said

@@ -124,7 +124,7 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {folder / 'config.json'}", why=str(error)) from error
     if name not in expected:
-        raise ModelError(f"{folder} holds a {name}", fix=f"a folder of {' or '.join(expected)}")
+        raise ModelError(f"{folder} holds another network: {name}", fix=f"a folder of {' or '.join(expected)}")
     try:
         net = diffusers_class(name).from_pretrained(
             folder, local_files_only=True, torch_dtype=torch.float32, low_cpu_mem_usage=False

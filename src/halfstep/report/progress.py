@@ -116,7 +116,8 @@ class LineBar(Bar):
         self._line_s = self._start_s
 
     def __enter__(self) -> LineBar:
-        self._write(f"{self.label} 0/{self.total}")
+        if self.total:  # of samples, how many are asked for is known later
+            self._write(f"{self.label} 0/{self.total}")
         return self
 
     def __exit__(self, *_: object) -> None:

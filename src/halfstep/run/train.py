@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import shutil
 import sys
 from collections.abc import Mapping
@@ -53,6 +54,7 @@ from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_fi
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal, hint_about
 from halfstep.run.loop import Loop
+from halfstep.run.optimizing import steps_per_epoch
 from halfstep.run.pace import how_busy
 from halfstep.run.place import FarReport, Place, posted_warnings
 from halfstep.run.planned_batch import pieces_by_plan, predicted_peak
@@ -334,8 +336,9 @@ def _journal(parts: Assembly, report: RunReport) -> Journal:
     train, workload = parts.config.train, parts.workload
     # Ten lines at least: the curves of a run of five steps are five points.
     every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every
+    epochs = math.ceil(parts.total_steps / steps_per_epoch(parts.config, len(parts.train_loader)))
     journal = Journal(
-        report, parts.plan, epochs=train.epochs, report_every=every, metric=workload.metric,
+        report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
         samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],
         hint=partial(hint_about, parts.config.workload), unit=parts.unit,
     )  # fmt: skip

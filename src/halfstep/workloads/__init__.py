@@ -52,6 +52,10 @@ load = partial(configs.load, kinds=KINDS)
 from_dict = partial(configs.from_dict, kinds=KINDS)
 
 
+def model_of(config: RunConfig) -> str:
+    return KINDS.of(config.workload).model_of(config.workload)
+
+
 def build(config: RunConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload that `config.workload` names; `store` of an earlier run fixes what was found in its data."""
     return KINDS.of(config.workload).build(config, store)

@@ -120,7 +120,11 @@ class Kind:
         return cls(**named)
 
     def schema(self, workload: str) -> type[RunConfig]:
-        return self.schemas.get(workload, self.config)
+        return self.schemas.get(self.model_of(workload), self.config)
+
+    def model_of(self, workload: str) -> str:
+        """Which of the family's models a workload is, by its name; one at an import path is the usual one."""
+        return self.usual if is_import_path(workload) and self.usual else workload
 
     def build(self, config: RunConfig, store: Store | None = None) -> Workload:
         """The workload of a config; one of the user's own that gives something else is refused."""

@@ -19,6 +19,7 @@ from halfstep.models.classifiers import Classifier, load_classifier_
 from halfstep.models.resnet import resnet
 from halfstep.models.vit import checked_grid, vit
 from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads import model_of
 from halfstep.workloads.classification.config import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import evaluation_size, open_image_data
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
@@ -130,7 +131,7 @@ def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
     if isinstance(config, ResNetConfig):
         shape = config.model
         return resnet(
-            config.workload,
+            model_of(config),
             blocks=shape.blocks,
             num_classes=num_classes,
             width=shape.width,
@@ -140,7 +141,7 @@ def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
     assert isinstance(config, ViTConfig)
     size = config.model
     model = vit(
-        config.workload,
+        model_of(config),
         depth=size.depth,
         heads=size.heads,
         dim=size.dim,

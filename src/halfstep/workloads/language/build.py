@@ -16,6 +16,7 @@ from halfstep.data.tokens import Tokens, TokenSamples
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.gpt2 import GPT2, GPT2Size, size_of
 from halfstep.models.gpt2_weights import load_gpt2_
+from halfstep.workloads import model_of
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.data import LanguageData, open_language_data, stored_tokenizer
 from halfstep.workloads.language.scores import LanguageMetrics, num_counted
@@ -124,7 +125,7 @@ def model_from_store(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
 def model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
     wish = config.model
     return size_of(
-        config.workload,
+        model_of(config),
         depth=wish.depth,
         heads=wish.heads,
         dim=wish.dim,

@@ -10,6 +10,7 @@ import torch
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
 from halfstep.models.gpt2 import GPT2S
+from halfstep.workloads import model_of
 from halfstep.workloads.kind import Store
 from halfstep.workloads.language.build import model_from_store, model_size, over_samples
 from halfstep.workloads.language.config import LanguageConfig, context_of
@@ -17,7 +18,7 @@ from halfstep.workloads.workload import Workload
 
 
 def random_store(config: LanguageConfig) -> dict[str, Any]:
-    return {"vocab": config.model.vocab or GPT2S[config.workload].vocab, "tokenizer": None}
+    return {"vocab": config.model.vocab or GPT2S[model_of(config)].vocab, "tokenizer": None}
 
 
 def random_batch(config: LanguageConfig, store: Store) -> Batch:
