@@ -8,8 +8,9 @@ from data import data_sets
 from halfstep.errors import CheckpointError, DataError
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
-from halfstep.workloads import load
+from halfstep.workloads import build, load
 from tiny_runs import Told
+from whole_runs import newest
 
 TINY = [
     "device=cpu", "precision=fp32", "train.fast=off", "model.base_channels=1", "model.depth=2", "train.batch_size=1",
@@ -33,6 +34,32 @@ def test_the_size_of_the_pictures_is_stored_and_a_resumed_run_keeps_it(
     assert load(str(run / "config.yaml")).config.data.image_size == 24
     with pytest.raises(CheckpointError, match=r"data\.image_size: 24 -> 512"):
         train(load(str(run / "config.yaml"), overrides=["data.image_size=512"]), resume=run)
+
+
+def test_another_size_that_is_allowed_is_trained_stored_and_evaluated_at(tmp_path: Path) -> None:
+    """What a run found in its data is stored with it; the size asked for now comes before."""
+    data_sets.tgs(tmp_path / "set")
+    run = trained(tmp_path / "set", tmp_path / "run")
+    before = newest(run).state["store"]
+    again = load(str(run / "config.yaml"), overrides=["data.image_size=48", "train.epochs=2"])
+    train(again, resume=run, allow_changes=True)
+    after = newest(run).state["store"]
+    assert (before["image_size"], after["image_size"]) == (24, 48)
+    assert after["resize"] == [2 * share for share in before["resize"]]
+    assert build(again.config, before).train_samples.sample(0, key=(0, 0, 0))["image"].shape[-2:] == (48, 48)
+    assert load(str(run / "config.yaml")).config.data.image_size == 48
+    evaluate(run, report=Told(tmp_path).report)
+
+
+def test_what_only_the_start_of_a_run_reads_cannot_be_changed(tmp_path: Path) -> None:
+    data_sets.tgs(tmp_path / "set")
+    run = trained(tmp_path / "set", tmp_path / "run")
+    before = (run / "config.yaml").read_text()
+    for change in ("model.classes=3", "model.ignore_index=0", "data.channels=1", "model.weights=a.pth"):
+        again = load(str(run / "config.yaml"), overrides=[change, "train.epochs=2"])
+        with pytest.raises(CheckpointError, match="a run keeps this setting: " + change.split("=")[0]):
+            train(again, resume=run, allow_changes=True)
+    assert (run / "config.yaml").read_text() == before
 
 
 def test_a_run_on_data_without_a_background_stores_that_and_resume_and_evaluate_agree(tmp_path: Path) -> None:

@@ -289,6 +289,7 @@ def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, te
     refused("9 pixels cannot be halved", data, data__image_size=9)
     refused("cannot be halved", data, model__vae=vae, model__channels=[8, 8, 8, 8])
     refused("0 would make every weight", data, model__min_snr_gamma=0)
+    refused(r"beta_start=0\.6 lies above noise\.beta_end=0\.5", data, noise__beta_start=0.6)
     refused("the last timestep is the noise itself", data, noise__zero_terminal_snr=True)
     refused("belong together", data, model__conditioning="text")
     refused("name one with model.vae=DIR", data, data__cache="latents")

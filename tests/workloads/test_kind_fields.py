@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from halfstep.cli.main import main
+from halfstep.run.resume import flattened
 from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep.workloads import KINDS, load
 
 DRAWING = "drawing_workload:KIND"
 SMALL = ("train.batch_size=4", "data.num_workers=0", "device=cpu", "train.report_every=1", "ema.enabled=true")
@@ -107,3 +108,9 @@ def test_throughput_is_told_in_the_familys_unit(tmp_path: Path, capsys: pytest.C
     rates = [(r["samples_per_s"], r["pixels_per_s"]) for r in records if r["kind"] == "train"]
     assert rates
     assert all(pixels == pytest.approx(64 * samples, rel=0.01) for samples, pixels in rates)
+
+
+@pytest.mark.parametrize("workload", list(KINDS))
+def test_what_a_run_keeps_are_settings_that_it_has(workload: str) -> None:
+    names = list(flattened(load(workload).config))
+    assert [kept for kept in KINDS[workload].kept if not any(name.startswith(kept) for name in names)] == []

@@ -187,8 +187,10 @@ def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:
     (folder / "a.txt").write_text(TEXT)
     with pytest.raises(ConfigError, match=r"model\.path"):
         built(folder / "a.txt", model__path="my:model")
-    with pytest.raises(ConfigError, match=r"unknown key 'data\.image_size'"):
-        built(folder / "a.txt", data__image_size=8)
+    for key in ("data__image_size", "image_size"):
+        with pytest.raises(ConfigError, match=rf"unknown key '{key.replace('__', '.')}'") as unknown:
+            built(folder / "a.txt", **{key: 8})
+        assert "image_size" not in unknown.value.fix
 
 
 def test_files_of_ids_train_with_gpt2s_vocabulary_and_ids_past_it_are_refused(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def canonical(statement: Statement, schema: type[Section]) -> Statement | None:
         return replace(statement, path=path)
     if path in sections_of(schema) and is_empty(statement.value):
         return None
-    if path in KEY_ALIASES:
-        alias = KEY_ALIASES[path]
+    alias = KEY_ALIASES.get(path)
+    if alias is not None and alias.path in fields_of(schema):
         return replace(statement, path=alias.path, value=alias.convert(statement.value))
     if path in sections_of(schema):
         example = next((key for key in fields_of(schema) if key.startswith(path + ".")), f"{path}.NAME")
@@ -77,7 +77,7 @@ def is_empty(value: object) -> bool:
 def suggestion(path: str, schema: type[Section]) -> str:
     """The nearest settings, by full path or by last name, each with its full path."""
     names = dict.fromkeys(PRECISION_KEYS, "precision")
-    names |= {key: alias.path for key, alias in KEY_ALIASES.items()}
+    names |= {key: alias.path for key, alias in KEY_ALIASES.items() if alias.path in fields_of(schema)}
     names |= {key: key for key in fields_of(schema)}
     scores: dict[str, float] = {}
     for spelling, target in names.items():

@@ -26,6 +26,8 @@ NOT_STORED = ("log.quiet",)  # how one call is to be watched is not part of the 
 
 FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")  # schedules that end where the run ends
 
+KEPT = ("model.weights", "model.replace_head")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
@@ -49,11 +51,18 @@ def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def refuse_changes(stored: RunConfig, asked: RunConfig, *, allow: bool) -> Changes:
-    """The differences; those that would change what a step computes are refused unless allowed."""
+def refuse_changes(stored: RunConfig, asked: RunConfig, *, allow: bool, kept: Sequence[str] = ()) -> Changes:
+    """The differences; those that would change what a step computes are refused unless allowed, those of a setting that
+    is `kept`, or in a section that is, always: nobody would read it again."""
     before, now = flattened(stored), flattened(asked)
     changed = [key for key in now if now[key] != before.get(key) and key not in NOT_STORED]
     notes = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
+    if held := [note for key, note in zip(changed, notes, strict=True) if key.startswith((*KEPT, *kept))]:
+        raise CheckpointError(
+            "a run keeps this setting: " + "; ".join(held),
+            why="it was read when the run started; what came of it is in the checkpoint",
+            fix="leave it out, or start a new run",
+        )
     binding = [note for key, note in zip(changed, notes, strict=True) if not key.startswith(FREE)]
     if binding and not allow:
         raise CheckpointError(

@@ -199,7 +199,7 @@ class Resumed:
 
 def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: bool) -> Path:
     stored, asked = (with_absolute_paths(config) for config in (load(str(folder.config)).config, loaded.config))
-    changes = refuse_changes(stored, asked, allow=allow_changes)
+    changes = refuse_changes(stored, asked, allow=allow_changes, kept=KINDS.of(asked.workload).kept)
     config, moved = with_data_found(loaded.config, folder)
     loaded = dataclasses.replace(loaded, config=config)
     with folder.locked() if place.writes else nullcontext():

@@ -59,6 +59,8 @@ class Kind:
     """The schema of its config files."""
     schemas: Mapping[str, type[RunConfig]] = field(default_factory=dict)
     """Other ones, by workload name."""
+    kept: tuple[str, ...] = ()
+    """Settings, or sections (`model.first_stage.`), that a run reads once: its store holds what came of them."""
     reads_packs: bool = False
     """Whether `data.cache_file` may be what `halfstep pack` made of an image folder."""
     pack: Part | None = None

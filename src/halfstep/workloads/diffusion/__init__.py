@@ -7,6 +7,7 @@ from halfstep.workloads.options import Option
 DIFFUSION = Kind.in_folder(
     __name__,
     config=DiffusionConfig,
+    kept=("model.channels", "model.layers", "model.attention", "model.dropout", "model.conditioning"),
     pack=".pack:pack",
     evaluation=".evaluate:DiffusionEvaluation",
     evaluate_options=(
@@ -38,6 +39,7 @@ VAE = Kind.in_folder(
     __name__,
     builder=".vae:build",
     config=VaeConfig,
+    kept=("model.channels", "model.layers", "model.latent_channels"),
     over=".random_data:vae_over",
     evaluation=".evaluate:VaeEvaluation",
     predictor=".predict:ReconstructionPredictor",

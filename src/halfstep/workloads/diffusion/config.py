@@ -124,7 +124,9 @@ class NoiseConfig(Section):
 
     schedule: Literal["linear", "scaled_linear", "cosine"] = Field(default="linear", description="How noise grows")
     steps: int = Field(default=1000, ge=4, description="Timesteps")
-    beta_start: Positive = Field(default=1e-4, description="First variance (Stable Diffusion: 0.00085, scaled_linear)")
+    beta_start: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=1e-4, description="First variance (Stable Diffusion: 0.00085, scaled_linear)"
+    )
     beta_end: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.02, description="Last variance (Stable Diffusion: 0.012)"
     )
@@ -135,6 +137,12 @@ class NoiseConfig(Section):
     input_perturbation: OffNumber = Field(
         default=0.0, description="More noise in the input than the target tells of (0.1 in Ning et al. 2023)"
     )
+
+    @model_validator(mode="after")
+    def noise_grows(self) -> Self:
+        if self.beta_start > self.beta_end:
+            raise ValueError(f"noise.beta_start={self.beta_start:g} lies above noise.beta_end={self.beta_end:g}")
+        return self
 
 
 class DiffusionModelConfig(UNetSize):

@@ -7,6 +7,7 @@ from halfstep.workloads.options import Option
 KIND = Kind.in_folder(
     __name__,
     config=LanguageConfig,
+    kept=("data.tokenizer", "model.vocab"),
     guide=None,
     peer_prepare=".random_data:peer_prepare",
     evaluation=".evaluate:LanguageEvaluation",

@@ -37,6 +37,7 @@ VAE_KIND = Kind.in_folder(
 KIND = Kind.in_folder(
     __name__,
     config=RadioDiffConfig,
+    kept=("model.scale_factor", "model.first_stage.", "model.pyramid.weights", "data.image_size"),
     pack=".latents:pack",
     evaluation=".evaluate:SamplingEvaluation",
     evaluate_options=SAMPLING_OPTIONS,

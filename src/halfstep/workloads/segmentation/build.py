@@ -54,6 +54,8 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         about |= why
         if "model.background" in settled:
             config = config.model_copy(update={"model": config.model.model_copy(update={"background": None})})
+    elif config.data.image_size != store["image_size"]:
+        store = _resized(store, config.data.image_size)
     table, image = table_of_store(store), image_format_of_store(store)
     _check_class_weights(config, num_classes=store["num_classes"])
     background = background_class(config, table)
@@ -105,6 +107,12 @@ def _decided(
         why["background"] = "none in this data set, all classes count (model.background)"
     store = _store(config, scan, table_of(seen, ignored=ignored), side)
     return store, settled, {name: text for name, text in why.items() if text}
+
+
+def _resized(store: Mapping[str, Any], side: int) -> dict[str, Any]:
+    """What a run knows of its data, from here on with images of another size."""
+    factor = side / store["image_size"]
+    return {**store, "image_size": side, "resize": [factor * share for share in store["resize"]]}
 
 
 def loss_of(config: UNetConfig) -> Loss:
