@@ -89,8 +89,8 @@ class Judged:
 class Histograms(Trace):
     """A trace that keeps the magnitudes of what each operation gives and of what it multiplies."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, *traced: Any) -> None:
+        super().__init__(*traced)
         self.outputs: dict[int, Magnitudes] = {}
         self.operands: dict[tuple[str, bool], Magnitudes] = {}
 
