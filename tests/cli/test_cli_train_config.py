@@ -127,6 +127,8 @@ def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp
         (["unet", "--epochs=abc"], "--epochs=abc: expected a whole number"),
         (["unet", "--epochs", "0"], "train.epochs = 0 (--epochs 0): expected at least 1"),
         (["unet", "--epohcs", "3"], "No such option: --epohcs"),
+        (["unet", "--learning_rate", "3"], "settings are words: learning_rate=VALUE"),
+        (["unet", "--optimizer.lr=3"], "settings are words: optimizer.lr=VALUE"),
         (["unet", "--preset", "turbo"], "unknown preset 'turbo' (--preset turbo)"),
         (["unet", "epohcs=3"], "did you mean train.epochs?"),
         (["unet", "--mixed_precision", "bf16"], "--precision bf16"),

@@ -36,9 +36,21 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
     if said:
         return ConfigError(f"{said[-1]}: {_expectation(error.message)}", fix=help_text)
     what = getattr(error, "message", "") or error.format_message()
+    is_unknown = hasattr(error, "possibilities")
+    has_settings = context is not None and any(one.name == "words" for one in context.command.params)
+    if is_unknown and has_settings and (setting := _setting(error.option_name)):
+        return ConfigError(what.rstrip("."), fix=f"settings are words: {setting}=VALUE. {help_text}")
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
     return ConfigError(what.rstrip("."), fix=nearest + help_text)
+
+
+def _setting(option: str) -> str:
+    """The setting that an option which is none would be: `--learning_rate`, `--optimizer.lr`."""
+    from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
+
+    name = option.lstrip("-").replace("-", "_")
+    return name if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name else ""
 
 
 def _expectation(message: str) -> str:
