@@ -19,7 +19,7 @@ INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 MOST_IN_A_ROW = 20
 """Keys that name one another: more is a mistake, and Python's stack has an end."""
 MOST_LOOKUPS = 10_000
-MOST_CHARACTERS = 1_000_000
+MOST_CHARACTERS = 100_000
 """Of one text; real files need some hundreds."""
 
 Place = tuple[str, ...]
@@ -65,7 +65,7 @@ class References:
             if len(text) > MOST_CHARACTERS:
                 raise ConfigError(f"{at} is a text of more than {MOST_CHARACTERS:,} characters", fix="write it shorter")
         if "${" in text:
-            raise ConfigError(f"{at}: {text!r} has an open ${{", fix="close it with }")
+            raise ConfigError(f"{at}: {text[:60]!r} has an open ${{", fix="close it with }")
         return self.read(Plain(text) if isinstance(given, Plain) else text)
 
     def _looked_up(self, reference: str, place: Place, at: str, chain: Place) -> Any:
