@@ -23,7 +23,6 @@ from halfstep.tune.planner.trace import Op, Trace
 
 NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
 """A sum, which is kept, and a pointwise rest."""
-NORM_GRADIENTS = frozenset({f"{name}_backward" for name in NORMS})
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"})
 APART = frozenset(
     {
