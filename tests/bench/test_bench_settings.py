@@ -9,6 +9,7 @@ import pytest
 from halfstep.bench.settings import bench_config, default_precisions, in_precision, run_by, stated_rows
 from halfstep.errors import ConfigError
 from halfstep.hardware.gpus import known_gpu
+from halfstep.workloads import load
 from halfstep.workloads.classification.config import ResNetConfig
 from halfstep.workloads.segmentation.config import UNetConfig
 
@@ -75,12 +76,12 @@ def test_what_halfstep_and_peers_both_have_may_be_stated_beside_them() -> None:
 def test_precision_and_mode_of_a_file_or_a_preset_are_rows_and_those_nobody_states_are_not(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("workload: unet\nprecision: bfloat16\ntrain:\n  fast: off\n")
-    found = stated_rows(str(file), [], {})
+    found = stated_rows(load(str(file)))
     assert {option: row.value for option, row in found.items()} == {"--precisions": "bf16", "--modes": "eager"}
     assert [row.where.rpartition("/")[2] for row in found.values()] == ["mine.yaml:2", "mine.yaml:4"]
-    [(option, row)] = stated_rows("unet", ["preset=fast"], {}).items()
+    [(option, row)] = stated_rows(load("unet", overrides=["preset=fast"])).items()
     assert (option, row.value, row.where) == ("--precisions", "bf16", "preset fast")
-    assert stated_rows("unet", ["train.memory=low"], {"batch_size": 2}) == {}
+    assert stated_rows(load("unet", overrides=["train.memory=low"], flags={"batch_size": 2})) == {}
 
 
 def test_a_row_runs_its_precision_or_not_at_all() -> None:

@@ -32,17 +32,17 @@ def facts(**changes: Any) -> StepFacts:
     return dataclasses.replace(tuned, **changes)
 
 
-def step(*kernels: tuple[str, float], idle_ms: float = 0.0, data_wait_ms: float | None = None) -> Trace:
-    """One that runs these for so many milliseconds, with the idle time, less the wait for data, before its end."""
-    busy_ms = sum(ms for _, ms in kernels)
-    gap_ms, (last, last_ms) = max(0.0, idle_ms - (data_wait_ms or 0.0)), kernels[-1]
-    ends_ms = itertools.accumulate([ms for _, ms in kernels[:-1]] + [last_ms / 2])
-    names = [*(name for name, _ in kernels[:-1]), last]
-    starts_ms = [0.0, *itertools.accumulate(ms for _, ms in kernels[:-1])]
-    events = [event(n, 1e3 * a, 1e3 * b) for n, a, b in zip(names, starts_ms, ends_ms, strict=True)]
-    end_ms = busy_ms + gap_ms
-    events.append(event(last, 1e3 * (end_ms - last_ms / 2), 1e3 * end_ms))
-    return Trace(events=tuple(events), num_steps=1, step_ms=busy_ms + idle_ms, data_wait_ms=data_wait_ms)
+def step(*kernels: tuple[str, float], gap_ms: float = 0.0) -> Trace:
+    """One that runs these for so many milliseconds, with a gap in the midst of the last."""
+    ends = list(itertools.accumulate(ms for _, ms in kernels))
+    events = [event(name, 1e3 * (end - ms), 1e3 * end) for (name, ms), end in zip(kernels, ends, strict=True)]
+    last = events.pop()
+    middle = (last.start_us + last.end_us) / 2
+    events += [
+        event(last.name, last.start_us, middle),
+        event(last.name, middle + 1e3 * gap_ms, last.end_us + 1e3 * gap_ms),
+    ]
+    return Trace(events=tuple(events), num_steps=1, step_ms=ends[-1] + gap_ms)
 
 
 def test_overlapping_streams_count_once_and_gaps_not_at_all() -> None:
@@ -62,51 +62,29 @@ def test_idle_time_that_the_profiler_made_is_not_blamed_on_the_step() -> None:
     assert Trace(events=events, num_steps=1, step_ms=5.0).launch_gap_ms == 0.0
 
 
-@pytest.mark.parametrize(("profiled_wait_us", "end_us"), [(0, 8000), (5000, 13000)])
-def test_gaps_are_the_same_whether_the_profiled_steps_met_a_burst_of_data_or_not(
-    profiled_wait_us: float, end_us: float
-) -> None:
-    events = (event(CONV, 0, 4000), event(CONV, end_us - 2000, end_us))
-    seen = Trace(events=events, num_steps=1, step_ms=11.0, data_wait_ms=3.0, profiled_wait_us=profiled_wait_us)
-    assert (seen.busy_ms, seen.launch_gap_ms, seen.exposed_wait_ms) == (6.0, 2.0, 3.0)
-
-
-def test_a_wait_is_exposed_only_as_far_as_the_device_has_nothing_left_to_do() -> None:
-    seen = Trace(events=(event(CONV, 0, 9000),), num_steps=1, step_ms=10.0, data_wait_ms=4.0)
-    assert (seen.launch_gap_ms, seen.exposed_wait_ms) == (0.0, 1.0)
-
-
 def test_a_cpu_that_recording_slowed_is_scaled_to_the_clock() -> None:
     events = (event("aten::relu", 0, 4000), event("aten::mm", 6000, 10000))
     seen = Trace(events=events, num_steps=1, step_ms=5.0, is_host=True)
     assert (seen.span_ms, seen.busy_ms, seen.launch_gap_ms) == (5.0, 4.0, 1.0)
-    assert explained(seen, facts(device=torch.device("cpu")), title="", num_steps=1).kernel_ms == 4.0
+    assert explained(seen, facts(device=torch.device("cpu")), title="").kernel_ms == 4.0
 
 
 def test_kernels_add_up_by_name_and_kind_a_step() -> None:
     events = (event(CONV, 0, 4000), event(RELU, 4000, 5000), event(RELU, 5000, 8000), event(CONV, 8000, 10000))
-    parts = explained(Trace(events=events, num_steps=2, step_ms=5.0), facts(), title="", num_steps=2)
+    parts = explained(Trace(events=events, num_steps=2, step_ms=5.0), facts(), title="")
     assert [(k.name, k.ms, k.launches) for k in parts.top_kernels] == [(CONV, 3.0, 1.0), (RELU, 2.0, 1.0)]
     assert (parts.kernel_ms, parts.launches, parts.memory_bound_share) == (5.0, 2.0, 0.4)
 
 
-def test_a_wait_for_the_loader_is_noted_with_the_setting_that_shortens_it() -> None:
-    waits = step((GEMM, 12), idle_ms=8, data_wait_ms=6)
-    explanation = explained(waits, facts(faster_data="data.num_workers=16"), title="", num_steps=5)
-    assert any("6.00 ms" in note and "data.num_workers=16" in note for note in explanation.notes)
-
-
-@pytest.mark.parametrize(("idle_ms", "num_notes"), [(1.0, 0), (8.0, 1)])
-def test_a_host_that_sets_the_pace_is_noted_and_a_step_without_fault_has_no_note(
-    idle_ms: float, num_notes: int
-) -> None:
-    notes = explained(step((GEMM, 12), idle_ms=idle_ms), facts(), title="", num_steps=5).notes
+@pytest.mark.parametrize(("gap_ms", "num_notes"), [(1.0, 0), (8.0, 1)])
+def test_a_host_that_sets_the_pace_is_noted_and_a_step_without_fault_has_no_note(gap_ms: float, num_notes: int) -> None:
+    notes = explained(step((GEMM, 12), gap_ms=gap_ms), facts(), title="").notes
     assert len([note for note in notes if "the host is slower" in note]) == len(notes) == num_notes
 
 
 def test_layout_copies_that_remain_under_channels_last_are_named() -> None:
     turned = "gpu_kernel_impl_nocast<direct_copy_kernel_cuda>"
-    explanation = explained(step((CONV, 20), (turned, 1.2)), facts(), title="", num_steps=5)
+    explanation = explained(step((CONV, 20), (turned, 1.2)), facts(), title="")
     assert any("1.20 ms" in note and turned in note for note in explanation.notes)
 
 

@@ -151,12 +151,12 @@ def test_numbers_are_read_on_dark_and_on_light_pieces_and_gaps_have_the_consoles
     figures: list[Any] = []
     monkeypatch.setattr("halfstep.report.explain_view.save_figure", lambda figure, path: figures.append(figure))
     kinds = tuple(KindTime(kind=name, ms=2.0, share=0.5, launches=1) for name in ("dark blue", "light blue"))
-    waiting = dataclasses.replace(explanation, kinds=kinds, launch_gap_ms=1.0, idle_ms=1.5, data_wait_ms=9.0)
-    draw_explanations([waiting], RECORD, tmp_path / "explained.png")
+    gaps = dataclasses.replace(explanation, kinds=kinds, launch_gap_ms=1.0)
+    draw_explanations([gaps], RECORD, tmp_path / "explained.png")
     [axes], [legend] = figures[0].axes, figures[0].legends
-    assert [text.get_color() for text in axes.texts] == ["white", INK, INK, INK]
-    assert [text.get_text() for text in axes.texts] == ["2", "2", "1", "0.5"]
-    assert [text.get_text() for text in legend.get_texts()][2:] == ["launch gaps", "waiting for data"]
+    assert [text.get_color() for text in axes.texts] == ["white", INK, INK]
+    assert [text.get_text() for text in axes.texts] == ["2", "2", "1"]
+    assert [text.get_text() for text in legend.get_texts()][2:] == ["launch gaps"]
 
 
 def test_too_few_steps_are_refused_before_any_is_made() -> None:

@@ -209,7 +209,7 @@ def test_a_folder_is_no_workload_and_a_runs_folder_names_its_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code(str(tmp_path)) == 2
-    assert "fix: halfstep bench unet; to see where the time goes on data of your own: " in capsys.readouterr().err
+    assert "fix: halfstep bench unet\n" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("workload: unet\n")
     assert exit_code(str(tmp_path)) == 2
     assert f"fix: the config of this run: halfstep bench {tmp_path / 'config.yaml'}" in capsys.readouterr().err

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
 
 from halfstep.bench.explain import StepFacts, explain
 from halfstep.bench.explain_kernels import Kind
-from halfstep.bench.explain_rows import explain_rows, on_own_data
-from halfstep.bench.ours import Ours
-from halfstep.bench.problem import AfterStep, problem_for
-from halfstep.bench.settings import bench_config
-from halfstep.data.loader import Samples
-from halfstep.hardware.probe import probe
+from halfstep.bench.problem import AfterStep
 from halfstep.models.unet import UNet
 from halfstep.report.explain_view import Explanation
-from halfstep.workloads.segmentation.demo import write_demo
 
 pytestmark = pytest.mark.gpu
 
@@ -90,33 +79,3 @@ def test_the_device_is_never_busier_than_the_clock_says(explanation: Explanation
     # Kernels may run a little slower under the profiler, and are timed beside the clock: 10 % held on an H200.
     assert 0 < explanation.busy_ms < 1.1 * explanation.step_ms
     assert explanation.launch_gap_ms <= explanation.step_ms
-
-
-class SlowSamples:
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        time.sleep(0.02)
-        return self.samples.sample(index, key=key)
-
-
-def test_a_captured_step_that_waits_for_its_own_data_says_so(tmp_path: Path) -> None:
-    write_demo(tmp_path / "pairs", num_images=40, side=64)
-    size = ["model.base_channels=16", "model.depth=2", "train.batch_size=4", "data.image_size=64", "data.num_workers=2"]
-    random = problem_for(bench_config("unet", size, {"device": "cuda"}, small=False), torch.device("cuda", 0))
-    problem = on_own_data(random, str(tmp_path / "pairs"))
-    assert problem.own_data is not None
-    slow = dataclasses.replace(problem.own_data, train_samples=SlowSamples(problem.own_data.train_samples))
-    problem, hardware = dataclasses.replace(problem, own_data=slow), probe("cuda")
-    runner = Ours(problem, "bf16", "graph", hardware, simulate=False)
-    [found] = explain_rows([runner], problem, hardware, steps=STEPS, flops=10**9)
-    assert isinstance(found, Explanation), found.reason
-    # Two workers bring a batch in 40 ms, and the step takes a few.
-    assert found.data_wait_ms is not None
-    assert 20 < found.data_wait_ms < found.step_ms
-    assert "waiting for the loader" in found.notes[0]
-    assert found.launch_gap_ms < 0.5 * found.step_ms

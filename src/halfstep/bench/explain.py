@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from halfstep.bench.explain_kernels import MEMORY_BOUND, Kind, kind_of_kernel, kind_of_operator
-from halfstep.bench.explain_trace import FeedOf, Trace, timed_steps, trace
+from halfstep.bench.explain_trace import Trace, trace
 from halfstep.bench.problem import Runner
 from halfstep.report.explain_view import Explanation, KernelTime, KindTime
 
@@ -24,10 +24,6 @@ class StepFacts:
     channels_last: bool
     device: torch.device
     device_name: str
-    num_workers: int = 0
-    """Processes that read data."""
-    faster_data: str = ""
-    """The setting that gets data faster; empty where none are read."""
     flops: float | None = None
     """Counted for one step, forward and backward."""
     matmul_tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -48,14 +44,13 @@ HOST_BOUND = 0.1
 """Share of launch gaps in a step from which the host sets the pace."""
 
 
-def explain(runner: Runner, *, steps: int, facts: StepFacts, feed: FeedOf | None = None) -> Explanation:
-    """Time and profile `steps` steps of a runner; `feed` where it reads data."""
-    num_timed = timed_steps(steps, facts.num_workers) if feed else steps
-    seen = trace(runner, steps=steps, device=facts.device, feed=feed, num_workers=facts.num_workers)
-    return explained(seen, facts, title=f"{runner.name} {runner.variant} {runner.precision}", num_steps=num_timed)
+def explain(runner: Runner, *, steps: int, facts: StepFacts) -> Explanation:
+    """Time and profile `steps` steps of a runner."""
+    seen = trace(runner, steps=steps, device=facts.device)
+    return explained(seen, facts, title=f"{runner.name} {runner.variant} {runner.precision}")
 
 
-def explained(step: Trace, facts: StepFacts, *, title: str, num_steps: int) -> Explanation:
+def explained(step: Trace, facts: StepFacts, *, title: str) -> Explanation:
     """The explanation of steps that were traced already."""
     kernels = kernels_of(step, kind_of_kernel if facts.device.type == "cuda" else kind_of_operator)
     kinds = {row.kind: row for row in _kinds(kernels)}
@@ -64,13 +59,11 @@ def explained(step: Trace, facts: StepFacts, *, title: str, num_steps: int) -> E
     return Explanation(
         title=title,
         device_name=facts.device_name,
-        num_steps=num_steps,
+        num_steps=step.num_steps,
         step_ms=step.step_ms,
         kernel_ms=kernel_ms,  # more than `busy_ms` where streams overlap
         busy_ms=step.busy_ms,
-        idle_ms=step.launch_gap_ms + step.exposed_wait_ms,
         launch_gap_ms=step.launch_gap_ms,
-        data_wait_ms=step.data_wait_ms,
         floor_ms=facts.floor_ms,
         launches=sum(kernel.launches for kernel in kernels),
         memory_bound_share=memory_ms / kernel_ms if kernel_ms else 0.0,
@@ -107,8 +100,6 @@ def _kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
 
 
 def _notes(step: Trace, kernels: Sequence[KernelTime], facts: StepFacts) -> Iterator[str]:
-    if facts.faster_data and (step.data_wait_ms or 0.0) >= WORTH_SAYING * step.step_ms:
-        yield f"{step.data_wait_ms:.2f} ms per step waiting for the loader: {facts.faster_data}"
     if facts.device.type == "cuda" and step.launch_gap_ms > HOST_BOUND * step.step_ms:
         yield "the host is slower than the device: shorter kernels alone change little"
     turned = [kernel for kernel in kernels if kernel.kind is Kind.LAYOUT]

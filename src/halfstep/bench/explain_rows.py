@@ -1,35 +1,26 @@
-"""Which rows of a bench are explained, on which data, and what is known of each beside its profile."""
+"""Which rows of a bench are explained, and what is known of each beside its profile."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-
-import torch
-from torch import nn
 
 from halfstep.bench.apart import apart
 from halfstep.bench.bench import STOPPED, Tell
 from halfstep.bench.explain import StepFacts, explain
-from halfstep.bench.explain_trace import FeedOf, refuse_too_few, wake_profiler
+from halfstep.bench.explain_trace import refuse_too_few, wake_profiler
 from halfstep.bench.measure_row import why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import PeerRunner
-from halfstep.bench.problem import MATMUL_FORMAT, Batch, Problem, Runner
+from halfstep.bench.problem import MATMUL_FORMAT, Problem, Runner
 from halfstep.bench.row import Row
-from halfstep.data.loader import Loader
-from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.report.explain_view import Explanation
-from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.pace import num_cores, way_out
+from halfstep.run.assemble import plan_for
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import wants_channels_last
-from halfstep.workloads import load
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -90,7 +81,7 @@ def _in_turn(
     with apart(problem.device):
         try:
             facts = facts_of(runner, problem, hardware, flops)
-            work = partial(explain, runner, steps=steps, facts=facts, feed=_feed_of(runner))
+            work = partial(explain, runner, steps=steps, facts=facts)
             return in_fresh_thread(work, problem.device)
         # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
         except Exception as error:
@@ -105,8 +96,6 @@ def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -
         channels_last=_keeps_channels_last(runner, hardware),
         device=problem.device,
         device_name=hardware.name,
-        num_workers=problem.config.data.num_workers,
-        faster_data=_faster_data(runner),
         flops=flops,
         matmul_tflops=_matmul_rates(hardware),
         bandwidth_gb_s=hardware.bandwidth_gb_s,
@@ -127,58 +116,6 @@ def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
     return wants_channels_last(config, plan_for(config, workload, hardware), workload.model)
 
 
-def _feed_of(runner: Runner) -> FeedOf | None:
-    if not isinstance(runner, Ours) or runner.problem.own_data is None:
-        return None
-    return runner.reading
-
-
-def _faster_data(runner: Runner) -> str:
-    if not isinstance(runner, Ours) or runner.problem.own_data is None:
-        return ""
-    return way_out(runner.config, runner.problem.own_data.train_samples, num_cores())
-
-
 def _matmul_rates(hardware: Hardware) -> dict[str, float]:
     measured = ((name, hardware.measured("matmul", MATMUL_FORMAT.get(name, name))) for name in PRECISIONS)
     return {name: found.tflops for name, found in measured if found is not None}
-
-
-def stated_folder(target: str, overrides: Sequence[str], flags: Mapping[str, object]) -> str | None:
-    """`data.dir`, where the command line or the config file names one."""
-    return load(target, flags=flags, overrides=overrides).config.data.dir
-
-
-def refuse_peers(folder: str, against: Sequence[str]) -> None:
-    """Raise ConfigError where somebody would be explained on other data than his neighbours."""
-    if against:
-        raise ConfigError(
-            f"data.dir={folder} with --against {','.join(against)}",
-            why="how a peer's user reads data is not known, so peers are given one random batch",
-            fix="leave one of them out; data.dir=null where a config file names it",
-        )
-
-
-def on_own_data(problem: Problem, folder: str) -> Problem:
-    """The problem as `halfstep train` would have it from this folder: its classes, its augmentation, its loader."""
-    data = problem.config.data.model_copy(update={"dir": folder})
-    config = problem.config.model_copy(update={"data": data})
-    workload = build_workload(config)
-    size, seed = config.train.batch_size, config.train.seed
-
-    def prepare(batch: Batch) -> Batch:
-        return workload.prepared(batch, key=Key.of_training(seed, 0), training=True)
-
-    def loss(model: nn.Module, prepared: Batch) -> torch.Tensor:
-        return workload.weighed_loss(workload.forward(model, prepared), prepared)[0]
-
-    return dataclasses.replace(
-        problem,
-        config=config,
-        make_model=lambda: copy.deepcopy(workload.model),
-        host_batch=next(Loader(workload.train_samples, batch_size=size, seed=seed).epoch(0)),
-        prepare=prepare,
-        loss=loss,
-        holds_tensors=bool(workload.frozen or workload.values),
-        own_data=workload,
-    )

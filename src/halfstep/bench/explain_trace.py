@@ -2,20 +2,17 @@
 
 A profiled step is slower than a real one, above all where the host is the limit, so the same run is timed first
 without the profiler. Times of kernels hold under it; idle time does not, and counts only as far as the clock agrees.
-
-Data that are read meanwhile are waited for as in a long run: what was read ahead during compilation is thrown away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from halfstep.bench.ours import Feed
 from halfstep.bench.problem import Runner
 from halfstep.errors import ConfigError, HardwareError, counted
 from halfstep.measure.clock import Stopwatch
@@ -23,12 +20,6 @@ from halfstep.measure.clock import Stopwatch
 LEAST_STEPS = 3
 WARM_UP_STEPS = {"cuda": 10, "cpu": 2}
 """Compilation, cuDNN's choice of algorithms and graph capture are over by then."""
-FeedOf = Callable[[], Feed]
-"""What the runner reads from at the moment; each training has its own."""
-ROUNDS = 2
-SETTLING_STEPS = 4
-"""With data of one's own, after those read ahead were thrown away: two are on the device still, and a loader that is
-fast enough is ahead again after two more."""
 NOT_WORK = frozenset({"Context Sync", "Stream Sync", "Event Sync"})
 """Waits that the profiler lists among the kernels."""
 
@@ -52,10 +43,6 @@ class Trace:
     num_steps: int
     step_ms: float
     """By the clock, without the profiler."""
-    data_wait_ms: float | None = None
-    """A step's wait for its batch, by the clock too; None where no data were read."""
-    profiled_wait_us: float = 0.0
-    """What all profiled steps waited: more or less than the timed ones did, for data come in bursts."""
     is_host: bool = False
     """Operators of a CPU, each of them slowed by being recorded."""
 
@@ -82,14 +69,8 @@ class Trace:
 
     @property
     def launch_gap_ms(self) -> float:
-        """Nothing runs, not for want of data: seen in the span, and no more than the clock leaves beside the work."""
-        seen_ms = self.span_ms - self.a_step_ms(self.profiled_wait_us)
-        return max(0.0, min(seen_ms, self.step_ms - (self.data_wait_ms or 0.0)) - self.busy_ms)
-
-    @property
-    def exposed_wait_ms(self) -> float:
-        """The wait for data during which nothing runs; a GPU may have work left while the host waits."""
-        return min(self.data_wait_ms or 0.0, max(0.0, self.step_ms - self.busy_ms - self.launch_gap_ms))
+        """Nothing runs: seen in the span, and no more than the clock leaves beside the work."""
+        return max(0.0, min(self.span_ms, self.step_ms) - self.busy_ms)
 
 
 def covered_us(events: Iterable[Event]) -> float:
@@ -111,28 +92,20 @@ def refuse_too_few(steps: int) -> None:
         )
 
 
-def timed_steps(steps: int, num_workers: int) -> int:
-    """Where data are read, whole rounds of all workers: they bring their batches in bursts."""
-    size = max(1, num_workers)
-    return max(ROUNDS, -(-steps // size)) * size
-
-
 def wake_profiler(device: torch.device) -> None:
     """Start it where torch was imported: the first start in another thread is an error on the terminal."""
     with profile(activities=[_activity(device)], acc_events=True):
         pass
 
 
-def trace(
-    runner: Runner, *, steps: int, device: torch.device, feed: FeedOf | None = None, num_workers: int = 0
-) -> Trace:
-    """Train past the warm-up, time `steps` steps, then profile as many; `feed` where the runner reads data."""
+def trace(runner: Runner, *, steps: int, device: torch.device) -> Trace:
+    """Train past the warm-up, time `steps` steps, then profile as many."""
     if device.type not in WARM_UP_STEPS:
         raise HardwareError(
             f"--explain cannot look into {device.type}", why="it reads CUDA kernels and CPU operators", fix="--device"
         )
     refuse_too_few(steps)
-    session = _Session(steps, device, feed, num_workers)
+    session = _Session(steps, device)
     with session.profiler:
         runner.train(session.num_steps, session.after_step)
     events = tuple(_events(session.profiler.events(), device))
@@ -142,54 +115,32 @@ def trace(
             why="another profiler holds the device, or the driver does not let this user count",
             fix="end the other one; NVIDIA: allow GPU performance counters for all users",
         )
-    timed_s, waited_s = session.timed()
-    return Trace(
-        events=events,
-        num_steps=steps,
-        step_ms=timed_s * 1e3 / session.num_timed,
-        data_wait_ms=waited_s * 1e3 / session.num_timed if feed else None,
-        profiled_wait_us=session.profiled()[1] * 1e6,
-        is_host=device.type == "cpu",
-    )
+    return Trace(events=events, num_steps=steps, step_ms=session.timed_s * 1e3 / steps, is_host=device.type == "cpu")
 
 
 class _Session:
-    """Counts steps: warm-up, settling ones where data are read, timed ones, one for the profiler, profiled ones."""
+    """Counts steps: warm-up, timed ones, one for the profiler, profiled ones."""
 
-    def __init__(self, steps: int, device: torch.device, feed: FeedOf | None, num_workers: int) -> None:
-        self.device, self.feed = device, feed
-        self.num_timed = timed_steps(steps, num_workers) if feed else steps
-        self._stock_ends = WARM_UP_STEPS[device.type]
-        self._begin = self._stock_ends + (SETTLING_STEPS if feed else 0)
-        self._end = self._begin + self.num_timed
-        self._profile = self._end + 1
-        self.num_steps = self._profile + steps
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.device = device
+        self._begin = WARM_UP_STEPS[device.type]
+        self._end = self._begin + steps
+        self.num_steps = self._end + 1 + steps
         self._done = 0
         self._watch = Stopwatch()
-        self._laps: dict[int, tuple[float, float]] = {}
+        self.timed_s = 0.0
         plan = schedule(wait=self._end, warmup=1, active=steps, repeat=1)
         self.profiler = profile(activities=[_activity(device)], schedule=plan, acc_events=True)
 
     def after_step(self) -> None:
         self._done += 1
-        if self._done in (self._begin, self._end, self._profile, self.num_steps):
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._laps[self._done] = self._watch.elapsed_s, self.feed().waited_s if self.feed else 0.0
-        if self.feed is not None and self._done == self._stock_ends:
-            self.feed().use_up()
+        if self._done in (self._begin, self._end, self._end + 1, self.num_steps) and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._done == self._begin:
+            self._watch.restart()
+        elif self._done == self._end:
+            self.timed_s = self._watch.elapsed_s
         self.profiler.step()
-
-    def timed(self) -> tuple[float, float]:
-        """Seconds of the steps that only the clock saw, and those waited for data in them."""
-        return self._between(self._begin, self._end)
-
-    def profiled(self) -> tuple[float, float]:
-        return self._between(self._profile, self.num_steps)
-
-    def _between(self, first: int, last: int) -> tuple[float, float]:
-        (began_s, waited_before_s), (ended_s, waited_s) = self._laps[first], self._laps[last]
-        return ended_s - began_s, waited_s - waited_before_s
 
 
 def _activity(device: torch.device) -> ProfilerActivity:

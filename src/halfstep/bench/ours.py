@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable
 
-import torch
 from torch import nn
 
 from halfstep.bench.problem import AfterStep, Batch, Problem, random_workload
 from halfstep.bench.settings import Mode, in_precision, run_by
-from halfstep.data.loader import BATCHES_A_THREAD, Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, TrainingStopped
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import Assembly, assemble, plan_for
+from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.phased_engine import PhasedEngine, engine_for
 from halfstep.run.rehearse import rehearsal
@@ -27,47 +24,6 @@ from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.workloads.workload import Workload
-
-
-class Feed:
-    """So many whole batches on the device, epoch after epoch; an epoch's odd last one runs otherwise: left out."""
-
-    def __init__(self, loader: Loader, batch_size: int, steps: int, device: torch.device) -> None:
-        self._loader, self._batch_size, self._steps = loader, batch_size, steps
-        self._num_useless = 0
-        self._prefetched = prefetch(self._batches(), device)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._prefetched
-
-    @property
-    def waited_s(self) -> float:
-        """Host time blocked in fetching so far."""
-        return self._prefetched.waited_s
-
-    def use_up(self) -> None:
-        """Before the next batch, throw away what was read ahead while steps were slow: a long run lives on no stock.
-
-        Batches the prefetcher has on the device already are still to come.
-        """
-        self._num_useless = BATCHES_A_THREAD * max(1, self._loader.num_workers)
-
-    def _batches(self) -> Iterator[Batch]:
-        try:
-            whole = self._whole_batches()
-            for _ in range(self._steps):
-                for _ in range(self._num_useless):
-                    next(whole)
-                self._num_useless = 0
-                yield next(whole)
-        finally:
-            self._loader.close()
-
-    def _whole_batches(self) -> Iterator[Batch]:
-        for epoch in count():
-            for batch in self._loader.epoch(epoch):
-                if len(batch["index"]) == self._batch_size:
-                    yield batch
 
 
 class Ours:
@@ -81,7 +37,6 @@ class Ours:
         self.config = run_by(in_precision(problem.config, precision, simulate=simulate), mode)
         self.remarks: list[str] = []
         """What the run said of itself while it trained."""
-        self._feed: Feed | None = None
         self._plan: Plan | None = None
         """Of the first training: its trials are part of that start, and of no other."""
 
@@ -97,7 +52,8 @@ class Ours:
             assert parts.mode is not None, "the plan was tuned"
             metrics = workload.metrics()
             engine = engine_for(parts, parts.mode, lambda text, level: self.remarks.append(text), metrics.update)
-            loss = self._trained(engine, self._batches(parts, steps), after_step)
+            batches = prefetch(itertools.repeat(self.problem.host_batch, steps), self.problem.device)
+            loss = self._trained(engine, batches, after_step)
         if engine.mode != plan.mode or self.variant not in ("auto", engine.mode):
             # A row must not show another mode's time.
             raise HardwareError(f"could not run as {plan.mode}: {'; '.join(self.remarks) or f'ran as {engine.mode}'}")
@@ -105,27 +61,12 @@ class Ours:
 
     def workload(self) -> Workload:
         """As a run would build it, with its seeded weights."""
-        model, own = self.problem.make_model(), self.problem.own_data
-        if own is not None:
-            return _in_full_swing(own, model)
-        return _in_full_swing(random_workload(self.config), model)
-
-    def reading(self) -> Feed:
-        """Where the training that runs has its batches from, on data of the user's own."""
-        assert self._feed is not None, "only a training on own data reads"
-        return self._feed
+        return _in_full_swing(random_workload(self.config), self.problem.make_model())
 
     def _planned(self, workload: Workload) -> Plan:
         return tuned(
             self.config, workload, plan_for(self.config, workload, self.hardware), lambda text: None, rehearsal
         )
-
-    def _batches(self, parts: Assembly, steps: int) -> Iterable[Batch]:
-        device = self.problem.device
-        if self.problem.own_data is None:
-            return prefetch(itertools.repeat(self.problem.host_batch, steps), device)
-        self._feed = Feed(parts.train_loader, self.problem.samples, steps, device)
-        return self._feed
 
     def _trained(self, engine: Engine | PhasedEngine, batches: Iterable[Batch], after_step: AfterStep) -> float:
         facts: Facts | PhasedFacts | None = None

@@ -57,8 +57,6 @@ class Problem:
     """What throughput counts."""
     holds_tensors: bool = False
     """Whether the loss reads more than model and batch (frozen parts, scheduled values), which lies on the device."""
-    own_data: Workload | None = None
-    """The user's own, to be read as in a run; None where one random batch comes over and over."""
 
 
 class Runner(Protocol):

@@ -117,9 +117,8 @@ class StatedRow:
     where: str
 
 
-def stated_rows(target: str, overrides: Sequence[str], flags: Mapping[str, object]) -> dict[str, StatedRow]:
+def stated_rows(said: Loaded) -> dict[str, StatedRow]:
     """By the option that would say otherwise, `--precisions` or `--modes`; nothing where the config is silent."""
-    said = load(target, flags=flags, overrides=overrides)
     return {
         option: StatedRow(value=value, where=said.origins[path].where)
         for option, (path, value) in _rows_said(said).items()

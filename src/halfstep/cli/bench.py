@@ -65,24 +65,18 @@ def command(
 
 def run_explain(asked: Asked, files: Files, *, as_json: bool) -> None:
     """Take the rows apart."""
-    from halfstep.bench.explain_rows import stated_folder
     from halfstep.cli.bench_rows import explain_request, show_explanations
 
     hardware, problem, request = prepared(asked)
-    folder = stated_folder(asked.words[0], asked.words[1:], asked.flags)
-    found = explain_request(hardware, problem, request, steps=asked.steps, folder=folder)
+    found = explain_request(hardware, problem, request, steps=asked.steps)
     show_explanations(found, files, as_json=as_json)
 
 
 def run_bench(asked: Asked, files: Files, *, as_json: bool) -> None:
     """Time the rows."""
-    from halfstep.bench.explain_rows import stated_folder
     from halfstep.cli.bench_rows import measured
 
     hardware, problem, request = prepared(asked)
-    if folder := stated_folder(asked.words[0], asked.words[1:], asked.flags):
-        said = f"data.dir={folder} is not read: one random batch of such a run's size is timed (--explain reads it)"
-        typer.secho(said, fg="yellow", err=True)
     deliver(measured(hardware, problem, request), files, as_json=as_json)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from halfstep.bench.bench import Request
     from halfstep.bench.problem import Problem
     from halfstep.bench.settings import StatedRow
+    from halfstep.config.load import Loaded
     from halfstep.hardware.facts import Hardware
 
 MODES = {
@@ -95,8 +96,7 @@ def with_workload(words: Sequence[str]) -> list[str]:
 def _fix_of_folder(folder: Path) -> str:
     if (folder / "config.yaml").is_file():
         return f"the config of this run: {suggested('bench', folder / 'config.yaml')}"
-    own = suggested("bench", DEMO_WORKLOAD, "--explain", f"data.dir={folder}")
-    return f"halfstep bench {DEMO_WORKLOAD}; to see where the time goes on data of your own: {own}"
+    return f"halfstep bench {DEMO_WORKLOAD}"
 
 
 def split(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -139,6 +139,7 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     from halfstep.bench.problem import problem_for, refuse_too_large
     from halfstep.bench.settings import bench_config, default_modes, default_precisions
     from halfstep.hardware.probe import probe
+    from halfstep.workloads import load
 
     require_peers(against)
     hardware = probe(str(asked.flags["device"] or "auto"))
@@ -147,7 +148,11 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     schedule = schedule_for(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
     target, *overrides = asked.words
     config = bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
-    stated = stated_by_config(asked)
+    said = load(target, flags=asked.flags, overrides=overrides)
+    if said.config.data.dir:
+        note = f"data.dir={said.config.data.dir} is not read: one random batch of such a run's size is trained on"
+        typer.secho(note, fg="yellow", err=True)
+    stated = stated_by_config(said, explain=asked.explain)
     unasked = ("auto",) if asked.explain else default_precisions(hardware)
     request = Request(
         precisions=without_auto(chosen("--precisions", precisions, stated, unasked), hardware),
@@ -160,12 +165,12 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     return hardware, problem_for(config, place), request
 
 
-def stated_by_config(asked: Asked) -> dict[str, StatedRow]:
+def stated_by_config(said: Loaded, *, explain: bool) -> dict[str, StatedRow]:
     """Rows that a config file or a preset states."""
     from halfstep.bench.settings import stated_rows
 
-    stated = stated_rows(asked.words[0], asked.words[1:], asked.flags)
-    if asked.explain and "--modes" in stated and stated["--modes"].value == "auto":
+    stated = stated_rows(said)
+    if explain and "--modes" in stated and stated["--modes"].value == "auto":
         del stated["--modes"]  # auto is not a mode of its own that could be explained
     return stated
 

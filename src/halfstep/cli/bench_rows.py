@@ -16,7 +16,7 @@ from rich.status import Status
 from rich.text import Text
 
 from halfstep.bench.bench import STOPPED, Request, Tell, bench, runners
-from halfstep.bench.explain_rows import NotExplained, explain_rows, on_own_data, refuse_peers, refuse_unexplainable
+from halfstep.bench.explain_rows import NotExplained, explain_rows, refuse_unexplainable
 from halfstep.bench.problem import step_flops
 from halfstep.bench.record import circumstances, command_line, results
 from halfstep.bench.record import save as save_record
@@ -79,20 +79,10 @@ class Found(NamedTuple):
     rows: list[Explanation | NotExplained]
 
 
-def explain_request(
-    hardware: Hardware,
-    problem: Problem,
-    request: Request,
-    *,
-    steps: int | None,
-    folder: str | None,
-) -> Found:
-    """Every row of the request, on the data of `folder` where one is named."""
+def explain_request(hardware: Hardware, problem: Problem, request: Request, *, steps: int | None) -> Found:
+    """Every row of the request."""
     steps = STEPS.get(problem.device.type, STEPS["cpu"]) if steps is None else steps
     refuse_unexplainable(request.modes, steps)
-    if folder:
-        refuse_peers(folder, request.against)
-        problem = with_data(problem, folder)
     if problem.device.type == "cpu":
         # Read when the profiler first starts. Not on a GPU, where that log tells why the driver lets nobody count.
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
@@ -105,15 +95,6 @@ def explain_request(
         tell = telling(asked, console, status)
         rows = list(explain_rows(asked, problem, rated, steps=steps, flops=flops, tell=tell))
     return Found({name: about[name] for name in ABOUT} | {"steps": steps}, rows)
-
-
-def with_data(problem: Problem, folder: str) -> Problem:
-    """The problem on the user's own data, and what a run would say of them before it starts."""
-    with contextlib.redirect_stdout(sys.stderr):
-        own = on_own_data(problem, folder)
-    for note in own.own_data.notes if own.own_data else ():
-        typer.secho(note, fg="yellow", err=True)
-    return own
 
 
 def show_explanations(found: Found, files: Files, *, as_json: bool) -> None:

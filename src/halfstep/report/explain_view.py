@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 NAME_LENGTH = 64
 NUMBERED_FROM = 0.06
 """Share of its bar from which a piece has room for its milliseconds."""
-GAPS, WAIT = "launch gaps", "waiting for data"
-IDLE_COLOURS = {GAPS: "#e4e7eb", WAIT: "#c3cad2"}
+GAPS, GAPS_COLOUR = "launch gaps", "#e4e7eb"
 """Nothing runs meanwhile; the console calls it the same."""
 COLOURED = [index for index in range(20) if index not in (14, 15)]
 """Of matplotlib's tab20: without its greys, which are idle time's."""
@@ -62,10 +61,7 @@ class Explanation:
     """By the clock, without the profiler."""
     kernel_ms: float
     busy_ms: float
-    idle_ms: float
     launch_gap_ms: float
-    data_wait_ms: float | None
-    """None where no data were read."""
     floor_ms: float | None
     launches: float
     memory_bound_share: float
@@ -117,16 +113,9 @@ def _findings(explanation: Explanation) -> Iterator[tuple[str, str]]:
     yield "casts", f"{explanation.cast_share:.1%}"
     yield "optimizer", f"{explanation.optimizer_share:.1%}"
     yield GAPS, f"{explanation.launch_gap_ms:.2f} ms"
-    yield WAIT, _waiting(explanation.data_wait_ms, explanation.step_ms)
     if explanation.floor_ms is not None:
         share = explanation.floor_ms / explanation.step_ms
         yield "floor", f"{explanation.floor_ms:.2f} ms of matrix products at the measured rate: {share:.0%} of the step"
-
-
-def _waiting(data_wait_ms: float | None, step_ms: float) -> str:
-    if data_wait_ms is None:
-        return "not measured: one random batch over and over"
-    return f"{data_wait_ms:.2f} ms, {data_wait_ms / step_ms:.0%} of the step"
 
 
 def _kernels_table(explanation: Explanation) -> RenderableType:
@@ -157,9 +146,8 @@ def draw_explanations(explanations: Sequence[Explanation], record: Mapping[str, 
     axes: Axes = figure.subplots()
     bars = [_pieces(explanation) for explanation in explanations]
     pieces = dict.fromkeys(kind for bar in bars for kind in bar)
-    kinds = [kind for kind in pieces if kind not in IDLE_COLOURS]
-    colours = {kind: _colour(index) for index, kind in enumerate(kinds)}
-    colours |= {kind: colour for kind, colour in IDLE_COLOURS.items() if kind in pieces}
+    kinds = [kind for kind in pieces if kind != GAPS]
+    colours = {kind: _colour(index) for index, kind in enumerate(kinds)} | {GAPS: GAPS_COLOUR}
     for row, bar in enumerate(bars):
         _stack(axes, row, bar, colours)
     axes.set_yticks(range(len(bars)), [explanation.title for explanation in explanations], fontsize=9)
@@ -182,9 +170,7 @@ def _picture_title(explanations: Sequence[Explanation], record: Mapping[str, Any
 
 
 def _pieces(explanation: Explanation) -> dict[str, float]:
-    # On a GPU a wait may lie beside kernels: only what is left of it is a piece of the step.
-    idle = {GAPS: explanation.launch_gap_ms, WAIT: explanation.idle_ms - explanation.launch_gap_ms}
-    pieces = {row.kind: row.ms for row in explanation.kinds} | idle
+    pieces = {row.kind: row.ms for row in explanation.kinds} | {GAPS: explanation.launch_gap_ms}
     return {kind: ms for kind, ms in pieces.items() if ms > 0}
 
 
