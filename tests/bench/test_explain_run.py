@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +16,7 @@ from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.explain_trace import WARM_UP_STEPS
 from halfstep.bench.problem import AfterStep
 from halfstep.errors import ConfigError, HardwareError
-from halfstep.report.explain_view import Explanation, KindTime, draw_explanations, explain_view
-from halfstep.report.picture_file import INK
+from halfstep.report.explain_view import Explanation, explain_view
 
 STEPS = 4
 
@@ -110,53 +107,6 @@ def test_the_console_shows_kinds_findings_and_notes(explanation: Explanation) ->
     for words in ("tiny eager fp32 on a small CPU", "convolution backward", "memory-bound", "launch gaps", "floor"):
         assert words in shown
     assert f"note: {explanation.notes[0]}"[:60] in shown
-
-
-RECORD = {
-    "device": "a small CPU",
-    "versions": {"torch": "2.11.0"},
-    "problem": {
-        "workload": "unet",
-        "parameters": 486,
-        "batch_size": 8,
-        "image_size": 64,
-        "optimizer": "adamw",
-        "clip_norm": 1.0,
-    },
-}
-
-
-def test_the_picture_is_written(explanation: Explanation, tmp_path: Path) -> None:
-    path = tmp_path / "explained.png"
-    draw_explanations([explanation, explanation], RECORD, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_pictures_title_names_model_batch_size_mode_precision_and_device(
-    explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr("halfstep.report.explain_view.save_figure", lambda figure, path: figures.append(figure))
-    compiled = dataclasses.replace(explanation, title="tiny compile fp32")
-    draw_explanations([explanation, compiled], RECORD, tmp_path / "explained.png")
-    assert figures[0].get_suptitle() == (
-        "where a step goes: unet, 486 parameters, batch 8, 64 pixels, adamw, clip 1\n"
-        "tiny eager/compile fp32: a small CPU, torch 2.11.0"
-    )
-
-
-def test_numbers_are_read_on_dark_and_on_light_pieces_and_gaps_have_the_consoles_name(
-    explanation: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr("halfstep.report.explain_view.save_figure", lambda figure, path: figures.append(figure))
-    kinds = tuple(KindTime(kind=name, ms=2.0, share=0.5, launches=1) for name in ("dark blue", "light blue"))
-    gaps = dataclasses.replace(explanation, kinds=kinds, launch_gap_ms=1.0)
-    draw_explanations([gaps], RECORD, tmp_path / "explained.png")
-    [axes], [legend] = figures[0].axes, figures[0].legends
-    assert [text.get_color() for text in axes.texts] == ["white", INK, INK]
-    assert [text.get_text() for text in axes.texts] == ["2", "2", "1"]
-    assert [text.get_text() for text in legend.get_texts()][2:] == ["launch gaps"]
 
 
 def test_too_few_steps_are_refused_before_any_is_made() -> None:

@@ -25,12 +25,10 @@ EXPLAIN = [*TINY, "--device", "cpu", "--modes", "eager", "--steps", "3", "--expl
 pytestmark = pytest.mark.usefixtures("known_rates")
 
 
-def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture, saved = tmp_path / "kinds.png", tmp_path / "kinds.json"
+def test_a_row_is_taken_apart_into_json_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "kinds.json"
     with pytest.raises(SystemExit) as ended:
-        main([*EXPLAIN, "--precisions", "fp32", "--json", "--picture", str(picture), "--save", str(saved)])
+        main([*EXPLAIN, "--precisions", "fp32", "--json", "--save", str(saved)])
     assert ended.value.code == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(saved.read_text())
@@ -40,7 +38,6 @@ def test_a_row_is_taken_apart_into_json_a_file_and_a_picture(
     [row] = printed["explained"]
     assert row["title"] == "halfstep eager fp32"
     assert Kind.CONV_BACKWARD in {kind["kind"] for kind in row["kinds"]}
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_explanation_is_shown_whatever_becomes_of_saving_it(
@@ -111,7 +108,7 @@ def test_what_cannot_be_explained_exits_1_with_the_reason(capsys: pytest.Capture
     assert "needs CUDA" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--modes", "auto"]])
+@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--modes", "auto"], ["--picture", "kinds.png"]])
 def test_what_cannot_be_explained_at_all_is_refused_before_anything_is_measured(
     wrong: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def command(
         explain=explain,
     )
     files = Files(picture=picture, save=save, force=force)
-    refuse_files(files)
+    refuse_files(files, explain=explain)
     (run_explain if explain else run_bench)(asked, files, as_json=as_json)
 
 

@@ -67,12 +67,14 @@ class Files:
         return dataclasses.replace(self, save=None, picture=None)
 
 
-def refuse_files(files: Files) -> None:
+def refuse_files(files: Files, *, explain: bool) -> None:
     """Files that must not be written."""
     from halfstep.bench.record import refuse_to_overwrite
 
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
     if files.picture:
+        if explain:
+            raise ConfigError(f"--explain draws no picture ({files.picture})", fix="--save FILE has all its numbers")
         from halfstep.report.picture_file import refuse_unknown_format
 
         refuse_unknown_format(files.picture)

@@ -28,7 +28,7 @@ from halfstep.hardware.measure import measure
 from halfstep.report.bench_progress import RowsLeft
 from halfstep.report.bench_view import title
 from halfstep.report.evaluation_view import result_console
-from halfstep.report.explain_view import Explanation, draw_explanations, explain_view
+from halfstep.report.explain_view import Explanation, explain_view
 
 if TYPE_CHECKING:
     from halfstep.bench.problem import Problem, Runner
@@ -98,7 +98,7 @@ def explain_request(hardware: Hardware, problem: Problem, request: Request, *, s
 
 
 def show_explanations(found: Found, files: Files, *, as_json: bool) -> None:
-    """Write, print and draw; exit 1 where nothing could be explained, 130 after Ctrl-C."""
+    """Write and print; exit 1 where nothing could be explained, 130 after Ctrl-C."""
     explained = [row for row in found.rows if isinstance(row, Explanation)]
     refused = [row for row in found.rows if isinstance(row, NotExplained)]
     content = {
@@ -117,8 +117,6 @@ def show_explanations(found: Found, files: Files, *, as_json: bool) -> None:
             _print(explained, found.about)
     for row in refused:
         typer.secho(f"not explained: {row.title}: {row.reason}", fg="yellow", err=True)
-    if files.picture:
-        draw_explanations(explained, found.about, files.picture)
     if any(row.reason == STOPPED for row in refused):
         raise typer.Exit(130)
     if not explained:
