@@ -96,6 +96,20 @@ def owned(folder: Path) -> Iterator[None]:
         yield
 
 
+def is_owned(folder: Path) -> bool | None:
+    """Whether another process holds it; None where that cannot be told. The lock itself stays as it is."""
+    import fcntl
+
+    try:
+        with (folder / ".lock").open() as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
 # --- the environment ---
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,16 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     code, text = look(capsys, str(tmp_path), "--once")
     assert code == 0
-    for part in ("running", "20 (epoch 1)", "0.5000", "250.0", "2.50 GB", "iou", "0.7100", "step 13: loss is nan"):
+    for part in (
+        "not known whether it runs",
+        "20 (epoch 1)",
+        "0.5000",
+        "250.0",
+        "2.50 GB",
+        "iou",
+        "0.7100",
+        "step 13: loss is nan",
+    ):
         assert part in text
     assert "Ctrl-C" not in text
     facts = json.loads(look(capsys, str(tmp_path), "--json")[1])
@@ -49,6 +60,29 @@ def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys:
     assert "starting" in look(capsys, str(tmp_path / "run"), "--once")[1]
     code, text = look(capsys, str(tmp_path), "--once")
     assert (code, "is not a run" in text) == (2, True)
+
+
+HOLDS = """import sys, pathlib, halfstep.disk
+with halfstep.disk.owned(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()"""
+
+
+def test_a_run_is_running_while_its_process_lives_and_stopped_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "val", "step": 1, "iou": 0.5}\n')
+    words = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "held\n"
+        assert "running, last record" in look(capsys, str(tmp_path), "--once")[1]
+        run.kill()
+    assert f"train --resume {tmp_path}" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "summary.json").write_text('{"metric": "iou"}')
+    assert json.loads(look(capsys, str(tmp_path), "--json")[1])["state"] == "ended"
 
 
 def test_a_sparkline_follows_the_values_and_leaves_out_what_is_not_finite() -> None:

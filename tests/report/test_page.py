@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 from PIL import Image
 
 from halfstep.cli.main import main
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import decide
 from halfstep.report.page.charts import MOST_POINTS, charts_of
 from halfstep.report.page.read_run import read_run
 
@@ -67,9 +70,25 @@ def test_what_a_run_is_called_cannot_run_in_the_page(tmp_path: Path) -> None:
 def test_several_runs_stand_side_by_side_with_what_differs_marked(tmp_path: Path) -> None:
     runs = [str(written_run(tmp_path / name, lr=lr)) for name, lr in (("slow", 1e-4), ("quick", 1e-2))]
     text = page(*runs, "--out", str(tmp_path / "page.html"))
-    assert "1 settings differ" in text
+    assert "1 setting differs" in text
+    assert "<h1>halfstep: slow, quick</h1>" in text
     assert "<tr class=differs><td>optimizer.lr</td><td>0.0001</td><td>0.01</td>" in text
     assert "quick validation" in text
+
+
+def test_memory_is_a_stack_of_what_the_step_is_predicted_to_take(tmp_path: Path) -> None:
+    stored = (Path(__file__).parents[2] / "examples" / "own_workload.py").read_text()
+    (tmp_path / "stacked_moons.py").write_text(stored)
+    run = written_run(tmp_path / "run")
+    plan = decide("fp32", probe("cpu"))
+    (run / "plan.json").write_text(replace(plan, mode="eager").to_json())
+    (run / "config.yaml").write_text("workload: stacked_moons:KIND\ntrain: {batch_size: 32}\n")
+    words = (str(run), "--out", str(tmp_path / "page.html"))
+    assert "Not predicted: workload" in page(*words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        text = page(*words)
+    assert re.search(r"memory by component.*<td>activations</td>", text)
 
 
 def test_long_curves_are_thinned_and_a_constant_scale_is_not_drawn(tmp_path: Path) -> None:

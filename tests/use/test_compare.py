@@ -53,6 +53,8 @@ def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: 
     low, high = found["rows"][1]["difference"]
     assert f"{low:+.4f} … {high:+.4f}" in page, "the interval that the verdict rests on"
     assert " ± " in page
+    assert "<tr class=differs><td>precision.default</td><td>fp32</td><td>bf16</td>" in page
+    assert "all seeds" in page
 
 
 def test_rows_by_settings_fix_their_margin_by_a_pilot_and_go_on_where_they_stood(

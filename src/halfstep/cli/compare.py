@@ -126,11 +126,11 @@ def _run(folder: Path, comparison: Comparison) -> None:
         run_comparison(
             folder, comparison, lambda line: screen.print(line, highlight=False, markup=False, soft_wrap=True)
         )
-    except Interrupted as error:
+    except (Interrupted, KeyboardInterrupt) as error:
         raise Interrupted(
             f"comparison stopped after {counted(len(comparison.runs), 'run')}; the run under way is saved as well",
             fix=f"go on with: {again}",
-            exit_code=error.exit_code,
+            exit_code=getattr(error, "exit_code", 130),
         ) from error
     if comparison.margin is None:
         raise Interrupted(comparison.ended, fix=f"go on with more: {again} --budget 8h", exit_code=1)

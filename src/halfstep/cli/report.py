@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.errors import CheckpointError, ConfigError, counted
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted
 
 
 def command(
@@ -20,8 +20,8 @@ def command(
 ) -> None:
     """One HTML file of a run, of several side by side, or of a comparison.
 
-    Curves to zoom, the plan with its reasons, where the time went, faults, samples, every setting with its source. The
-    file needs no network and no server: mail it, archive it, open it from the disk.
+    Curves to zoom, the plan with its reasons, memory by component, where the time went, faults, samples, every setting
+    with its source. The file needs no network and no server: mail it, archive it, open it from the disk.
 
     Example:
 
@@ -47,10 +47,12 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
             )
     if any((path / "comparison.json").is_file() for path in runs):
         if len(runs) > 1:
-            raise ConfigError("a comparison is shown alone", fix=f"halfstep report {runs[0]}")
+            whole = next(path for path in runs if (path / "comparison.json").is_file())
+            raise ConfigError(f"the comparison {whole} is shown alone", fix=f"halfstep report {whole}")
         page = comparison_page(runs[0])
     else:
-        page = page_of_runs([read_run(path) for path in runs])
+        records = [read_run(path) for path in runs]
+        page = page_of_runs(records, [_memory(path) for path in runs])
     place = out or runs[0] / "report" / "report.html"
     if not place.parent.is_dir():
         raise ConfigError(f"{place.parent} is not a folder", fix="make it first, or choose another --out")
@@ -58,8 +60,18 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     return place
 
 
+def _memory(path: Path) -> dict[str, int] | str:
+    """What the run's step is predicted to take; where that cannot be said, why: a workload that is not here, say."""
+    from halfstep.use.run_memory import predicted_memory
+
+    try:
+        return predicted_memory(path)
+    except (HalfstepError, OSError) as error:
+        return str(error).splitlines()[0]
+
+
 def comparison_page(folder: Path) -> str:
-    from halfstep.report.comparison_view import comparison_columns
+    from halfstep.report.comparison_view import band, comparison_columns
     from halfstep.report.page.charts import Chart, Series
     from halfstep.report.page.render import page_of_comparison
     from halfstep.use.compare import open_comparison
@@ -71,13 +83,16 @@ def comparison_page(folder: Path) -> str:
             f"{folder} has no seed with a run of every row yet", fix=f"halfstep compare --resume {folder}"
         )
     lines = lines_of(comparison)
-    series = [
-        Series(name=line.name, points=[(float(s), v) for s, v in curve], colour=number)
-        for number, line in enumerate(lines)
-        for curve in line.curves
-        if curve
-    ]
+    series = []
+    for number, line in enumerate(lines):
+        steps, *curves = band(line.curves)
+        for name, values in zip((line.name, f"{line.name}, all seeds", f"{line.name}, all seeds"), curves, strict=True):
+            points = [(float(step), value) for step, value in zip(steps, values, strict=True)]
+            series += [Series(name=name, points=points, colour=number, dashed=name != line.name)] if points else []
     chart = Chart(title=comparison.metric, x="step", series=series)
     about = f"margin {comparison.margin:.4g} in {comparison.metric}, {counted(comparison.whole_seeds(), 'seed')}"
     columns = comparison_columns(lines, comparison.metric)
-    return page_of_comparison(folder.resolve().name, about, columns, notes_of(comparison), [chart])
+    summary = next((run.summary for run in comparison.runs if run.summary), {})
+    return page_of_comparison(
+        folder.resolve().name, about, columns, notes_of(comparison), [chart], comparison.settings, summary
+    )

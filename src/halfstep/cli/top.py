@@ -18,7 +18,7 @@ def command(
 ) -> None:
     """A run that trains in another terminal, live: loss, metric, samples/s, GPU, memory, faults.
 
-    It reads the run's records and never touches the run.
+    It reads the run's records, never touches the run, and leaves when the run ends.
 
     Example:
 
@@ -38,6 +38,6 @@ def command(
         console.print(top_table(run))
         return
     with Live(top_panel(run), console=console, auto_refresh=False) as live:
-        while True:
+        while top_facts(run)["state"] != "ended":
             time.sleep(every)
             live.update(top_panel(run), refresh=True)

@@ -72,7 +72,7 @@ def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
     figure = new_figure((8.4, 4.8))
     axes = figure.subplots()
     for number, (line, colour) in enumerate(zip(lines, itertools.cycle(COLOURS), strict=False)):
-        steps, means, lows, highs = _band(line.curves)
+        steps, means, lows, highs = band(line.curves)
         if steps:
             # Rows that are the same lie on each other: later ones are thinner, so that all of them are seen.
             width = 1.5 + 1.8 * (len(lines) - 1 - number)
@@ -93,7 +93,7 @@ def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _band(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float], list[float], list[float]]:
+def band(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float], list[float], list[float]]:
     """At the steps that every seed has."""
     if not curves:
         return [], [], [], []

@@ -10,6 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from halfstep.disk import is_owned
+from halfstep.errors import suggested
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.report.tables import pairs_table
 
@@ -80,13 +82,16 @@ def sparkline(values: list[float]) -> str:
 
 
 def _state(run: RunRecord, path: Path) -> str:
-    if run.has_ended:
+    file, is_live = path / "metrics.jsonl", is_owned(path)
+    if run.has_ended and not is_live:  # a resumed run still has the summary of its first end
         return "ended"
-    file = path / "metrics.jsonl"
+    if is_live is False:
+        return f"stopped or killed; go on with: {suggested('train', '--resume', path)}"
     if not file.exists():
         return "starting"
     seconds = max(time.time() - file.stat().st_mtime, 0)
-    return f"running, last record {seconds:.0f} s ago" if seconds < 600 else f"no record for {seconds / 60:.0f} minutes"
+    known = "running" if is_live else "not known whether it runs"
+    return f"{known}, last record {seconds:.0f} s ago"
 
 
 def _first_metric(validations: list[dict[str, Any]]) -> str:

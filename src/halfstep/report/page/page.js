@@ -11,10 +11,18 @@ function element(name, attributes, text) {
   return made;
 }
 
-function shown(value) {
+function shown(value, digits) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  return size >= 1e5 || size < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(3));
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(digits - 2) : String(+value.toPrecision(digits));
+}
+
+function told(values) {
+  // As few digits as tell them apart.
+  for (const digits of [3, 4, 5, 6]) {
+    const labels = values.map(v => shown(v, digits));
+    if (new Set(labels).size === labels.length || digits === 6) return labels;
+  }
 }
 
 function ticks(low, high, count) {
@@ -51,13 +59,16 @@ function draw(svg, data, view) {
   const area = element("clipPath", {id: clip});
   area.append(element("rect", {x: LEFT, y: TOP, width: W - LEFT - RIGHT, height: H - TOP - BOTTOM}));
   svg.append(area);
-  for (const v of data.log ? logTicks(bottom, top) : ticks(bottom, top, 4)) {
+  const marks = data.log ? logTicks(bottom, top) : ticks(bottom, top, 4);
+  const labels = told(marks.map(down));
+  for (const [k, v] of marks.entries()) {
     const at = H - BOTTOM - (v - bottom) / (top - bottom) * (H - TOP - BOTTOM);
     svg.append(element("line", {class: "grid", x1: LEFT, x2: W - RIGHT, y1: at, y2: at}));
-    svg.append(element("text", {x: LEFT - 6, y: at + 4, "text-anchor": "end"}, shown(down(v))));
+    svg.append(element("text", {x: LEFT - 6, y: at + 4, "text-anchor": "end"}, labels[k]));
   }
-  for (const v of ticks(view.low, view.high, 5)) {
-    svg.append(element("text", {x: x(v), y: H - 10, "text-anchor": "middle"}, shown(v)));
+  const steps = ticks(view.low, view.high, 5);
+  for (const [k, label] of told(steps).entries()) {
+    svg.append(element("text", {x: x(steps[k]), y: H - 10, "text-anchor": "middle"}, label));
   }
   const lines = element("g", {"clip-path": `url(#${clip})`});
   data.series.forEach(s => {

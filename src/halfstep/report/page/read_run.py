@@ -81,12 +81,12 @@ def _settings(path: Path) -> dict[str, tuple[str, str]]:
     """With sources where the run stored them; older runs have the values alone."""
     stored = _json(path / "report" / "config.json").get("settings", {})
     if stored:
-        return {key: (_shown(one["value"]), _source(one["source"])) for key, one in stored.items()}
+        return {key: (shown(one["value"]), _source(one["source"])) for key, one in stored.items()}
     try:
         values = yaml.safe_load((path / "config.yaml").read_text())
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {error}") from error
-    return {key: (_shown(value), "") for key, value in flat(values or {}).items()}
+    return {key: (shown(value), "") for key, value in flat(values or {}).items()}
 
 
 def _source(source: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -5,43 +5,65 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from halfstep.report.memory_view import COLOURS
 from halfstep.report.page.charts import Chart, charts_of
-from halfstep.report.page.read_run import RunRecord
+from halfstep.report.page.read_run import RunRecord, shown
 
 MOST_ROWS = 200
 """Of modules and events: the rest is a number."""
 
 
-def page_of_runs(runs: Sequence[RunRecord]) -> str:
+Memory = Mapping[str, int] | str
+"""Bytes by component, or why they are not known."""
+
+
+def page_of_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str:
+    """`memory` is what each run's step is predicted to take."""
     title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', runs[0].name)}".strip()
+    title = title if len(runs) == 1 else ", ".join(run.name for run in runs)
+    largest = max((sum(one.values()) for one in memory if not isinstance(one, str)), default=0)
     sections = [
         *(_cards(run) for run in runs),
         _section("Curves", _charts(charts_of(runs))),
         *(_section(_named("Plan", run, runs), _plan(run)) for run in runs if run.plan),
+        *(
+            _section(_named("Memory", run, runs), _memory(run, one, largest))
+            for run, one in zip(runs, memory, strict=False)
+        ),
         *(_section(_named("Where the time went", run, runs), _time(run)) for run in runs if _has_time(run)),
         *(_section(_named("Faults", run, runs), _faults(run)) for run in runs),
         *(_section(_named("What really ran", run, runs), _ledger(run)) for run in runs if run.ledger),
         *(_section(_named("Samples", run, runs), _samples(run)) for run in runs if run.samples),
-        _section("Settings", _settings(runs)),
-        *(_section(_named("Made by", run, runs), _origin(run)) for run in runs if run.summary),
+        _section("Settings", _settings([(run.name, run.settings) for run in runs])),
+        *(_section(_named("Made by", run, runs), _origin(run.summary)) for run in runs if run.summary),
     ]
     return _page(f"halfstep: {title}", "".join(sections))
 
 
 def page_of_comparison(
-    name: str, about: str, columns: Mapping[str, Sequence[str]], notes: Sequence[str], charts: Sequence[Chart]
+    name: str,
+    about: str,
+    columns: Mapping[str, Sequence[str]],
+    notes: Sequence[str],
+    charts: Sequence[Chart],
+    settings: Mapping[str, Mapping[str, Any]],
+    summary: Mapping[str, Any],
 ) -> str:
-    """The table of `halfstep compare`, with its notes."""
+    """The table of `halfstep compare`, with its notes, every setting of each row, and a run's origin."""
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     rows = [list(cells) for cells in zip(*columns.values(), strict=True)]
     body = _section("Result", _table(list(columns), rows) + f"<ul class=faint>{listed}</ul>")
     body += _section("Curves", _charts(charts))
+    rows_settings = [(row, {key: (shown(one), "") for key, one in known.items()}) for row, known in settings.items()]
+    body += _section("Settings", _settings(rows_settings)) if rows_settings else ""
+    body += _section("Made by", _origin(summary)) if summary else ""
     return _page(f"halfstep compare: {name}", f"<p class=faint>{escape(about)}</p>{body}")
 
 
@@ -113,14 +135,33 @@ def _time(run: RunRecord) -> str:
         ("waiting for data", waited, "#e8710a"),
         ("validation, checkpoints, start", whole - trained, "#9aa5b1"),
     ]
-    bar = "".join(
-        f"<span style='width:{max(100 * s / whole, 0):.2f}%;background:{c}' title='{escape(n)}'></span>"
-        for n, s, c in parts
+    rows = [[name, f"{seconds:.1f} s", f"{seconds / whole:.0%}"] for name, seconds, _ in parts]
+    return _stack("shares of the time", parts, whole) + _table(["part", "time", "share"], rows)
+
+
+def _memory(run: RunRecord, found: Memory, largest: int) -> str:
+    """The stack of one micro-batch's step; bars of several runs have one scale."""
+    if isinstance(found, str):
+        return f"<p>Not predicted: {escape(found)}</p>"
+    parts = [(name, size, COLOURS[name]) for name, size in found.items() if size]
+    whole = sum(size for _, size, _ in parts)
+    rows = [[name, _bytes(size), f"{size / whole:.0%}"] for name, size, _ in parts]
+    measured = run.summary.get("peak_memory_bytes")
+    said = f"Predicted peak of one step's tensors: {_bytes(whole)}"
+    if isinstance(measured, int):
+        whose = "the device" if "cuda" in str(run.plan.get("device")) else "the whole process"
+        said += f"; measured, of {whose}: {_bytes(measured)}"
+    return f"<p>{said}.</p>" + _stack("memory by component", parts, largest) + _table(["part", "size", "share"], rows)
+
+
+def _stack(words: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
+    """Parts beside each other in a bar as long as `whole`; a table says the same."""
+    spans = "".join(
+        f"<span style='width:{max(100 * size / whole, 0):.2f}%;background:{colour}' title='{escape(name)}'></span>"
+        for name, size, colour in parts
     )
-    words = [[name, f"{seconds:.1f} s", f"{seconds / whole:.0%}"] for name, seconds, _ in parts]
-    return (
-        f"<div class=bar role=img aria-label='shares of the time'>{bar}</div>{_table(['part', 'time', 'share'], words)}"
-    )
+    keys = "".join(f"<span><i style='border-color:{colour}'></i>{escape(name)}</span>" for name, _, colour in parts)
+    return f"<div class=bar role=img aria-label='{escape(words)}'>{spans}</div><div class=legend>{keys}</div>"
 
 
 def _faults(run: RunRecord) -> str:
@@ -164,24 +205,25 @@ def _sample(path: Path, root: Path) -> str:
     return f"<figure><img alt='sample {name}' src='data:{kind};base64,{data}'><figcaption>{name}</figcaption></figure>"
 
 
-def _settings(runs: Sequence[RunRecord]) -> str:
-    """One column a run; settings that differ are marked and come first."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
-    differ = {key for key in keys if len({run.settings.get(key, ("",))[0] for run in runs}) > 1}
+def _settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> str:
+    """Names and settings: one column each; settings that differ are marked and come first."""
+    keys = list(dict.fromkeys(key for _, settings in runs for key in settings))
+    differ = {key for key in keys if len({settings.get(key, ("",))[0] for _, settings in runs}) > 1}
     ordered = [*(key for key in keys if key in differ), *(key for key in keys if key not in differ)]
-    titles = ["setting", *([run.name for run in runs] if len(runs) > 1 else ["value", "from"])]
+    titles = ["setting", *([name for name, _ in runs] if len(runs) > 1 else ["value", "from"])]
     rows = []
     for key in ordered:
-        cells = [run.settings.get(key, ("", "")) for run in runs]
+        cells = [settings.get(key, ("", "")) for _, settings in runs]
         rows.append([key, *([value for value, _ in cells] if len(runs) > 1 else cells[0])])
-    note = f"<p class=faint>{len(differ)} settings differ and are marked.</p>" if len(runs) > 1 else ""
+    count = "1 setting differs and is" if len(differ) == 1 else f"{len(differ)} settings differ and are"
+    note = f"<p class=faint>{count} marked.</p>" if len(runs) > 1 else ""
     return note + _table(titles, rows, marked=[key in differ for key in ordered])
 
 
-def _origin(run: RunRecord) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items())
-    command = " ".join(map(str, run.summary.get("command", ())))
-    return f"<p>{escape(versions)}; {escape(str(run.summary.get('device', '')))}</p><pre>{escape(command)}</pre>"
+def _origin(summary: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items())
+    command = " ".join(map(shlex.quote, map(str, summary.get("command", ()))))
+    return f"<p>{escape(versions)}; {escape(str(summary.get('device', '')))}</p><pre>{escape(command)}</pre>"
 
 
 # --- pieces ---
@@ -217,6 +259,10 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequenc
 
 def _optional(value: object, form: str, scale: float = 1.0) -> str:
     return form.format(value * scale) if isinstance(value, int | float) else ""
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _safe_json(value: object) -> str:
