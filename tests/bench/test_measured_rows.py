@@ -17,7 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import clear_caches, fresh_cache
 
-from halfstep.bench.apart import CacheWatch
+from halfstep.bench.apart import CacheWatch, apart
 from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings, runners
 from halfstep.bench.measure_row import Schedule, measured_row, why_not
 from halfstep.bench.ours import Ours
@@ -273,6 +273,17 @@ def test_a_start_knows_whether_the_compilers_cache_was_filled() -> None:
     with fresh_cache(), scalar:
         assert [start(), start()] == ["cold", "warm"]
     assert CacheWatch().found() == ""
+
+
+def test_rows_begin_without_kernels_of_our_own_that_were_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    from halfstep.step import adamw_triton
+
+    kernel = jit.JITFunction(adamw_triton._count.fn)  # as it is outside of Triton's interpreter
+    monkeypatch.setattr(adamw_triton, "_count", kernel)
+    kernel.device_caches[0] = "as after a call"
+    with apart(CPU):
+        assert not kernel.device_caches
 
 
 def test_a_workload_that_cannot_hold_its_batch_is_refused() -> None:

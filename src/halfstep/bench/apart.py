@@ -1,24 +1,17 @@
-"""Rows that do not disturb each other, and what could disturb them: switches, memory, compiled code, other users.
-
-A start is warm where the compilers found their kernels on disk. Two compilers count: torch's, and Triton where our own
-kernels go to it directly. Kernels that torch's compiler hands to Triton count with the graph they belong to.
-"""
+"""Rows that do not disturb each other, and what could disturb them: switches, memory, compiled code, other users."""
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
-from halfstep.kernels.fast_forms import has_triton
 from halfstep.measure.memory import give_back
 from halfstep.measure.monitor import limits_in
 from halfstep.measure.nvml import ask_nvml
@@ -29,15 +22,12 @@ Found = Literal["", "cold", "warm"]
 """Empty: nothing was compiled."""
 
 OURS = "halfstep."
-_our_kernels: Counter[str] = Counter()
-"""Found by Triton on disk (`hit`), and compiled (`miss`), in this process."""
 
 
 class CacheWatch:
-    """What the compilers found since the watch was made."""
+    """What torch's compiler found on disk since the watch was made; Triton's own cache is not asked."""
 
     def __init__(self) -> None:
-        _count_our_kernels()
         self._before = _counts()
 
     def found(self) -> Found:
@@ -46,31 +36,11 @@ class CacheWatch:
 
 
 def _counts() -> tuple[int, int]:
-    """Those found in the caches on disk, and those compiled because they were not, or because they cannot be kept."""
+    """Those found in the cache, and those compiled because they were not, or because they cannot be kept."""
     from torch._dynamo.utils import counters
 
     inductor = counters["inductor"]
-    compiled = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
-    return inductor["fxgraph_cache_hit"] + _our_kernels["hit"], compiled + _our_kernels["miss"]
-
-
-@functools.cache
-def _count_our_kernels() -> None:
-    """From now on, whoever else listens to Triton."""
-    if not has_triton():
-        return
-    from triton import knobs
-
-    others = knobs.compilation.listener
-
-    def count(**told: Any) -> None:
-        kernel = getattr(told["src"], "fn", None)
-        if (getattr(kernel, "module", None) or "").startswith(OURS):
-            _our_kernels["hit" if told["cache_hit"] else "miss"] += 1
-        if others is not None:
-            others(**told)
-
-    knobs.compilation.listener = count
+    return inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
 
 
 def forget_our_kernels() -> None:
