@@ -218,8 +218,22 @@ def small_table() -> str:
             who = f"{peer['ms']:.1f} ms, {peer['name']}"
             cells = [found["title"], f"{own['ms']:.1f} ms", who, times(own, peer), memory(own, peer)]
             lines.append(f"| {' | '.join(cells)} |")
+    lines += beside_torch(result("gpt2_speed")["cases"])
     compared = [f"{title} {verdict(result(name), 'bf16')}" for name, title in COMPARED.items()]
     return "\n".join([*lines, "", f"Accuracy of bf16 against fp32 over paired seeds: {'; '.join(compared)}."])
+
+
+def beside_torch(cases: dict[str, Any]) -> list[str]:
+    """Lines of the README's table for models whose one tuned peer is a compiled loop of torch's."""
+    lines = []
+    for case in cases.values():
+        bf16 = {row["row"]: row for row in case["rows"] if row["precision"] == "bf16" and row.get("ms")}
+        own, peer = bf16.get("halfstep"), bf16.get("stock") or bf16.get("tuned")
+        if own and peer:
+            sizes = f"{own['peak_gb']:.2f} / {peer['peak_gb']:.2f} GB"
+            title, ms, other = case["title"], f"{own['ms']:.1f} ms", f"{peer['ms']:.1f} ms, plain"
+            lines.append(f"| {title} | {ms} | {other} | {times(own, peer)} | {sizes} |")
+    return lines
 
 
 def tables() -> str:
