@@ -49,11 +49,12 @@ def last(run: Path) -> dict[str, Any]:
 # --- learning ---
 
 LONGER = {
-    "train__epochs": 24,
-    "train__validate_every": 24,
+    "train__epochs": 12,
+    "train__validate_every": 12,
+    "train__checkpoint_every": 12,
     "train__batch_size": 18,
     "optimizer__lr": 1e-2,
-    "ema__decay": 0.9,
+    "ema__decay": 0.8,
     "model__channels": [16],
     "model__attention": [],
 }
@@ -62,7 +63,7 @@ LONGER = {
 
 def test_a_model_learns_and_half_formats_learn_as_well(data: Path, tmp_path: Path) -> None:
     exact = last(train(settings("diffusion", data, **LONGER), out=tmp_path / "fp32"))
-    assert exact["mse"] < 0.5
+    assert exact["mse"] < 0.65  # nothing learned: 1
     assert {"mse/0-4", "mse/15-19", "raw_mse", "raw_mse/0-4"} <= set(exact)
     for precision in ("bf16", "fp16"):
         half = {"precision__default": precision, "precision__simulate": True}

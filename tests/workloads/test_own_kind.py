@@ -18,7 +18,7 @@ from halfstep.workloads.language.build import model_size
 from halfstep.workloads.language.config import LanguageConfig
 
 EXAMPLE = "own_workload:KIND"
-SMALL = ("train.max_steps=6", "train.batch_size=16", "data.num_workers=0", "device=cpu")
+SMALL = ("train.max_steps=6", "train.batch_size=16", "data.num_workers=0", "device=cpu", "log.curves=false")
 
 
 @pytest.fixture(autouse=True)

@@ -53,8 +53,8 @@ def steps_of(run: Path) -> dict[int, dict[str, Tensor]]:
 
 
 def test_a_vae_learns_and_half_formats_learn_as_well(data: Path, tmp_path: Path) -> None:
-    wish = {"train__epochs": 20, "train__validate_every": 20, "train__batch_size": 18, "optimizer__lr": 1e-2,
-            "model__channels": [8]}  # fmt: skip
+    wish = {"train__epochs": 10, "train__validate_every": 10, "train__checkpoint_every": 10, "train__batch_size": 18,
+            "optimizer__lr": 1e-2, "model__channels": [8]}  # fmt: skip
     exact = last(train(settings("vae", data, **wish), out=tmp_path / "fp32"))
     assert exact["l1"] < 0.3  # a black picture: 0.75
     for precision in ("bf16", "fp16"):

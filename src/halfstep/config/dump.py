@@ -16,7 +16,11 @@ TEXT = "tag:yaml.org,2002:str"
 REFERENCE = {"type": "string", "pattern": r"\$\{globals\..+\}"}
 
 
-class Dumper(yaml.SafeDumper):
+# PyYAML's wheels bring libyaml, which writes in a quarter of the time.
+SafeDumper: type[yaml.SafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class Dumper(SafeDumper):
     """Writes for our loader: it decides what a plain scalar is, so text that looks like another type is quoted."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
