@@ -39,6 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    forget_to_look_through_what_is_there()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """At the end of each file: its tests may have imported the compiler's hundred thousand objects."""
+    if nextitem is not None and nextitem.path != item.path:
+        forget_to_look_through_what_is_there()
+
+
+def forget_to_look_through_what_is_there() -> None:
     """Every run collects garbage: without this it would walk torch, the compiler and all tests each time."""
     gc.collect()
     gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 
 from halfstep.errors import HardwareError
@@ -23,6 +24,7 @@ FORM_FACTOR = re.compile(r"sxm\d?|pcie|nvl|dgxs|hbm\d?e?|3e|oam|\d+gb?")
 GIB = 2**30
 
 
+@functools.cache  # every name is held against every row
 def words(name: str) -> frozenset[str]:
     """`NVIDIA A100-SXM4-80GB` -> a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined alike."""
     text = re.sub(r"(\d+)\s*gi?b\b", r" \1gb ", name.lower())
