@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,6 +41,7 @@ COMPILING_SHARE = 0.6
 """Of the time there is: who is not compiled by then is left out, or nothing would be timed."""
 FILLING = Schedule(warm_up=3, ramp=0, window=1)
 READY = "ready"
+PROCESSES: BaseContext = multiprocessing.get_context("spawn")
 
 
 def rows_in_turn(
@@ -108,13 +110,13 @@ class Seat:
 @contextlib.contextmanager
 def seated(jobs: list[tuple[str, Case, Request]], hardware: Hardware, its_cores: int) -> Iterator[list[Seat]]:
     """A process for each job; none outlives the block."""
-    context, seats = multiprocessing.get_context("spawn"), list[Seat]()
+    seats = list[Seat]()
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name, case, request in jobs:
-                ours, its = context.Pipe()
+                ours, its = PROCESSES.Pipe()
                 given = (case, request, hardware.to_dict(), its, f"{folder}/device", its_cores)
-                process = context.Process(target=sit, args=given)
+                process = PROCESSES.Process(target=sit, args=given)
                 process.start()
                 its.close()  # so that its death is heard
                 seats.append(Seat(case=name, request=request, precision=case.precision, process=process, line=ours))

@@ -283,7 +283,14 @@ def test_the_device_is_left_while_code_is_compiled_and_taken_again(tmp_path: Pat
         torch.compiler.reset()
 
 
+@pytest.fixture
+def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked off one that has imported torch, which takes each as long as all the rest."""
+    monkeypatch.setattr("speed_turns.PROCESSES", FORKED)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_processes")
 def test_rows_start_beside_each_other_and_are_timed_in_turn() -> None:
     from speed import measured_in_turn
 
@@ -298,6 +305,7 @@ def test_rows_start_beside_each_other_and_are_timed_in_turn() -> None:
     assert auto["loss"] == eager["loss"]
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_rows_without_time_are_left_out_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     from speed_turns import rows_in_turn
 

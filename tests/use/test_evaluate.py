@@ -126,12 +126,13 @@ def test_a_background_that_the_masks_do_not_hold_is_refused_with_those_they_do(t
     assert unet_run(tmp_path / "other", {"model.background": 255, "train.max_steps": 1}).is_dir()
 
 
-def test_a_classifier_shows_accuracies_confusion_and_mistakes(resnet: Path, tmp_path: Path) -> None:
-    found = evaluated(resnet, out=tmp_path / "out")
+def test_a_classifier_shows_accuracies_confusion_and_mistakes(resnet: Path) -> None:
+    found = usual(resnet)
     accuracies = [float(row["accuracy"] or 0) for row in found.classes]
     assert len(found.classes) == 10
     assert np.mean(accuracies) == pytest.approx(found.metrics["top1"])  # the demo's classes are equally large
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"confusion.png", "mistakes.png", "evaluation.json"}
+    assert {path.name for path in map(Path, found.files)} == {"confusion.png", "mistakes.png", "evaluation.json"}
+    assert all(Path(path).stat().st_size > 1000 for path in found.files)
 
 
 def test_nothing_is_overwritten_and_no_empty_folder_is_left(unet: Path, tmp_path: Path) -> None:
