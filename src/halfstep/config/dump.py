@@ -17,10 +17,7 @@ REFERENCE = {"type": "string", "pattern": r"\$\{globals\..+\}"}
 
 
 # PyYAML's wheels bring libyaml, which writes in a quarter of the time.
-SafeDumper: type[yaml.SafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
-class Dumper(SafeDumper):
+class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Writes for our loader: it decides what a plain scalar is, so text that looks like another type is quoted."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
