@@ -1,7 +1,7 @@
 """A short real trial of a suggestion: its model learns from made-up images on the device itself, and is timed.
 
 The batch doubles from two samples on, up to the suggested one, while there is time: a few seconds for each trial, which
-a slow device spends on a small batch and a fast one on the whole. Steps are eager, without the guard.
+a slow device spends on a small batch and a fast one on the whole. Steps are the run's own, but eager.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 from halfstep.measure.clock import wait_for
-from halfstep.precision.decide import decide
-from halfstep.run.assemble import placed
-from halfstep.run.frozen import modules_of, place_frozen_
-from halfstep.step.optimizers import build_optimizer, parameter_groups
-from halfstep.step.tabulated import set_to_
-from halfstep.tune.layout import in_layout_of
+from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.phased_engine import engine_for
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.step_cost import NoSamples
 from halfstep.workloads import KINDS
@@ -82,33 +76,23 @@ def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | Non
 
 
 def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
+    """A step of the run itself, eager: it takes a number of samples and gives its seconds."""
     kind = KINDS.of(config.workload)
     workload: Workload = kind.part("over")(config, store, NoSamples())
-    plan = decide(config.precision, hardware, workload.model, frozen=modules_of(workload.frozen))
-    model = placed(config, workload.model, plan).train()
-    place_frozen_(config, workload.frozen, plan)
-    set_to_(workload.values, 0, torch.device(plan.device))
-    groups = parameter_groups(model, config.optimizer.weight_decay)
-    optimizer = build_optimizer(config.optimizer.name, groups, lr=1e-6, options=config.optimizer.options())
-    device = torch.device(plan.device)
+    parts = assemble(config, workload, plan_for(config, workload, hardware))
+    engine = engine_for(parts, "eager", lambda text, level: None)
 
     @functools.lru_cache(maxsize=1)
-    def batch(num_samples: int) -> Batch:
+    def window(num_samples: int) -> list[Batch]:
         sized = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": num_samples})})
-        loaded = {name: value.to(device) for name, value in kind.make_batch(sized, store).items()}
-        return in_layout_of(model, workload.prepared(loaded, key=(), training=True))
+        return [{name: value.to(parts.device) for name, value in kind.make_batch(sized, store).items()}]
 
     def step(num_samples: int) -> float:
-        prepared = batch(num_samples)
-        wait_for(device)
+        batches = window(num_samples)
+        wait_for(parts.device)
         start = time.perf_counter()
-        with plan.forward():
-            loss, _ = workload.weighed_loss(workload.forward(model, prepared), prepared)
-        with plan.backend():
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wait_for(device)
+        engine(batches)
+        wait_for(parts.device)
         return time.perf_counter() - start
 
     return step
