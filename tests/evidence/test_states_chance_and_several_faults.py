@@ -141,6 +141,41 @@ def test_a_kernel_is_at_fault_where_large_numbers_begin_in_it(
     )
 
 
+def test_a_kernel_that_makes_a_finite_spike_is_at_fault(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
+
+    def loss_fn(batch: Batch) -> Tensor:
+        return by_fours(model(batch["x"])).abs().mean()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is kept; find the cause.*|.*spike.*")
+        with hs.Step(model, optimizer, "fp32", skip_spikes=True, capsules=tmp_path) as step:
+            for rows in [4] * 70 + [6]:
+                step(loss_fn, [{"x": numbers(rows, 8)}])
+    assert hs.replay(all_in(tmp_path)[0], model, loss_fn).cause == causes.KERNEL
+
+
+def test_targets_longer_than_their_input_are_a_pole_in_every_format(tmp_path: Path) -> None:
+    model = network()
+    batch = {"x": numbers(3, 6, 8), "y": torch.ones(3, 5, dtype=torch.long), "length": torch.full((3,), 5)}
+
+    def loss_fn(b: Batch) -> Tensor:
+        chances = model(b["x"]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(chances, b["y"], torch.full_like(b["length"], 6), b["length"])
+
+    found = replayed(tmp_path, model, loss_fn, batch)
+    assert found.cause == causes.UNDERFLOW, str(found)
+    assert found.remedy is not None
+    assert "zero_infinity=True" in found.remedy.change
+
+
+def test_a_square_past_fp32_is_overflow_though_some_inputs_are_zero(tmp_path: Path) -> None:
+    model = network()
+    found = replayed(tmp_path, model, lambda b: (1e30 * model(b["x"]).relu()).pow(2).mean(), {"x": numbers(6, 8)})
+    assert found.cause == causes.OVERFLOW, str(found)
+
+
 def test_attention_without_its_maximum_gets_the_change_that_leaves_the_loss_as_it_is(tmp_path: Path) -> None:
     model = network()
 

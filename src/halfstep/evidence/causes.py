@@ -38,6 +38,8 @@ GROWTH = 10.0
 """Weight matrices this many times their first size have diverged; ordinary training stays below 3."""
 GARBAGE = 1e30
 """What no weight or statistic is, and unwritten memory often."""
+LARGE = 700.0
+"""exp of this is nearly the largest number of fp64: infinity of less is a pole, in every format."""
 JUMP = 1e6
 """An operation of one's own that gives so many times what it is given has read or left what it should not."""
 DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -112,7 +114,7 @@ def _in_fp64(subject: Subject, plan: Plan) -> Attempt:
     """Without the code's own casts to less, as far as it can run without them."""
     narrower = (torch.float32, *HALF)
     for around in (WithoutCasts(narrower, ours=True), WithoutCasts(narrower), None):
-        found = attempt(subject, "fp64", plan, dtype=torch.float64, around=around)
+        found = attempt(subject, "fp64", plan, dtype=torch.float64, around=around, traced=True)
         if not found.error or around is None or not around.lines:
             break
     return found
@@ -159,6 +161,8 @@ def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping
     if capsule.about["kind"] != "spike":
         why = capsule.inexact or "same weights, batches and generators, and a finite step"
         return Diagnosis(cause=NOT_REPRODUCED, shown=[f"run again, the step is good: {why}"])
+    if (kernel := _of_own_kernel(runs)) is not None:
+        return kernel
     found = outliers(subject, names)
     if found:
         shown = [f"sample {name} alone has the loss {loss:.4g}" for _, name, loss in found]
@@ -207,10 +211,7 @@ def _of_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
     whole, start = subject.whole_state(), capsule.about["start"]
     averages = [name for name in capsule.about["not_finite"] if name.startswith("average of ")]
     bad = {name: ~whole[name].isfinite() for name in not_finite(whole)}
-    shown = [
-        f"{name} {'was not finite from the start' if name in start and _is_bad(start[name]) else 'is not finite'}"
-        for name in (*averages, *bad)
-    ]
+    shown = [f"{name} {_since(start.get(name))}" for name in (*averages, *bad)]
     garbage = {name: v.abs() > GARBAGE for name, v in whole.items() if name not in bad and _is_garbage(v)}
     shown += [f"{name} holds {_largest(whole[name]):.3g}: never written?" for name in garbage]
     if not shown:
@@ -266,9 +267,9 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
 def _of_own_kernel(runs: Runs) -> Diagnosis | None:
     """An operation that is not torch's gives what is not finite, or far more than it was given."""
     trace, origin = runs.eager.trace, runs.eager.origin
-    if trace is None or origin is None or runs.fp32.is_good:
+    if trace is None or origin is not None and runs.fp32.is_good:
         return None
-    for op in trace.operations[: origin.index + 1]:
+    for op in trace.operations[: origin.index + 1 if origin is not None else None]:
         given = math.prod(max(r.high, 1.0) for r in op.inputs)
         is_odd = op is origin if not op.output.is_finite else op.output.high > JUMP * given
         if not op.is_torch and is_odd and all(r.is_finite for r in op.inputs):
@@ -295,7 +296,7 @@ def _of_numbers(runs: Runs) -> Diagnosis:
             MEAN_OF_NONE if origin.name.startswith("nll_loss") else "NaN of finite numbers: it is not defined there"
         )
     if twin is not None and twin.output.is_finite:
-        shown.append(f"in fp32 it gives {twin.output}")
+        shown.append(f"in {DTYPE_FORMATS[twin.output.dtype]} it gives {twin.output}")
     if not runs.fp32.is_good:
         shown.append(_in_wider_formats(runs))
     return Diagnosis(cause=cause, shown=shown, origin=origin)
@@ -310,15 +311,18 @@ def _in_wider_formats(runs: Runs) -> str:
 
 
 def _twin(runs: Runs, origin: Operation) -> Operation | None:
-    own, other = runs.eager.trace, runs.fp32.trace
-    return twin_of(origin, other, own) if own is not None and other is not None else None
+    """The same operation in fp32, or in fp64 where fp32 fails, too."""
+    own, wider = runs.eager.trace, (runs.fp32 if runs.fp32.is_good else runs.fp64).trace
+    return twin_of(origin, wider, own) if own is not None and wider is not None else None
 
 
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
-    """Whether zeros, or nothing but -inf, made it: in fp32 the output is one that the format could hold."""
+    """Whether zeros, or nothing but -inf, made it: in a wider format the output is one that the format could hold."""
     if twin is not None and twin.output.is_finite and twin.output.high > _largest_of(origin.output):
         return False
     if _is_undefined(origin) and (twin is None or not twin.output.is_finite):
+        return True
+    if twin is not None and twin.output.num_inf and all(r.high < LARGE for r in origin.inputs):
         return True
     if origin.name not in DIVIDING and not _multiplies_infinity(origin):
         return False
@@ -351,8 +355,11 @@ def _rate(capsule: Capsule) -> float:
     return float(capsule.about["lr"])  # "nan" where the step did not get so far
 
 
-def _is_bad(size: Any) -> bool:
-    return not isinstance(size, float)
+def _since(start: Any) -> str:
+    """By its size when training began: a number, a word for what is not finite, or nothing that is known."""
+    if isinstance(start, float):
+        return "is not finite, and was when training began: the optimizer wrote it, or code outside of the steps"
+    return "is not finite" if start is None else "was not finite from the start"
 
 
 def _is_garbage(value: Tensor) -> bool:

@@ -170,5 +170,6 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
         'reduction="sum" and a division by the targets that count, at least 1,',
         _with(("cross_entropy", "nll_loss"), reduction="sum"),
     ),
+    ("zero_infinity=True, for targets longer than their input,", _with(("ctc_loss",), zero_infinity=True)),
 )
 """In order of size; each acts on its own functions alone."""
