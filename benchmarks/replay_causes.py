@@ -4,11 +4,11 @@
 
 Each is a training of a few steps whose first capsule is replayed. Those of planted_in_families.py and
 planted_in_loops.py were in view when replay was written or mended; those of planted_blind.py were labelled before
-their first replay, which results/replay_causes_blind_first.json and replay_causes_blind_second.json hold. Named right
-means the cause, and the sample where one is to be named. A change with a line for the config is put into it, and the
-training run again: it has to end without a fault. A change of code or data is held to the step itself, where replay
-has tried it. What replay says it cannot try on one step (a kernel to mend, a sign) counts as not shown to work, and a
-fault that is gone when it is run again needs no change.
+their first replay, which results/replay_causes_blind.json holds. Named right means the cause, and the sample where
+one is to be named. A change with a line for the config is put into it, and the training run again: it has to end
+without a fault. A change of code or data is held to the step itself, where replay has tried it. What replay says it
+cannot try on one step (a kernel to mend, a sign) counts as not shown to work, and a fault that is gone when it is run
+again needs no change.
 """
 
 from __future__ import annotations
@@ -182,7 +182,6 @@ def score(rows: list[dict[str, Any]]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
-    parser.add_argument("--name", default="replay_causes", help="of the file")
     parser.add_argument("--only", default="", help="names, by commas")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -194,7 +193,7 @@ def main() -> None:
         if own := [row for row in rows if row["name"] in planted]:
             scores[name] = score(own)
             print(f"{name}: " + ", ".join(f"{key} {count}" for key, count in scores[name].items()))
-    store(arguments.name, {"scores": scores, "rows": rows}, torch.device("cpu"), arguments.out)
+    store("replay_causes", {"scores": scores, "rows": rows}, torch.device("cpu"), arguments.out)
 
 
 if __name__ == "__main__":

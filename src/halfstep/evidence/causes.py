@@ -41,7 +41,8 @@ GARBAGE = 1e30
 LARGE = 700.0
 """exp of this is nearly the largest number of fp64: infinity of less is a pole, in every format."""
 JUMP = 1e6
-"""An operation of one's own that gives so many times what it is given has read or left what it should not."""
+"""An operation of one's own that gives so many times what it is given, or the inverse of that, has read or left what it
+should not."""
 DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "sqrt", "pow", "softmax", "_softmax",
             "_log_softmax", "linalg_vector_norm", "norm", "true_divide", "logsumexp", "native_layer_norm",
@@ -270,7 +271,7 @@ def _of_own_kernel(runs: Runs) -> Diagnosis | None:
     if trace is None or origin is not None and runs.fp32.is_good:
         return None
     for op in trace.operations[: origin.index + 1 if origin is not None else None]:
-        given = math.prod(max(r.high, 1.0) for r in op.inputs)
+        given = math.prod(max(r.high, 1 / r.low if r.low else 0.0, 1.0) for r in op.inputs)
         is_odd = op is origin if not op.output.is_finite else op.output.high > JUMP * given
         if not op.is_torch and is_odd and all(r.is_finite for r in op.inputs):
             shown = [f"{op.name} is not an operation of torch, and gives {op.output} in fp32 as well"]

@@ -85,7 +85,8 @@ class Replayed:
             "cause": self.cause,
             "shown": self.diagnosis.shown,
             "operation": None if origin is None else _operation(origin),
-            "samples": [str(place) for place in self.diagnosis.places],
+            "samples": self.diagnosis.samples,
+            "places": [str(place) for place in self.diagnosis.places],
             "attempts": [_attempt(run) for run in self.diagnosis.attempts],
             "tried": [
                 {"change": r.change, "line": r.line, "works": r.works if r.outcome else None} for r in self.tried
