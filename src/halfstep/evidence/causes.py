@@ -82,6 +82,8 @@ class Runs:
     """The attempts that the classifier compares."""
 
     as_was: Attempt
+    again: Attempt
+    """As it was, a second time."""
     eager: Attempt
     fp32: Attempt
     fp64: Attempt
@@ -95,11 +97,13 @@ class Runs:
 def run_all(subject: Subject) -> Runs:
     """The step as it was, and in its variants."""
     # Under a trace all code runs eager, that which is compiled deep inside a model, too.
-    as_was = attempt(subject, "as it was", loss=subject.variants.get("as it was"))
+    # Code that was met under one may stay so, and what ran before is run before it.
+    as_was, again = (attempt(subject, "as it was", loss=subject.variants.get("as it was")) for _ in range(2))
     eager = attempt(subject, "eager", traced=True)
     in_fp32 = subject.plan_for("fp32", {})
     return Runs(
         as_was=as_was,
+        again=again,
         eager=replace(eager, name="as it was") if eager.is_like(as_was) else eager,
         fp32=attempt(subject, "fp32", in_fp32, traced=True),
         fp64=_in_fp64(subject, in_fp32),
@@ -127,7 +131,7 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
     names = dict(zip(capsule.about["sample_ids"], capsule.about["sample_names"], strict=False))
     found = (
         _of_good_step(subject, capsule, runs, names)
-        or _of_chance(subject, runs)
+        or _of_chance(runs)
         or _of_code_path(runs)
         or _of_input(subject, runs, names)
         or _of_state(subject, capsule)
@@ -172,9 +176,9 @@ def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping
     return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_trail(capsule)])
 
 
-def _of_chance(subject: Subject, runs: Runs) -> Diagnosis | None:
+def _of_chance(runs: Runs) -> Diagnosis | None:
     """What the capsule does not hold decides: a counter or a generator of the code's own, memory that others write."""
-    if not attempt(subject, "again", loss=subject.variants.get("as it was")).is_good:
+    if not runs.again.is_good:
         return None
     shown = ["run again, the step fails once and is good once: it depends on what the capsule does not hold"]
     return Diagnosis(cause=NOT_REPRODUCED, shown=shown, origin=runs.as_was.origin)
