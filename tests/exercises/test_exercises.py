@@ -42,7 +42,8 @@ def test_exercise_1_compares_three_formats_with_paired_seeds(tmp_path: Path) -> 
     story = benchmark(tmp_path, data=str(tmp_path / "cifar"), steps=1, say=lines.append)
     assert [row[0] for row in story.rows] == ["fp32", "fp16", "bf16"]
     assert len(lines) == 15
-    assert any("expected" in line for line in story.told)
+    assert any("often expected" in line for line in story.told)
+    assert any("measured here: accuracy within" in line for line in story.told)
 
 
 def written_cifar(folder: Path, *, labels: int = 10) -> None:
@@ -78,6 +79,12 @@ def test_generated_pictures_are_the_same_for_the_same_seed() -> None:
     one, two = generated(8, 3), generated(8, 3)
     assert (one.pixels == two.pixels).all()
     assert one.pixels.shape == (8, 3, 32, 32)
+
+
+def test_a_place_that_is_no_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("")
+    code, text = exercise(capsys, "3", "--out", str(tmp_path / "taken"))
+    assert (code, f"cannot use {tmp_path / 'taken'}" in text) == (2, True)
 
 
 @pytest.mark.parametrize(("words", "said"), [(("4",), "no exercise 4"), (("2", "--data-dir", "x"), "needs no data")])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfstep.cli.usage import USAGE_ERROR, OnceCommand, RunCommand, refused
-from halfstep.errors import HalfstepError, Interrupted
+from halfstep.errors import ConfigError, HalfstepError, Interrupted
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -165,16 +165,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         show_once(error)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        from halfstep.report.run_report import unwritable_output
-
-        show_error(unwritable_output(error))
+        show_error(unusable_place(error))
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     finally:
         flush_or_drop()
+
+
+UNUSABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EEXIST", "ENOTDIR", "EISDIR", "ENOSPC")}
+
+
+def unusable_place(error: OSError) -> HalfstepError:
+    """A file or folder that the user named and that cannot be written or read; anything else is our mistake."""
+    if error.errno == errno.ENOSPC and error.filename is None:
+        from halfstep.report.run_report import unwritable_output
+
+        return unwritable_output(error)
+    if error.errno not in UNUSABLE or error.filename is None:
+        raise error
+    return ConfigError(
+        f"cannot use {error.filename}: {error.strerror}", fix="look at its permissions, or choose another place"
+    )
 
 
 def show_once(error: HalfstepError) -> None:

@@ -136,6 +136,7 @@ def _draw(scaled: Trace, unscaled: Trace, path: Path) -> None:
     left.scatter(scaled.skipped, [scaled.scales[s] for s in scaled.skipped], color=BAD, s=14, label="skipped", zorder=3)
     left.set_yscale("log", base=2)
     left.set_title("loss scale by step", loc="left", fontsize=10, color=FAINT)
+    left.set_xlabel("step", color=FAINT)
     left.legend(frameon=False)
     bins = torch.linspace(-12, 5, 60)
     for trace, name, colour in ((scaled, "scaled", "#2f6fde"), (unscaled, "not scaled", "#e8710a")):
@@ -144,7 +145,8 @@ def _draw(scaled: Trace, unscaled: Trace, path: Path) -> None:
                    label=f"{name}: {float((sizes == 0).float().mean()):.0%} are zero")  # fmt: skip
     for edge, name in ((FORMATS["fp16"].smallest_subnormal, "smallest"), (FORMATS["fp16"].largest, "largest")):
         right.axvline(math.log10(edge), color=BAD, linewidth=1, linestyle="--")
-        right.annotate(name, (math.log10(edge), 0.95), xycoords=("data", "axes fraction"), fontsize=8, color=BAD)
+        right.annotate(f"{name} ", (math.log10(edge), 0.8), xycoords=("data", "axes fraction"), fontsize=8, color=BAD,
+                       ha="right")  # fmt: skip
     right.set_title("gradients as fp16 holds them, log10 of their size", loc="left", fontsize=10, color=FAINT)
-    right.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="upper center")
     save_figure(figure, path)

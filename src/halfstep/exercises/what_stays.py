@@ -35,7 +35,10 @@ def run(folder: Path) -> Story:
         titles=("part", "in half", "what breaks", "error fp32", "error half"),
         rows=[(p.name, p.format, p.seen, f"{p.error_fp32:.1e}", f"{p.error_half:.1e}") for p in parts],
         claims=[Claim(text=f"{p.name}: {p.why}", holds=p.error_half > 1e3 * max(p.error_fp32, 1e-12)) for p in parts],
-        told=["errors are relative to fp64; halfstep keeps these in fp32 by islands, whatever the precision is"],
+        told=[
+            "errors are relative to fp64; halfstep keeps these in fp32 whatever the precision is: regions of the model "
+            "by islands, weights by what the optimizer updates"
+        ],
         picture=picture,
         numbers={p.name: {"fp32": p.error_fp32, "half": p.error_half} for p in parts},
     )
@@ -166,5 +169,5 @@ def _draw(parts: list[Part], path: Path) -> None:
     axes.set_yticks(range(len(parts)), [f"{p.name} ({p.format})" for p in parts])
     axes.invert_yaxis()
     axes.set_title("largest relative error against fp64", loc="left", fontsize=10, color=FAINT)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)  # above: bars fill the axes
     save_figure(figure, path)
