@@ -221,12 +221,13 @@ def test_runs_that_differ_in_more_than_the_rows_say_are_told() -> None:
     request = Request(target=MOONS, overrides=("device=cpu",), rows=rows)
     runs = [outcome(row, seed, [0.5, 0.8 + 0.01 * seed], device=device, data="of digest 12",
                     precision="tf32" if row == "a" else "fp32")
-            for seed, device in ((0, "cpu (A)"), (1, "cpu (B)")) for row in "ab"]  # fmt: skip
+            for seed, device in ((0, "cuda:0 (A)"), (1, "cuda:0 (B)")) for row in "ab"]  # fmt: skip
     comparison = Comparison(request=request, margin=0.05, runs=runs, settings=settings_of(request))
     notes = notes_of(comparison)
     assert "b asked for tf32 and ran fp32" in notes
+    assert any("NVML" in note for note in notes), "and where energy is not counted, why"
     assert [note for note in notes if "more than the rows say" in note] == [
-        "runs differ in more than the rows say: devices cpu (A) and cpu (B)"
+        "runs differ in more than the rows say: devices cuda:0 (A) and cuda:0 (B)"
     ]
 
 

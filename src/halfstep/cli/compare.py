@@ -77,7 +77,7 @@ def command(
         if {"rows", "precisions"} <= set(said):
             raise ConfigError("--rows and --precisions both name rows", fix="keep one of them")
         target, overrides, more_rows = _target_of(words or [])
-        flags = {"data.dir": data_dir, "device": device, "train.batch_size": batch_size,
+        flags = {"data.dir": data_dir and _from_anywhere(data_dir), "device": device, "train.batch_size": batch_size,
                  "train.epochs": epochs, "train.max_steps": max_steps,
                  "precision.simulate": "true" if simulate else None}  # fmt: skip
         request = Request(
@@ -157,7 +157,14 @@ def _target_of(words: list[str]) -> tuple[str, list[str], list[str]]:
     if not words or "=" in words[0]:
         raise ConfigError("nothing to compare", fix="name a workload or a file first: halfstep compare unet")
     rows = [word for word in words[1:] if ":" in word.partition("=")[0]]
-    return words[0], [word for word in words[1:] if word not in rows], rows
+    is_file = words[0].endswith((".yaml", ".yml"))
+    return _from_anywhere(words[0]) if is_file else words[0], [word for word in words[1:] if word not in rows], rows
+
+
+def _from_anywhere(path: str) -> str:
+    """A file or folder as it is found whatever the working folder is when the comparison goes on."""
+    place = Path(path).expanduser()
+    return str(place.absolute()) if place.exists() else path
 
 
 def _asked_rows(rows: list[str], precisions: str) -> list[Row]:

@@ -93,6 +93,9 @@ def notes_of(comparison: Comparison) -> list[str]:
         notes.append("runs in parallel with others, or resumed: their time, memory and energy are left out")
     if any(run.summary.get("simulated") for run in comparison.runs):
         notes.append("simulated formats show numerics, never speed: their time and memory are left out")
+    on_gpu = [run.summary for run in comparison.runs if str(run.summary.get("device")).startswith("cuda")]
+    if any(summary.get("joules") is None for summary in on_gpu):
+        notes.append("no energy: NVML, which counts it, is not there or does not know this GPU")
     return [*notes, f"ended: {comparison.ended}"]
 
 

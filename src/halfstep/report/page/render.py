@@ -147,7 +147,7 @@ def _memory(run: RunRecord, found: Memory, largest: int) -> str:
     whole = sum(size for _, size, _ in parts)
     rows = [[name, _bytes(size), f"{size / whole:.0%}"] for name, size, _ in parts]
     measured = run.summary.get("peak_memory_bytes")
-    said = f"Predicted peak of one step's tensors: {_bytes(whole)}"
+    said = f"Predicted peak of one step's tensors on a GPU: {_bytes(whole)}"
     if isinstance(measured, int):
         whose = "the device" if "cuda" in str(run.plan.get("device")) else "the whole process"
         said += f"; measured, of {whose}: {_bytes(measured)}"
@@ -262,7 +262,8 @@ def _optional(value: object, form: str, scale: float = 1.0) -> str:
 
 
 def _bytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    unit, name = next((one for one in ((1e9, "GB"), (1e6, "MB")) if size >= one[0]), (1e3, "kB"))
+    return f"{size / unit:.2f} {name}"
 
 
 def _safe_json(value: object) -> str:
