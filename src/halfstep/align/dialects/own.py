@@ -39,7 +39,7 @@ def say_precision(draft: Draft, key: str) -> None:
         draft.say("scaling", "dynamic", key)
 
 
-SECTIONS = ("", "training.", "train.", "trainer.", "amp.", "environment.")
+SECTIONS = ("", "training.", "train.", "trainer.", "amp.", "environment.", "runtime.")
 DTYPE_KEYS = ("amp_dtype", "mixed_precision_dtype", "dtype", "amp_type", "precision")
 
 
@@ -59,15 +59,16 @@ def flat_section(root: Node) -> str | None:
 
 def format_key(root: Node, section: str) -> str:
     """`train.precision: bf16` or `training.fp16: true`: the key of a section that names one format."""
-    if dtype_of(root.scalar_at(section + "precision")) is not None:
-        return section + "precision"
+    for key in (section + "precision", section + "precision.dtype"):
+        if dtype_of(root.scalar_at(key)) is not None:
+            return key
     on = [section + name for name in ("fp16", "bf16") if root.scalar_at(section + name) is True]
     return on[0] if len(on) == 1 else ""
 
 
 def names_format(root: Node) -> bool:
-    """`precision: bf16` at the top; a metric of that name is a number."""
-    return dtype_of(root.scalar_at("precision")) is not None
+    """`precision: bf16` or `precision.dtype: bfloat16` at the top; a metric of that name is a number."""
+    return any(dtype_of(root.scalar_at(key)) is not None for key in ("precision", "precision.dtype"))
 
 
 def read_flat(root: Node) -> Source:
@@ -77,12 +78,14 @@ def read_flat(root: Node) -> Source:
     switched = root.scalar_at(section + "mixed_precision") is True and root.has(section + "mixed_precision_dtype")
     if root.has(section + "use_amp") or switched:
         say_flat(draft, section, "use_amp" if root.has(section + "use_amp") else "mixed_precision")
+    elif root.has(section + "mixed_precision.enabled"):
+        say_block(draft, section + "mixed_precision.")
     elif root.has(section + "mixed_precision"):
         say_word(draft, section + "mixed_precision")
     elif section and (key := format_key(root, section)).endswith("16"):
         draft.say("precision", key.removeprefix(section), key)
     else:
-        say_word(draft, section + "precision")
+        say_word(draft, format_key(root, section) or section + "precision")
     for topic, keys in FLAT_NUMBERS.items():
         draft.number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
     return draft.source()
@@ -103,6 +106,14 @@ def say_word(draft: Draft, key: str) -> None:
         return
     draft.say("precision", precision, key, {name: draft.edit(key, name) for name in ("fp16", "bf16")})
     draft.say("weights", "fp32", key)
+
+
+def say_block(draft: Draft, block: str) -> None:
+    """`mixed_precision: {enabled: true, dtype: float16}`; on without a dtype names no format."""
+    if is_on(draft.root.scalar_at(block + "enabled")):
+        say_word(draft, block + "dtype")
+    else:
+        draft.say("precision", "fp32", block + "enabled")
 
 
 def say_flat(draft: Draft, section: str, name: str) -> None:

@@ -35,7 +35,7 @@ FAMILIES = (
     *(scaler_use, clearing, coverage, switches),
     *(checkpoints, lifetimes, api, hiding, evaluation, hints, custom_functions),
 )
-RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp")
+RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b")
 """What every rule needs one of; other files are not analysed."""
 
 

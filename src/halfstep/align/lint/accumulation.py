@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_optimizer_name, last, rescales_gradients
+from halfstep.align.lint.amp import Amp, is_optimizer_name, last, plain, rescales_gradients
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, names_in
+from halfstep.align.lint.script import dotted_name, is_constant, keyword, names_in
 
 MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
 ACCUMULATION_WORDS = ("accum", "micro")
@@ -32,6 +32,7 @@ class Window:
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         yield from gated_engine(amp, trace)
+        yield from divided_twice(amp, trace)
         for window in (*windows(trace), *inner_windows(amp, trace)):
             chain = loss_chain(trace, window.backward)
             divided = any(divides(event.node) for event in chain) or divides(window.backward.node)
@@ -60,6 +61,31 @@ def gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
             fix = "call it after every backward; gradient_accumulation_steps in the config is the window"
             yield amp.script.finding("engine-step-gated", step.node, message, fix=fix)
             return
+
+
+def divided_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`accelerator.backward(loss / n)` of an Accelerator(gradient_accumulation_steps=n), which divides by n itself."""
+    made = {name: v for name, values in amp.script.assigned.items() for v in values if isinstance(v, ast.Call)}
+    given = {n: keyword(v, "gradient_accumulation_steps") for n, v in made.items() if n in amp.accelerators}
+    for backward in trace.calls("backward"):
+        length = given.get(plain(backward.receiver))
+        if length is None or is_constant(length, 1) or not isinstance(backward.node, ast.Call):
+            continue
+        name = backward.arguments[0] if backward.arguments else ""
+        chain = [
+            e.node for e in trace.events[: backward.index] if name and name in e.targets and not e.excludes(backward)
+        ]
+        for node in (*chain, *backward.node.args):
+            if any(last(ast.unparse(by)) == last(ast.unparse(length)) for by in divisors_in(node)):
+                message = f"{last(backward.receiver)}.backward() divides by {last(ast.unparse(length))} itself: twice"
+                yield amp.script.finding("accumulation-divided-twice", node, message, fix="hand it the loss undivided")
+                return
+
+
+def divisors_in(node: ast.AST) -> list[ast.expr]:
+    """What an expression, or `loss /= n`, divides by."""
+    by = [n.right for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
+    return [*by, *([node.value] if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div) else [])]
 
 
 def windows(trace: Trace) -> Iterator[Window]:

@@ -82,7 +82,9 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
     """What holds the optimizer's state is a checkpoint to resume from; the scaler belongs into it."""
     for node in amp.script.nodes:
         keys, values = entries(node)
-        if not any(is_optimizer_state(value) for value in values) and not saves_optimizer(amp, node):
+        if not any(is_optimizer_state(value) and scaled(amp, value) for value in values) and not saves_optimizer(
+            amp, node
+        ):
             continue
         here = [name for name, owner in live.items() if reaches(amp, name, owner, node)]
         if here:
@@ -150,6 +152,14 @@ def entries(node: ast.AST) -> tuple[list[object], list[ast.expr]]:
 def is_optimizer_state(value: ast.expr) -> bool:
     name = dotted_name(value.func) if isinstance(value, ast.Call) else ""
     return name.endswith(".state_dict") and is_optimizer_name(name.removesuffix(".state_dict"))
+
+
+def scaled(amp: Amp, state: ast.expr) -> bool:
+    """Whether an optimizer whose state is saved may step through the scaler; one that only steps by itself does not."""
+    name = dotted_name(state.func).removesuffix(".state_dict") if isinstance(state, ast.Call) else ""
+    steps = [e for t in amp.traces for e in t.calls("step")]
+    alone = [e for e in steps if not e.arguments and last(e.receiver) == last(name)]
+    return not alone or any(last(argument) == last(name) for e in steps for argument in e.arguments[:1])
 
 
 def is_optimizer_load(call: ast.Call) -> bool:

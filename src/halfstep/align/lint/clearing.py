@@ -30,6 +30,7 @@ WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         yield from never_cleared(amp, trace)
+        yield from cleared_on_one_path(amp, trace)
         yield from cleared_within(amp, trace)
         yield from stepped_within(amp, trace)
 
@@ -47,6 +48,33 @@ def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
             )
             fix = f"{last(optimizer_of(step))}.zero_grad() after the step"
             yield amp.script.finding("gradients-not-cleared", step.node, message, fix=fix)
+            return
+
+
+def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """The branch without AMP clears, steps and returns; the one that scales steps on all gradients so far."""
+    clears = list(trace.calls("zero_grad"))
+    everywhere = {dotted_name(call.func) for call in amp.script.calls}
+    for step in trace.calls("step"):
+        name = optimizer_of(step)
+        scaled = [e for e in trace.events[: step.index] if is_scaled_backward(e) and not e.excludes(step)]
+        own = [e for e in clears if e.receiver == name]
+        elsewhere = sum(dotted_name(c.func) == f"{name}.zero_grad" for c in amp.script.calls) > len(own)
+        by_model = any(
+            text.endswith(".zero_grad") and text != f"{name}.zero_grad" for text in everywhere if "optim" not in text
+        )
+        if (
+            name
+            and step.arguments
+            and scaled
+            and own
+            and all(e.excludes(step) for e in own)
+            and not elsewhere
+            and not by_model
+        ):
+            message = f"{last(name)}.zero_grad() runs only on the other path: here each step adds to the last"
+            fix = f"{last(name)}.zero_grad() on this path too"
+            yield amp.script.finding("gradients-not-cleared", step.node, message, fix=fix, related=own[0].node)
             return
 
 

@@ -8,6 +8,7 @@ half. A value of unknown dtype makes the result unknown, because half times fp32
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -144,6 +145,8 @@ class Inference:
         """fp16, bf16, fp32, a neutral number, or unknown."""
         if isinstance(node, ast.Constant):
             return NEUTRAL if isinstance(node.value, int | float) else UNKNOWN
+        if is_number(node, self.script):
+            return NEUTRAL
         if isinstance(node, ast.Name):
             return self.types.get(node.id, UNKNOWN)
         if isinstance(node, ast.Attribute):
@@ -164,9 +167,8 @@ class Inference:
     def binary(self, node: ast.BinOp) -> str:
         if isinstance(node.op, ast.MatMult) and self.active:
             return self.active.dtype
-        if isinstance(node.op, ast.Pow) and self.active:
-            return "fp32"
-        return self.combined([self.dtype(node.left), self.dtype(node.right)])
+        both = self.combined([self.dtype(node.left), self.dtype(node.right)])
+        return "fp32" if isinstance(node.op, ast.Pow) and self.active and both not in (UNKNOWN, NEUTRAL) else both
 
     def combined(self, dtypes: list[str]) -> str:
         tensors = {dtype for dtype in dtypes if dtype != NEUTRAL}
@@ -186,6 +188,28 @@ class Inference:
         if name in LIFTED or name in KEEPERS:
             return self.dtype(tensor_argument(node, self.script))
         return UNKNOWN
+
+
+SIZES = re.compile(r"(dim|size|heads|channels|hidden|d_k|d_model|d_head)$")
+
+
+def is_number(node: ast.expr, script: Script) -> bool:
+    """Python's own numbers: `math.sqrt(d)`, `q.size(-1)`, `x.shape[0]`, and attributes that hold one or a width."""
+    if isinstance(node, ast.Call):
+        sized = getattr(node.func, "attr", "") == "size" or getattr(node.func, "id", "") in ("len", "float", "int")
+        return sized or script.name_of(node.func).startswith(("math.", "numpy."))
+    if isinstance(node, ast.Subscript):
+        return getattr(node.value, "attr", "") == "shape"
+    if isinstance(node, ast.Attribute):
+        values = script.values(dotted_name(node))
+        held = [v for v in values if isinstance(v, ast.Call) and is_number(v, script) or is_power(v)]
+        return bool(SIZES.search(node.attr)) or bool(values) and held == values
+    return False
+
+
+def is_power(node: ast.expr) -> bool:
+    """`head_dim ** -0.5`, which a module keeps as its scale."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
 
 
 def explicit_cast(node: ast.Call, script: Script) -> str:

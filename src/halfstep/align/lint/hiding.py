@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_clip
+from halfstep.align.lint.accumulation import windows
+from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import Script, dotted_name
@@ -22,6 +23,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from hidden_nans(amp)
     for trace in amp.traces:
         yield from clipped_twice(amp, trace)
+        yield from clipped_within(amp, trace)
         yield from rescaled_after_clip(amp, trace)
 
 
@@ -150,6 +152,18 @@ def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if same and first.loops == second.loops and first.implied_by(second) and not restarted:
             message = "gradients are clipped a second time before the step"
             yield amp.script.finding("clip-twice", second.node, message, fix="keep one of them", related=first.node)
+
+
+def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """A clip at every micro-batch of a window: the sum so far is clipped, and again with the next."""
+    for window in (w for w in windows(trace) if is_plain_backward(w.backward)):
+        inside = trace.events[window.backward.index : window.step.index]
+        gated = window.step.conditions - window.backward.conditions
+        for clip in (e for e in inside if is_clip(e) and e.loops == window.step.loops):
+            if not clip.conditions & gated and not clip.excludes(window.step):
+                message = f"the sum is clipped after each of {window.length} micro-batches, not once before the step"
+                yield amp.script.finding("clip-twice", clip.node, message, fix="clip where the optimizer steps")
+                return
 
 
 def clipped(event: Event) -> str:

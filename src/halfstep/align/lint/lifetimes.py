@@ -91,11 +91,16 @@ def clipped_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
         return
     for clip in trace.events:
         by_torch = clip.name.startswith("torch.nn.utils.") and clip.method.startswith("clip_grad_norm")
-        models = {last(name) for name in models_of(clip.node)}
+        # What a caller hands over, and no caller is here, may be any model.
+        models = {last(name) for name in models_of(clip.node)} - parameters_of(trace.root)
         if by_torch and models & wrapped and not runs_without_fsdp(clip):
             message = "every rank clips by the norm of its own shard: the ranks scale one gradient differently"
             fix = f"{min(models)}.clip_grad_norm_(max_norm), FSDP's own"
             yield amp.script.finding("clip-not-sharded", clip.node, message, fix=fix)
+
+
+def parameters_of(root: ast.AST) -> set[str]:
+    return {a.arg for a in ast.walk(root.args) if isinstance(a, ast.arg)} if isinstance(root, Function) else set()
 
 
 def is_fsdp(amp: Amp, value: ast.expr) -> bool:

@@ -9,7 +9,14 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, last
-from halfstep.align.lint.dtypes import Inference, explicit_cast, function_bodies, is_model_call, tensor_argument
+from halfstep.align.lint.dtypes import (
+    NEUTRAL,
+    Inference,
+    explicit_cast,
+    function_bodies,
+    is_model_call,
+    tensor_argument,
+)
 from halfstep.align.lint.script import Function, Script, argument, dotted_name, keyword, methods_of
 from halfstep.formats import BF16, FP16, Format, round_value
 
@@ -177,10 +184,10 @@ def overflow_in_layers(amp: Amp) -> Iterator[Finding]:
             found.extend(overflowing_fill(amp.script, node, types))
 
     around = dataclasses.replace(amp.regions[0], enabled=True)
-    for owner in amp.script.classes:
-        layer = methods_of(owner).get("forward")
-        if layer is not None:
-            Inference(script=amp.script, visit=visit, region=around).run(layer.body)
+    for layer in (node for node in amp.script.nodes if isinstance(node, Function)):
+        numbers = [a.arg for a in layer.args.args if a.annotation and "float" in ast.unparse(a.annotation)]
+        types = dict.fromkeys(numbers, NEUTRAL)
+        Inference(script=amp.script, visit=visit, region=around, types=types).run(layer.body)
     yield from found
 
 

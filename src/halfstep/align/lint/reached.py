@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import (
@@ -70,11 +70,19 @@ def missing_before_update(trace: Trace, event: Event, scaler: str) -> frozenset[
     if not updates or any(u.loops != event.loops for u in updates):
         return None
     more = [
-        frozenset(c for c in asked_again(trace, event, u) if not follows(c, event) and c[0] not in trace.fatal)
+        without_parts(c for c in asked_again(trace, event, u) if not follows(c, event) and c[0] not in trace.fatal)
         for u in updates
     ]
     both = any(frozenset({(text, not holds)}) in more for only in more if len(only) == 1 for text, holds in only)
     return None if both or frozenset() in more else min(more, key=len)
+
+
+def without_parts(conditions: Iterable[Condition]) -> frozenset[Condition]:
+    """`a and b` says a and b too; the whole is enough."""
+    known = set(conditions)
+    whole = [ast.parse(text, mode="eval").body for text, holds in known if holds and " and " in text]
+    parts = {ast.unparse(v) for n in whole if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.And) for v in n.values}
+    return frozenset((text, holds) for text, holds in known if not (holds and text in parts))
 
 
 def asked_again(trace: Trace, event: Event, later: Event) -> set[Condition]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
@@ -22,6 +23,9 @@ from halfstep.align.lint.script import AUTOCASTS, dotted_name, is_constant, keyw
 from halfstep.align.spellings import dtype_of
 
 
+BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
+
+
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces if amp.steps else ():
         yield from backward_in_autocast(amp, trace)
@@ -29,6 +33,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from scaler_with_bf16(amp)
     yield from inverted_scaler(amp)
     yield from unscaled_fallback(amp)
+    yield from unscaled_bf16_branch(amp)
 
 
 def backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -138,6 +143,24 @@ def unscaled_fallback(amp: Amp) -> Iterator[Finding]:
             yield amp.script.finding("fp16-without-scaler", off[0], message, fix="turn it on with fp16")
 
 
+def unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
+    """`if amp and not is_bf16: scale … else: backward()` beside an autocast without a dtype, which is fp16 for bf16 too."""
+    if not amp.regions or any(region.explicit_dtype or region.dtype != "fp16" for region in amp.regions):
+        return
+    for trace in amp.traces:
+        scaled = [e for e in trace.events if is_scaled_backward(e)]
+        for backward in (e for e in trace.events if is_plain_backward(e)):
+            other = next((e for e in scaled if e.excludes(backward)), None)
+            tests = [g.test for g in backward.guards if other is not None and g in other.guards]
+            off = [v for test in tests for v in (test.values if isinstance(test, ast.BoolOp) else [test])]
+            asked = [v.operand for v in off if isinstance(v, ast.UnaryOp) and isinstance(v.op, ast.Not)]
+            if any(BF16.search(ast.unparse(part)) for part in asked):
+                message = "bf16 takes the branch without scaler, but autocast has no dtype and is fp16 there too"
+                fix = "autocast(…, dtype=torch.bfloat16) where bf16 is asked for"
+                yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix)
+                return
+
+
 def targets(node: ast.Assign) -> set[str]:
     return {dotted_name(target) for target in node.targets}
 
@@ -174,7 +197,10 @@ def scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
         return
     scaled = [e for t in amp.traces if any(e.regions for e in t.events) for e in t.events if is_scaled_backward(e)]
     for made in amp.scalers:
-        on = made.enabled or made.enabled is None and not made.call.keywords
+        condition = keyword(made.call, "enabled")
+        # On wherever autocast is, by the same switch.
+        shared = condition is not None and ast.unparse(condition) in autocast_switches(amp)
+        on = made.enabled or made.enabled is None and (shared or not made.call.keywords)
         if on and any(same_object(made.key, e.scaled_by) and reaches(amp, made, e) for e in scaled):
             message = f"{last(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
             fix = "drop the scaler: loss.backward(), optimizer.step()"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import (
+    CLIPS,
     Amp,
     is_clip,
     is_optimizer_name,
@@ -33,6 +35,20 @@ def find(amp: Amp) -> Iterator[Finding]:
             yield from updated_between_steps(amp, trace)
         yield from clip_beside_accelerate(amp, trace)
     yield from step_without_update(amp)
+    yield from clip_inside_apex(amp)
+
+
+def clip_inside_apex(amp: Amp) -> Iterator[Finding]:
+    """A clip inside `with amp.scale_loss(…)`: apex unscales where the block ends."""
+    for node in amp.script.nodes:
+        calls = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+        if not any(isinstance(c, ast.Call) and amp.script.name_of(c.func) == "apex.amp.scale_loss" for c in calls):
+            continue
+        for call in amp.script.calls_below(node):
+            if last(dotted_name(call.func)) in CLIPS:
+                message = "gradients are clipped while still multiplied by apex's loss scale"
+                fix = "clip after the with block, which unscales them"
+                yield amp.script.finding("clip-before-unscale", call, message, fix=fix, related=node)
 
 
 def clip_beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -101,23 +117,42 @@ def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Fin
         if step.arguments or not is_optimizer_name(optimizer) or wrapped_elsewhere(amp, optimizer):
             continue
         backward = latest_before(scaled, step)
-        if backward is None or not shares_loop(backward, step) or not step.implied_by(backward):
+        if backward is None or not shares_loop(backward, step) or not follows_always(step, backward):
             continue
         between = trace.events[backward.index : step.index]
-        if any(is_plain_backward(e) and not e.excludes(backward) for e in trace.events):
-            continue  # some optimizer here steps on unscaled gradients, rightly
+        if any(is_plain_backward(e) and not e.excludes(backward) for e in pending(trace, step)):
+            continue  # an optimizer that steps on unscaled gradients, rightly
         if any(is_scaler_step(e, backward.scaled_by) and same_object(optimizer, e.arguments[0]) for e in between):
             message = f"{optimizer}.step() right after {last(backward.scaled_by)}.step({optimizer}): a second update"
             message += ", also where the scaler skipped one because of inf"
             fix = f"delete {optimizer}.step()"
             yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
             continue
-        if any(e.method.startswith("unscale") or e.method == "get_scale" or rescales_gradients(e) for e in between):
+        if any(unscales(e, optimizer) or e.method == "get_scale" or rescales_gradients(e) for e in between):
             continue
         if not any(same_object(optimizer, other) for other in through):
             message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
             fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"
             yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+
+
+def follows_always(step: Event, backward: Event) -> bool:
+    """Whether the step runs whenever the backward does; that there is an optimizer at all is no condition."""
+    asked = {(text, holds) for text, holds in step.conditions if not (holds and text == step.receiver)}
+    return dataclasses.replace(step, conditions=frozenset(asked)).implied_by(backward)
+
+
+def pending(trace: Trace, step: Event) -> list[Event]:
+    """What happens before a step and is not another optimizer's, which stepped in between."""
+    inside = [e for e in trace.events[: step.index] if shares_loop(e, step) and not e.excludes(step)]
+    direct = [e.index for e in inside if e.method == "step" and not e.arguments]
+    return [e for e in inside if not any(e.index < index for index in direct)]
+
+
+def unscales(event: Event, optimizer: str) -> bool:
+    """`unscale_(optimizer)`; another optimizer's gradients stay as they are."""
+    named = event.arguments[0] if event.method == "unscale_" and event.arguments else ""
+    return event.method.startswith("unscale") and (not is_optimizer_name(named) or same_object(named, optimizer))
 
 
 def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step, last
-from halfstep.align.lint.flow import Trace, leaves
-from halfstep.align.lint.script import Function, dotted_name, names_in
+from halfstep.align.lint.flow import Trace, is_none, leaves
+from halfstep.align.lint.script import Function, dotted_name, names_in, paired
 
 AMP_WORDS = ("amp", "fp16", "half", "mixed", "scaler", "precision", "cuda", "dtype", "device", "16")
 """A condition with one of these may mean the same as the one under which the scaler is made."""
@@ -18,6 +18,49 @@ def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         yield from undefined(amp, trace)
     yield from asked_for_result(amp)
+    yield from missing_attribute(amp)
+
+
+SCALER_API = {
+    *("scale", "unscale_", "step", "update", "is_enabled", "state_dict", "load_state_dict"),
+    *(f"{verb}_{name}" for verb in ("get", "set") for name in ("growth_factor", "backoff_factor", "growth_interval")),
+    *("get_scale", "_scale", "_enabled", "_device", "_growth_tracker", "_per_optimizer_states", "_init_scale"),
+    *("_growth_factor", "_backoff_factor", "_growth_interval", "_unscale_grads_", "_found_inf_per_device"),
+    *("_check_inf_per_device", "_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker", "_maybe_opt_step"),
+    *("_get_scale_async", "_get_growth_tracker", "_init_growth_tracker", "_amp_update_scale_cpu_"),
+}
+
+
+def missing_attribute(amp: Amp) -> Iterator[Finding]:
+    """`scaler.clip_grad_norm_(…)`: GradScaler has no such thing, unless the script asks first or sets it itself."""
+    set_here = {n.attr for n in amp.script.nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)}
+    asked = {n.value for n in amp.script.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    for node in amp.script.nodes if amp.scalers else ():
+        unknown = isinstance(node, ast.Attribute) and node.attr not in SCALER_API | set_here | asked
+        if unknown and isinstance(node, ast.Attribute) and is_scaler(amp, node.value) and node.attr[:2] != "__":
+            message = f"GradScaler has no `{node.attr}`: an AttributeError when this line runs"
+            fix = "unscale_(optimizer), then torch.nn.utils.clip_grad_norm_; step() skips what is not finite"
+            yield amp.script.finding("scaler-misused", node, message, fix=fix)
+
+
+def is_scaler(amp: Amp, node: ast.expr) -> bool:
+    """Whether a name is a GradScaler made here (or None) and nothing else, in its own class or function."""
+    name = dotted_name(node)
+    if last(name) not in {last(made.key) for made in amp.scalers}:
+        return False
+    home = amp.script.owners.get(id(node))
+    if "." not in name and home is not None and name in {a.arg for a in ast.walk(home.args) if isinstance(a, ast.arg)}:
+        return False
+    own = [c for c in amp.script.classes if node in amp.script.below(c)] if name.startswith("self.") else []
+    places = own or [amp.script.tree]
+    stores = [n for place in places for n in amp.script.below(place) if isinstance(n, ast.Assign)]
+    values = [
+        v
+        for n in stores
+        for t, v in paired(n)
+        if last(dotted_name(t)) == last(name) and ("." in dotted_name(t)) == ("." in name)
+    ]
+    return bool(values) and all(is_none(v) or any(True for _ in amp.made_scalers(v)) for v in values)
 
 
 def undefined(amp: Amp, trace: Trace) -> Iterator[Finding]:

@@ -16,6 +16,15 @@ LOOP_RULES = (
         threads=("huggingface/transformers#35438", "OpenNMT/OpenNMT-py#2209"),
     ),
     Rule(
+        name="accumulation-divided-twice",
+        severity=Severity.WARNING,
+        title="the accumulated loss is divided by the number of micro-batches twice",
+        why="Accelerator(gradient_accumulation_steps=N) divides the loss by N in backward(). A division by hand makes "
+        "the gradient N times too small: clipping never sets in, and SGD crawls.",
+        bad="accelerator = Accelerator(gradient_accumulation_steps=4)\naccelerator.backward(loss / 4)",
+        good="accelerator = Accelerator(gradient_accumulation_steps=4)\naccelerator.backward(loss)",
+    ),
+    Rule(
         name="accumulation-drops-tail",
         severity=Severity.WARNING,
         title="the last, partial window is dropped",

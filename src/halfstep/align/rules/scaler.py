@@ -177,6 +177,15 @@ SCALER_RULES = (
         "if scaler.get_scale() >= before:\n    scheduler.step()",
     ),
     Rule(
+        name="scaler-misused",
+        severity=Severity.ERROR,
+        title="the scaler is asked for what it does not have",
+        why="GradScaler scales, unscales, steps and updates. It clips nothing and keeps no list of optimizers: the line "
+        "raises AttributeError when it runs, often only at the first window's end.",
+        bad="scaler.unscale_(optimizer)\nscaler.clip_grad_norm_(model.parameters(), 1.0)",
+        good="scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+    ),
+    Rule(
         name="amp-switch-stuck",
         severity=Severity.ERROR,
         title="a switch of mixed precision that does not switch",
