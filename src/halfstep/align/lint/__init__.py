@@ -12,7 +12,6 @@ from halfstep.align.lint import (
     checkpoints,
     clearing,
     coverage,
-    custom_functions,
     evaluation,
     hiding,
     hints,
@@ -33,7 +32,7 @@ from halfstep.errors import ConfigError
 FAMILIES = (
     *(scaler_order, reached, regimes, skips, accumulation, numerics, weights),
     *(scaler_use, clearing, coverage, switches),
-    *(checkpoints, lifetimes, api, hiding, evaluation, hints, custom_functions),
+    *(checkpoints, lifetimes, api, hiding, evaluation, hints),
 )
 RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b")
 """What every rule needs one of; other files are not analysed."""

@@ -91,7 +91,9 @@ def divisors_in(node: ast.AST) -> list[ast.expr]:
 def windows(trace: Trace) -> Iterator[Window]:
     seen: set[tuple[int, ...]] = set()
     for step in trace.calls("step"):
-        tests = [text for text, holds in step.conditions if holds and text in trace.windows]
+        # Sorted: a set has another order in every run. `i % 1 == 0` is no window.
+        tests = sorted(text for text, holds in step.conditions if holds and text in trace.windows)
+        tests = [text for text in tests if modulus(text) not in ("", "1")]
         optimizer = step.arguments[0] if step.arguments else step.receiver
         if not tests or not step.loops or not is_optimizer_name(optimizer):
             continue
@@ -101,7 +103,7 @@ def windows(trace: Trace) -> Iterator[Window]:
         latest = next((e for e in reversed(backwards) if not e.excludes(step)), None)
         length = modulus(tests[0])
         free = latest is not None and not any(text == tests[0] for text, _ in latest.conditions)
-        if latest is not None and free and length and length != "1" and step.loops not in seen:
+        if latest is not None and free and step.loops not in seen:
             seen.add(step.loops)
             yield Window(backward=latest, step=step, test=tests[0], length=length)
 

@@ -131,6 +131,9 @@ def without_device(script: Script) -> Iterator[Finding]:
         if script.name_of(call.func) in named and not given:
             message = "torch.amp.autocast() without a device_type is a TypeError; only torch.cuda.amp's has a default"
             yield script.finding("launch-refused", call, message, fix='autocast("cuda")')
+        elif script.name_of(call.func) == "torch.cuda.amp.autocast" and keyword(call, "device_type") is not None:
+            message = "torch.cuda.amp.autocast() takes no device_type: a TypeError"
+            yield script.finding("launch-refused", call, message, fix="torch.amp.autocast(…)")
 
 
 def emulated_bf16(script: Script) -> Iterator[Finding]:

@@ -102,10 +102,23 @@ class Inference:
                 self.assign([target], dtype if not self.may_be_lifted(target, node.value) else UNKNOWN)
         elif isinstance(node, ast.AugAssign):
             self.assign([node.target], self.combined([self.dtype(node.target), self.dtype(node.value)]))
+        elif isinstance(node, ast.For):
+            self.iterate(node.target, node.iter)
         for part in ("body", "orelse", "finalbody"):
             self.run(getattr(node, part, []))
         for handler in getattr(node, "handlers", []):
             self.run(handler.body)
+
+    def iterate(self, target: ast.expr, over: ast.expr) -> None:
+        """What a loop takes from a list has the list's dtype, also through zip and enumerate."""
+        name = getattr(over.func, "id", "") if isinstance(over, ast.Call) else ""
+        if isinstance(over, ast.Call) and name == "zip" and isinstance(target, ast.Tuple):
+            for element, source in zip(target.elts, over.args, strict=False):
+                self.iterate(element, source)
+        elif isinstance(over, ast.Call) and name == "enumerate" and isinstance(target, ast.Tuple) and over.args:
+            self.iterate(target.elts[-1], over.args[0])
+        elif isinstance(over, ast.Name | ast.Attribute):
+            self.assign([target], self.dtype(over))
 
     def may_be_lifted(self, target: ast.expr, value: ast.expr) -> bool:
         """Whether a model may end in a softmax, which autocast runs in fp32: several outputs, or probabilities."""

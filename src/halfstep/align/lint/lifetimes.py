@@ -14,6 +14,7 @@ from halfstep.align.lint.weights import models_of
 FSDP = (
     *("torch.distributed.fsdp.FullyShardedDataParallel", "FSDP", "FullyShardedDataParallel"),
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+    "torch_xla.distributed.fsdp.XlaFullyShardedDataParallel",
 )
 
 

@@ -22,7 +22,6 @@ from halfstep.align.lint.regions import format_of
 from halfstep.align.lint.script import AUTOCASTS, dotted_name, is_constant, keyword, names_in
 from halfstep.align.spellings import dtype_of
 
-
 BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
 
 
@@ -31,6 +30,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         yield from backward_in_autocast(amp, trace)
         yield from fp16_without_scaler(amp, trace)
     yield from scaler_with_bf16(amp)
+    yield from scaler_beside_bf16(amp)
     yield from inverted_scaler(amp)
     yield from unscaled_fallback(amp)
     yield from unscaled_bf16_branch(amp)
@@ -144,7 +144,7 @@ def unscaled_fallback(amp: Amp) -> Iterator[Finding]:
 
 
 def unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
-    """`if amp and not is_bf16: scale … else: backward()` beside an autocast without a dtype, which is fp16 for bf16 too."""
+    """`if amp and not is_bf16: scale … else: backward()` beside an autocast without a dtype: fp16 for bf16 too."""
     if not amp.regions or any(region.explicit_dtype or region.dtype != "fp16" for region in amp.regions):
         return
     for trace in amp.traces:
@@ -205,6 +205,17 @@ def scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
             message = f"{last(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
             fix = "drop the scaler: loss.backward(), optimizer.step()"
             yield amp.script.finding("scaler-with-bf16", made.call, message, fix=fix)
+
+
+def scaler_beside_bf16(amp: Amp) -> Iterator[Finding]:
+    """`elif precision == "bf16": scaler = GradScaler(); dtype = torch.bfloat16`: made for bf16 alone."""
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.If)):
+        stored = [s for s in node.body if isinstance(s, ast.Assign)]
+        formats = {format_of(s.value, amp.script) for s in stored if isinstance(s.value, ast.Attribute)}
+        for made in amp.scalers:
+            if formats == {"bf16"} and made.enabled and any(s.value is made.call for s in stored):
+                message = f"{last(made.key)} is made for bf16, which has fp32's range and needs no scaling"
+                yield amp.script.finding("scaler-with-bf16", made.call, message, fix="no scaler in this branch")
 
 
 def reaches(amp: Amp, made: ScalerMade, event: Event) -> bool:

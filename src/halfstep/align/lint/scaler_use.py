@@ -1,4 +1,4 @@
-"""A scaler that is there on every path, and not asked what it does not answer."""
+"""A scaler is asked what it can answer, and used as what it is."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step, last
-from halfstep.align.lint.flow import Trace, is_none, leaves
-from halfstep.align.lint.script import Function, dotted_name, names_in, paired
-
-AMP_WORDS = ("amp", "fp16", "half", "mixed", "scaler", "precision", "cuda", "dtype", "device", "16")
-"""A condition with one of these may mean the same as the one under which the scaler is made."""
+from halfstep.align.lint.amp import Amp, is_scaled_backward, last
+from halfstep.align.lint.flow import Trace, is_none
+from halfstep.align.lint.script import dotted_name, paired
 
 
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
-        yield from undefined(amp, trace)
+        yield from updated_twice(amp, trace)
     yield from asked_for_result(amp)
     yield from missing_attribute(amp)
+    yield from entered_scale(amp)
 
 
 SCALER_API = {
@@ -35,12 +33,37 @@ def missing_attribute(amp: Amp) -> Iterator[Finding]:
     """`scaler.clip_grad_norm_(…)`: GradScaler has no such thing, unless the script asks first or sets it itself."""
     set_here = {n.attr for n in amp.script.nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)}
     asked = {n.value for n in amp.script.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    known = SCALER_API | set_here | asked
     for node in amp.script.nodes if amp.scalers else ():
-        unknown = isinstance(node, ast.Attribute) and node.attr not in SCALER_API | set_here | asked
+        unknown = isinstance(node, ast.Attribute) and node.attr not in known
         if unknown and isinstance(node, ast.Attribute) and is_scaler(amp, node.value) and node.attr[:2] != "__":
             message = f"GradScaler has no `{node.attr}`: an AttributeError when this line runs"
             fix = "unscale_(optimizer), then torch.nn.utils.clip_grad_norm_; step() skips what is not finite"
             yield amp.script.finding("scaler-misused", node, message, fix=fix)
+
+
+def entered_scale(amp: Amp) -> Iterator[Finding]:
+    """`with scaler.scale(loss):` is apex's form; torch's scale() returns a tensor."""
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.With)):
+        for call in (item.context_expr for item in node.items):
+            func = call.func if isinstance(call, ast.Call) else None
+            if isinstance(func, ast.Attribute) and func.attr == "scale" and is_scaler(amp, func.value):
+                message = "scale() returns a tensor, which is no context: this raises, and nothing is scaled"
+                fix = f"{ast.unparse(call)}.backward()"
+                yield amp.script.finding("scaler-misused", node, message, fix=fix)
+
+
+def updated_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """update() and update() again with no step between: no inf was looked for since, and GradScaler raises."""
+    scaled = {last(made.key) for made in amp.scalers if made.enabled is not False}
+    updates = [e for e in trace.calls("update") if last(e.receiver) in scaled]
+    for first, second in zip(updates, updates[1:], strict=False):
+        between = trace.events[first.index + 1 : second.index]
+        same = first.receiver == second.receiver and first.loops == second.loops
+        same = same and first.conditions == second.conditions and first.node is not second.node
+        if same and not any(e.method in ("step", "unscale_") for e in between):
+            message = "update() a second time after one step: GradScaler raises, no inf check was recorded since"
+            yield amp.script.finding("scaler-misused", second.node, message, fix="update once", related=first.node)
 
 
 def is_scaler(amp: Amp, node: ast.expr) -> bool:
@@ -52,7 +75,7 @@ def is_scaler(amp: Amp, node: ast.expr) -> bool:
     if "." not in name and home is not None and name in {a.arg for a in ast.walk(home.args) if isinstance(a, ast.arg)}:
         return False
     own = [c for c in amp.script.classes if node in amp.script.below(c)] if name.startswith("self.") else []
-    places = own or [amp.script.tree]
+    places: list[ast.AST] = [*own] or [amp.script.tree]
     stores = [n for place in places for n in amp.script.below(place) if isinstance(n, ast.Assign)]
     values = [
         v
@@ -61,51 +84,6 @@ def is_scaler(amp: Amp, node: ast.expr) -> bool:
         if last(dotted_name(t)) == last(name) and ("." in dotted_name(t)) == ("." in name)
     ]
     return bool(values) and all(is_none(v) or any(True for _ in amp.made_scalers(v)) for v in values)
-
-
-def undefined(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """A scaler made in one branch of an `if`, and used where that branch need not have run."""
-    for made in amp.scalers:
-        home: ast.AST = amp.script.owners.get(id(made.call), amp.script.tree)
-        if "." in made.key or home is not trace.root:
-            continue
-        branch = one_sided(amp, home, made.key, made.call)
-        if branch is None:
-            continue
-        test = ast.unparse(branch.test)
-        for use in trace.events:
-            is_use = use.scaled_by == made.key or is_scaler_step(use, made.key)
-            made_at = next((e.index for e in trace.events if e.node is made.call), len(trace.events))
-            after = use.index > made_at and branch not in use.guards
-            words = {*AMP_WORDS, *(name.lower() for name in names_in(branch.test)), test.lower()}
-            related = any(word in text.lower() for text, _ in use.conditions for word in words)
-            if is_use and after and not related:
-                message = f"{made.key} exists only where `{test}`: on the other path this is a NameError"
-                fix = f"make it on every path: {made.key} = GradScaler(enabled=…)"
-                yield amp.script.finding("scaler-undefined", use.node, message, fix=fix, related=made.call)
-                return
-
-
-def one_sided(amp: Amp, home: ast.AST, name: str, call: ast.Call) -> ast.If | None:
-    """The `if` of this function that assigns the name on one side only, when nothing else gives it a value."""
-    stores = [n for n in amp.script.nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store)]
-    arguments = [a.arg for a in ast.walk(home.args) if isinstance(a, ast.arg)] if isinstance(home, Function) else []
-    globals_ = [n for n in amp.script.below(home) if isinstance(n, ast.Global | ast.Nonlocal)]
-    own = [n for n in stores if amp.script.owners.get(id(n), amp.script.tree) is home]
-    outer = [n for n in stores if id(n) not in amp.script.owners] if isinstance(home, Function) else []
-    if len(own) != 1 or outer or name in arguments or globals_:
-        return None
-    around = [n for n in amp.script.below(home) if isinstance(n, ast.If) and call in amp.script.calls_below(n)]
-    if len(around) != 1 or any(
-        call in amp.script.calls_below(n) for n in amp.script.below(home) if isinstance(n, ast.Try)
-    ):
-        return None
-    branch = around[0]
-    inside = any(call in amp.script.calls_below(statement) for statement in branch.body)
-    other = branch.orelse if inside else branch.body
-    exits = any("exit" in ast.unparse(c.func) for s in other for c in amp.script.calls_below(s))
-    main = "__name__" in ast.unparse(branch.test)
-    return None if leaves(other) or exits or main else branch
 
 
 def asked_for_result(amp: Amp) -> Iterator[Finding]:

@@ -13,7 +13,19 @@ from halfstep.align.lint.dtypes import explicit_cast
 from halfstep.align.lint.regions import format_of
 from halfstep.align.lint.script import Script, argument, dotted_name, keyword
 
-PLAIN_OPTIMIZERS = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "LBFGS"}
+PLAIN_OPTIMIZERS = {
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "LBFGS",
+    "Adafactor",
+}
 
 TRAINED_IN_PART = re.compile(
     r"requires_grad\s*=\s*False|requires_grad_\(False|freeze|peft|lora|load_in_[48]bit|import deepspeed"
@@ -78,7 +90,26 @@ def half_models(amp: Amp) -> list[HalfModel]:
         model = assigned_model(amp, call) if loaded else dotted_name(call.func.value) or assigned_model(amp, call)
         if model and last(model) not in restored and not only_to_evaluate(script, call):
             found.append(HalfModel(name=model, dtype=dtype, call=call))
-    return found
+    return [*found, *cast_in_a_loop(script)]
+
+
+def cast_in_a_loop(script: Script) -> Iterator[HalfModel]:
+    """`for p in model.parameters(): p.data = p.data.to(torch.bfloat16)`, of those that are trained."""
+    for loop in (n for n in script.nodes if isinstance(n, ast.For)):
+        for node in (n for n in script.below(loop) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)):
+            dtype = explicit_cast(node.value, script) if isinstance(node.value, ast.Call) else ""
+            if (
+                dtype in ("fp16", "bf16")
+                and dotted_name(node.targets[0]).endswith(".data")
+                and isinstance(node.value, ast.Call)
+            ):
+                frozen = any("requires_grad = False" in ast.unparse(s) for s in siblings(script, loop, node))
+                yield from (HalfModel(name=m, dtype=dtype, call=node.value) for m in models_of(loop.iter) if not frozen)
+
+
+def siblings(script: Script, loop: ast.For, node: ast.stmt) -> list[ast.stmt]:
+    blocks = [b for n in script.below(loop) for b in (getattr(n, "body", None), getattr(n, "orelse", None))]
+    return next((b for b in blocks if isinstance(b, list) and node in b), [])
 
 
 def stored_dtype(call: ast.Call, script: Script) -> str:
@@ -127,15 +158,20 @@ def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
 
 def optimized_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     """Names of the models an optimizer steps, also through a list made before and through a function's parameter."""
-    given = script.values(dotted_name(call.args[0])) if call.args else []
-    for source in (call, *(value for value in given if script.share_scope(value, call))):
-        for name in models_of(source):
+    words = {dotted_name(n) for value in call.args[:1] for n in ast.walk(value)} - {""}
+    given = [v for word in sorted(words) for v in script.values(word) if script.share_scope(v, call)]
+    names = {name for source in (call, *given) for name in models_of(source)}
+    # Groups that a function fills by hand come from the one model it walks over.
+    home = script.owners.get(id(call))
+    walked = set(models_of(home)) if home is not None and not names else set()
+    for name in sorted(names or (walked if len(walked) == 1 else set())):
+        if name:
             yield name, call
             owner = script.owners.get(id(call))
-            names = [a.arg for a in owner.args.args] if owner is not None else []
-            if owner is not None and name in names:
+            taken = [a.arg for a in owner.args.args] if owner is not None else []
+            if owner is not None and name in taken:
                 for use in (c for c in script.calls if dotted_name(c.func) == owner.name):
-                    yield dotted_name(argument(use, names.index(name), name)), use
+                    yield dotted_name(argument(use, taken.index(name), name)), use
 
 
 def models_of(node: ast.AST) -> Iterator[str]:

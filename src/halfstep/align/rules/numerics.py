@@ -93,14 +93,4 @@ NUMERIC_RULES = (
         bad="with torch.cuda.amp.autocast(): ...",
         good="with torch.amp.autocast('cuda'): ...",
     ),
-    Rule(
-        name="custom-function-unguarded",
-        severity=Severity.WARNING,
-        title="a custom autograd Function under autocast",
-        why="Inside the block its matmuls run in half in forward and in another dtype in backward, or a compiled "
-        "kernel gets a dtype it does not take. custom_fwd and custom_bwd make both directions agree.",
-        bad="class MatMul(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, a, b): return a @ b",
-        good="    @torch.amp.custom_fwd(device_type='cuda')\n    def forward(ctx, a, b): return a @ b",
-        threads=("open-mmlab/mmcv#742",),
-    ),
 )

@@ -158,15 +158,6 @@ SCALER_RULES = (
         good="scaler = GradScaler('cuda')\nfor epoch in range(epochs):\n    for batch in loader: ...",
     ),
     Rule(
-        name="scaler-undefined",
-        severity=Severity.ERROR,
-        title="the scaler exists on one path only",
-        why="It is made in one branch of an `if` and used after it. A run that takes the other branch ends in a "
-        "NameError at its first step.",
-        bad="if distributed:\n    scaler = GradScaler('cuda')\n...\nscaler.scale(loss).backward()",
-        good="scaler = GradScaler('cuda', enabled=use_amp)\n...\nscaler.scale(loss).backward()",
-    ),
-    Rule(
         name="step-result-tested",
         severity=Severity.ERROR,
         title="a skip is read from the result of scaler.step()",
@@ -180,8 +171,8 @@ SCALER_RULES = (
         name="scaler-misused",
         severity=Severity.ERROR,
         title="the scaler is asked for what it does not have",
-        why="GradScaler scales, unscales, steps and updates. It clips nothing and keeps no list of optimizers: the line "
-        "raises AttributeError when it runs, often only at the first window's end.",
+        why="GradScaler scales, unscales, steps and updates. It clips nothing and keeps no list of optimizers: the "
+        "line raises AttributeError when it runs, often only at the first window's end.",
         bad="scaler.unscale_(optimizer)\nscaler.clip_grad_norm_(model.parameters(), 1.0)",
         good="scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
     ),
