@@ -16,7 +16,7 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.run.train import train
 from halfstep.use.compare import Comparison, Request, open_comparison, seconds_to_quality, settings_of
 from halfstep.use.compare_run import STRICT, Outcome, Row, one_run
-from halfstep.use.compare_table import notes_of
+from halfstep.use.compare_table import as_json, lines_of, notes_of
 from halfstep.workloads import load
 
 MOONS = "own_workload:KIND"
@@ -91,6 +91,14 @@ def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path
     assert math.isnan(outcome.value)
     assert outcome.stopped
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).stopped == outcome.stopped
+    rows = (Row(name="a", overrides=("precision=fp32",)), row)
+    request = Request(target=MOONS, overrides=SMALL, rows=rows)
+    runs = [timed("a", 0, [0.5, 0.8]), outcome]
+    comparison = Comparison(request=request, margin=0.1, runs=runs, settings=settings_of(request))
+    wild = lines_of(comparison)[1]
+    assert (wild.not_reached, wild.to_quality_s, wild.seconds_per_epoch) == (1, None, None)
+    found = json.loads(json.dumps(as_json(comparison), allow_nan=False))["rows"][1]
+    assert (found["values"], found["difference"]) == ([None], None)
 
 
 def test_judged_by_its_best_validation_a_run_counts_as_its_best_checkpoint_would(tmp_path: Path) -> None:
@@ -102,16 +110,24 @@ def test_judged_by_its_best_validation_a_run_counts_as_its_best_checkpoint_would
     assert max(value for _, _, value in last.curve) == best.value > last.value
 
 
-def outcome(row: str, seed: int, values: list[float], **more: str) -> Outcome:
+def timed(row: str, seed: int, values: list[float], **more: str) -> Outcome:
     curve = tuple((10 * (k + 1), float(k + 1), value) for k, value in enumerate(values))
-    summary = {"metric": "accuracy", "mode": "max", "simulated": False, "elapsed_s": 1.0, **more}
+    summary = {
+        "metric": "accuracy",
+        "mode": "max",
+        "simulated": False,
+        "elapsed_s": 1.0,
+        "epochs": 1.0,
+        "device": "cpu",
+        **more,
+    }
     return Outcome(row=row, seed=seed, value=values[-1], curve=curve, summary=summary, alone=True)
 
 
 def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_less_the_margin() -> None:
     rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
-    runs = [outcome("a", 0, [0.5, 0.8]), outcome("b", 0, [0.76, 0.9]), outcome("a", 1, [0.5, 0.8]),
-            outcome("b", 1, [0.6, 0.7])]  # fmt: skip
+    runs = [timed("a", 0, [0.5, 0.8]), timed("b", 0, [0.76, 0.9]), timed("a", 1, [0.5, 0.8]),
+            timed("b", 1, [0.6, 0.7])]  # fmt: skip
     comparison = Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
     assert seconds_to_quality(comparison, comparison.outcomes("b")) == [1.0, None]
     assert seconds_to_quality(comparison, comparison.outcomes("a")) == [2.0, 2.0]
@@ -195,14 +211,15 @@ def test_a_kill_at_any_moment_costs_no_run(tmp_path: Path, capsys: pytest.Captur
     folder, place = tmp_path / "c", tmp_path / "c" / "runs" / "plain-0"
     rows = tuple(Row(name=name, overrides=("precision=fp32", f"train.clip_norm={clip}"))
                  for name, clip in (("plain", 1), ("clipped", 0.5)))  # fmt: skip
-    request = Request(target=MOONS, overrides=SMALL, rows=rows, looks=(5,), margin=0.5)
+    request = Request(target=MOONS, overrides=SMALL, rows=rows, looks=(5,), margin=0.5, budget_s=1e-9)
     found = one_run(rows[0], 0, place, target=MOONS, overrides=SMALL)
     assert list(place.glob("checkpoints/step-*")), "killed now, it goes on from here"
     (tmp_path / "c" / "comparison.json").write_text(
         Comparison(request=request, settings=settings_of(request), margin=0.5, runs=[found]).to_json()
     )
-    run(capsys, "--resume", str(folder))
+    run(capsys, "--resume", str(folder))  # nothing is left to spend: it only puts away
     assert not list(folder.glob("runs/*/checkpoints"))
+    assert len(open_comparison(folder).runs) == 1
 
 
 def test_a_run_without_a_usable_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -219,7 +236,7 @@ def test_runs_that_differ_in_more_than_the_rows_say_are_told() -> None:
         Row(name=name, overrides=("precision=tf32", f"optimizer.lr={lr}")) for name, lr in (("a", 1), ("b", 2))
     )
     request = Request(target=MOONS, overrides=("device=cpu",), rows=rows)
-    runs = [outcome(row, seed, [0.5, 0.8 + 0.01 * seed], device=device, data="of digest 12",
+    runs = [timed(row, seed, [0.5, 0.8 + 0.01 * seed], device=device, data="of digest 12",
                     precision="tf32" if row == "a" else "fp32")
             for seed, device in ((0, "cuda:0 (A)"), (1, "cuda:0 (B)")) for row in "ab"]  # fmt: skip
     comparison = Comparison(request=request, margin=0.05, runs=runs, settings=settings_of(request))

@@ -143,7 +143,7 @@ def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
     from halfstep.use.compare_table import as_json as comparison_json
     from halfstep.use.compare_table import lines_of, notes_of
 
-    lines, content = lines_of(comparison), json.dumps(comparison_json(comparison), indent=2)
+    lines, content = lines_of(comparison), json.dumps(comparison_json(comparison), indent=2, allow_nan=False)
     draw_comparison(lines, comparison.metric, folder / "report" / "curves.png")
     (folder / "report" / "comparison.json").write_text(content + "\n")
     if as_json:

@@ -119,7 +119,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _interval(bounds: tuple[float, float] | None) -> str:
-    return "" if bounds is None or not all(map(math.isfinite, bounds)) else f"{bounds[0]:+.4f} … {bounds[1]:+.4f}"
+    return "" if bounds is None else f"{bounds[0]:+.4f} … {bounds[1]:+.4f}"
 
 
 def _quality(line: Line) -> str:

@@ -219,7 +219,7 @@ class _Runs:
 
     @property
     def budget(self) -> str:
-        return f"the budget of {self.comparison.request.budget_s or 0:.0f} s"
+        return f"the budget of {self.comparison.request.budget_s or 0:g} s"
 
     def pilot(self) -> bool:
         """Runs of the baseline that the comparison never sees; False where the budget did not last."""

@@ -28,7 +28,8 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds = _median(alone, "elapsed_s")
     price = comparison.request.price
-    times = seconds_to_quality(comparison, [run for run in runs if run.alone]) if alone else []
+    is_simulated = any(run.summary.get("simulated") for run in runs)
+    times = [] if is_simulated else seconds_to_quality(comparison, [run for run in runs if run.alone])
     reached = [time for time in times if time is not None]
     return Line(
         name=row,
@@ -40,7 +41,7 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
         money=None if price is None or seconds is None else price * seconds / 3600,
         values=[run.value for run in runs],
         verdict=_word(verdict, is_wide=called_wide(comparison)),
-        interval=None if verdict is None else (verdict.low, verdict.high),
+        interval=None if verdict is None or math.isnan(verdict.mean) else (verdict.low, verdict.high),
         # The median over all seeds: where half of them never get there, neither does the median.
         to_quality_s=statistics.median(reached) if len(reached) * 2 > len(times) else None,
         not_reached=len(times) - len(reached),
@@ -125,7 +126,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "rows": [
             {
                 "row": line.name,
-                "values": list(line.values),
+                "values": [value if math.isfinite(value) else None for value in line.values],
                 "verdict": line.verdict,
                 "difference": None if line.interval is None else list(line.interval),
                 "seeds_needed": verdicts[line.name].seeds_needed if line.name in verdicts else None,
