@@ -39,7 +39,7 @@ def main_exits_with(code: int, *words: str) -> None:
     ("settings", "said"),
     [
         (
-            {"train.max_steps": 3},
+            {"train.max_steps": 3, "train.epochs": 100},
             "finished after 3 of 3 steps; to train on, add train.max_steps=6 to the command, or 0 for all 100 epochs",
         ),
         (

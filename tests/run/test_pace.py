@@ -12,6 +12,7 @@ import pytest
 
 import tiny_workload
 from data.picture_folders import write_split
+from halfstep.config.training import WITHOUT_END
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.image_folder import FolderLayout, find_images
 from halfstep.hardware.gpus import known_gpu
@@ -105,6 +106,16 @@ def test_the_bar_ends_where_the_run_does(tmp_path: Path, capsys: pytest.CaptureF
     assert "Epoch 1/2 [Train] 6/6" in said
     assert "Epoch 2/2 [Train] 0/2" in said
     assert "Epoch 2/2 [Train] 2/2" in said
+
+
+def test_steps_say_how_long_a_run_is_unless_epochs_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load("unet", overrides=["data.dir=x", "train.max_steps=9"]).config.train.epochs == WITHOUT_END
+    assert load("unet", overrides=["data.dir=x", "train.max_steps=0"]).config.train.epochs == 100
+    assert load("gpt2", overrides=["data.dir=x", "train.max_steps=9", "epochs=2"]).config.train.epochs == 2
+    said = said_by_a_run(tmp_path / "run", capsys, **{"train.max_steps": 8, "train.epochs": 1})
+    assert "steps: 6 = 1 epoch of 6, which end before train.max_steps=8" in said
 
 
 def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path) -> None:

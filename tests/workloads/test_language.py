@@ -22,6 +22,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.writing import Sampling, chances, drawn, written
 from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload
@@ -235,6 +236,17 @@ def test_two_texts_are_drawn_for_the_report(tmp_path: Path, text: Path) -> None:
     run = trained(tmp_path / "run", text, train__max_steps=2, train__sample_every=1)
     files = sorted(path.name for path in (run / "report" / "samples" / "00000002").iterdir())
     assert files == ["text_0.txt", "text_1.txt"]
+
+
+def test_nanogpts_words_for_its_settings_are_known() -> None:
+    words = ("n_layer=6", "n_head=6", "n_embd=384", "block_size=256", "dropout=0.2", "max_iters=5000", "warmup_iters=9")
+    config = load("gpt2", overrides=["data.dir=x", *words, "eval_interval=250", "grad_clip=1.0"]).config
+    assert isinstance(config, LanguageConfig)
+    size = config.model
+    assert (size.depth, size.heads, size.dim, size.context, size.dropout) == (6, 6, 384, 256, 0.2)
+    assert (config.train.max_steps, config.train.validate_every_steps, config.schedule.warmup_steps) == (5000, 250, 9)
+    with pytest.raises(ConfigError, match="unknown key 'n_embd'"):
+        load("unet", overrides=["n_embd=3"])
 
 
 def test_temperature_top_k_and_top_p_say_what_may_be_drawn() -> None:

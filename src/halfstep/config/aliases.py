@@ -107,7 +107,7 @@ def clip_type(algorithm: object) -> object:
 
 FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "train.epochs": ("epochs", "num_epochs", "max_epochs", "trainer.max_epochs", "trainer.epochs"),
-    "train.max_steps": ("max_steps", "trainer.max_steps", "train_num_steps", "trainer.train_num_steps"),
+    "train.max_steps": ("max_steps", "trainer.max_steps", "train_num_steps", "trainer.train_num_steps", "max_iters"),
     "train.batch_size": ("batch_size", "data.batch_size", "dataset.batch_size", "trainer.batch_size"),
     "train.accumulate": (
         *("accumulate", "accumulation_steps", "gradient_accumulation_steps", "trainer.accumulate_grad_batches"),
@@ -132,12 +132,19 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "optimizer.weight_decay": ("weight_decay", "wd"),
     "optimizer.momentum": ("momentum",),
     "schedule.name": ("schedule", "lr_scheduler", "scheduler"),
-    "schedule.warmup_steps": ("warmup_steps", "lr_warmup_steps"),
+    "schedule.warmup_steps": ("warmup_steps", "lr_warmup_steps", "warmup_iters"),
     "schedule.warmup_epochs": ("warmup_epochs",),
     "data.dir": ("data_dir", "data", "dataset.dir"),
     "data.num_workers": ("num_workers", "workers", "dataset.num_workers"),
     "data.image_size": ("image_size", "img_size"),
     "model.path": ("model",),
+    # nanoGPT's and transformers' words for the size of a GPT-2.
+    "model.depth": ("n_layer",),
+    "model.heads": ("n_head",),
+    "model.dim": ("n_embd",),
+    "model.context": ("block_size", "n_positions"),
+    "model.dropout": ("dropout",),
+    "train.validate_every_steps": ("eval_interval",),
     "ema.enabled": ("ema", "use_ema"),
     "ema.decay": ("ema_decay",),
     "precision.strict": ("strict",),

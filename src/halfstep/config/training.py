@@ -123,12 +123,17 @@ class ScheduleConfig(Section):
     peak_share: float = Field(default=0.3, gt=0, lt=1, description="Share of the steps before onecycle's peak")
 
 
+WITHOUT_END = 1_000_000
+"""Epochs of a run that steps alone end."""
+
+
 class TrainConfig(Section):
     """The loop: how long, how large, how fast."""
 
     epochs: PositiveCount = Field(default=100, description="Passes over the training set")
     max_steps: OffCount = Field(
-        default=0, description="Stop after this many attempted steps, whatever the epochs; 0: no limit"
+        default=0,
+        description="Stop after this many attempted steps; epochs are no limit then, unless they are named; 0: epochs",
     )
     batch_size: PositiveCount = Field(default=8, description="Samples of one micro-batch, over all processes")
     val_batch_size: OffCount = Field(default=0, description="Samples of a batch in validation; 0: as in training")
@@ -196,6 +201,13 @@ class TrainConfig(Section):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, shuffling and augmentation")
     deterministic: bool = Field(default=False, description="Bitwise repeatable on CUDA too, at the price of speed")
+
+    @model_validator(mode="after")
+    def steps_alone_say_how_long(self) -> Self:
+        """As in Lightning and transformers: beside `max_steps`, epochs that nobody named are no limit."""
+        if self.max_steps and "max_steps" in self.model_fields_set and "epochs" not in self.model_fields_set:
+            object.__setattr__(self, "epochs", WITHOUT_END)  # frozen from here on
+        return self
 
 
 class GuardConfig(Section):

@@ -181,12 +181,6 @@ class Walk:
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(f"{self.name}:{line}: a key must be text, not a list or a mapping")
-            if node.flow_style and is_unquoted(key_node) and ":" in key and value_node.value == "":
-                spaced = key.replace(":", ": ", 1)
-                raise ConfigError(
-                    f"{self.name}: {{{key}}} is one long key without a value", why="YAML's colon has a space after it",
-                    fix=f"{{{spaced}}}",
-                )  # fmt: skip
             if key in first_lines:
                 both = f"lines {first_lines[key]} and {line}"
                 raise ConfigError(

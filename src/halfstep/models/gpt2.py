@@ -202,9 +202,9 @@ class GPT2(nn.Module):
         super().__init__()
         if size.dim % size.heads or min(size.depth, size.heads, size.dim, size.context, size.vocab) < 1:
             raise ModelError(
-                f"GPT-2 of {size}",
+                f"GPT-2 of {size.depth} blocks, {size.heads} heads and {size.dim} channels",
                 why="the heads share the channels evenly, and counts start at 1",
-                fix=f"the published sizes are {', '.join(GPT2S)}",
+                fix=f"a model.dim that model.heads divides; the published sizes are {', '.join(GPT2S)}",
             )
         self.size = size
         self.transformer = Transformer(size, dropout=dropout, bias=bias, checkpointing=checkpointing)

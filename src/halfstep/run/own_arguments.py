@@ -230,6 +230,7 @@ def _loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"
         also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
+        also = "; of a dict: return losses['loss']" if not also and isinstance(loss, Mapping) else also
         raise ConfigError(
             f"loss_fn gave {found}, not a tensor",
             why="the gradient is taken of what it returns",

@@ -107,7 +107,8 @@ def _length(parts: Assembly) -> str:
     train = parts.config.train
     steps = math.ceil(len(parts.train_loader) / train.accumulate)
     if parts.total_steps == train.epochs * steps:
-        return f"{parts.total_steps} = {counted(train.epochs, 'epoch')} of {steps}"
+        more = f", which end before train.max_steps={train.max_steps}" if train.max_steps > parts.total_steps else ""
+        return f"{parts.total_steps} = {counted(train.epochs, 'epoch')} of {steps}{more}"
     return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
 
 

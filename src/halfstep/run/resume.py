@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from halfstep.config.schema import RunConfig
+from halfstep.config.training import WITHOUT_END
 from halfstep.errors import CheckpointError, HardwareError, counted
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
@@ -116,9 +117,10 @@ def why_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
         again = f"train.epochs={2 * epochs}"
         return f"finished after {epochs} of {counted(train.epochs, 'epoch')}; to train on, add {again} to the command"
     if 0 < train.max_steps <= steps:
+        whole = "" if train.epochs == WITHOUT_END else f", or 0 for all {counted(train.epochs, 'epoch')}"
         return (
             f"finished after {steps} of {counted(train.max_steps, 'step')}; to train on, add "
-            f"train.max_steps={2 * steps} to the command, or 0 for all {counted(train.epochs, 'epoch')}"
+            f"train.max_steps={2 * steps} to the command{whole}"
         )
     if 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
         return (

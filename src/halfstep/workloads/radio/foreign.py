@@ -22,9 +22,6 @@ DATA_NAMES: Mapping[str, Mapping[str, Any]] = {
 }
 """Their data sets that are folders of RadioMapSeer; others need maps that somebody computed."""
 
-EPOCHS_WITHOUT_END = 1_000_000
-"""Their trainers count steps alone."""
-
 OWN_FOLDER = "--out names the run's folder"
 RESUMES = "--resume RUN continues a run"
 NOT_READ = "the public code does not use it either"
@@ -183,7 +180,6 @@ def shared_values(document: Document) -> tuple[dict[str, Any], list[str]]:
         {
             "train.batch_size": data.get("batch_size"),
             "train.max_steps": trainer.get("train_num_steps"),
-            "train.epochs": EPOCHS_WITHOUT_END if trainer.get("train_num_steps") else None,
             "train.sample_every": trainer.get("save_and_sample_every"),
             "train.validate_every_steps": trainer.get("save_and_sample_every"),
             "train.checkpoint_every": trainer.get("save_and_sample_every"),
