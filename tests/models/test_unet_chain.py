@@ -272,7 +272,7 @@ def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
     monkeypatch.setattr(unet_chain, "second_raw_map", forgetting)
     monkeypatch.setattr(chain, "normalised", counting)
-    image = torch.randn(1, 3, 24, 24).contiguous(memory_format=torch.channels_last)
+    image = torch.randn(1, 3, 16, 16).contiguous(memory_format=torch.channels_last)
     with LiveBytes() as live, forced(True, "chain"):
         model(image).square().mean().backward()
     monkeypatch.undo()

@@ -13,10 +13,11 @@ from halfstep.run.train import train
 from halfstep.workloads import load
 
 
-def test_two_epochs_of_a_demo_learn_from_data_that_no_colour_threshold_explains(
+def test_the_first_steps_of_a_demo_learn_from_data_that_no_colour_threshold_explains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shortened = load("unet", flags={"device": "cpu", "quiet": True}, overrides=["train.epochs=2"])
+    few = ["train.max_steps=8", "train.validate_every_steps=4"]
+    shortened = load("unet", flags={"device": "cpu", "quiet": True}, overrides=few)
     folder = train(shortened, out=tmp_path / "demo")
     assert "this is the DEMO" in capsys.readouterr().err.replace("\n", " ")
     first, last = (r["loss"] for r in read(folder / "metrics.jsonl") if r["kind"] == "val")
