@@ -162,7 +162,7 @@ def row_of(name: str, planted: Cause | Callable[[], Loop], folder: Path) -> dict
         "expected": label.expected,
         "cause": found.cause,
         "named_right": is_right,
-        "place_shown": label.place in str(found),
+        "place_shown": label.place in str(found) if label.place else None,
         "change": change,
         "works_on": works,
     }
@@ -173,7 +173,8 @@ def score(rows: list[dict[str, Any]]) -> dict[str, int]:
     return {
         "planted": len(rows),
         "named_right": sum(row["named_right"] for row in rows),
-        "place_shown": sum(row["place_shown"] for row in rows),
+        "places_labelled": sum(row["place_shown"] is not None for row in rows),
+        "place_shown": sum(row["place_shown"] is True for row in rows),
         "to_change": len(to_change),
         "change_works": sum(bool(row["works_on"]) for row in to_change),
     }
