@@ -242,7 +242,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["qqqqqqq=1"], "--show-config` lists every setting"),
         (["train.epochs"], "'train.epochs' is not an override"),
         (["bf16"], "fix: --precision bf16"),
-        (["my.yaml"], "a config file stands in the workload's place"),
+        (["my.yaml"], "fix: --config-overrides-file my.yaml, or"),
         (["=3"], "is not a key"),
         (["a b=3"], "is not a key"),
         (["train.milestones=[1"], "bad YAML"),

@@ -91,6 +91,9 @@ def test_a_file_that_nobody_knows_is_asked_for_its_workload(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="no workload is named") as error:
         loaded(tmp_path, text="experiment: suns\n")
     assert "workload: unet" in error.value.fix
+    with pytest.raises(ConfigError, match="no workload is named") as error:
+        loaded(tmp_path, text="distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    assert "halfstep check" in error.value.fix
 
 
 def test_a_file_with_a_workload_is_ours_even_where_a_family_would_claim_it(tmp_path: Path) -> None:

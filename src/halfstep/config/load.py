@@ -88,7 +88,9 @@ def from_foreign(document: Document, overrides: Sequence[str], flags: Mapping[st
         raise ConfigError(
             f"{document.name}: no workload is named",
             why="and no family knows it as another project's config",
-            fix="add `workload: unet` to the file",
+            fix="it is accelerate's, and says how to launch: `halfstep check` takes it beside a training config"
+            if "distributed_type" in document.values
+            else "add `workload: unet` to the file",
         )
     loaded = resolve([*found.said, *override_statements(found.overrides), *flag_statements(flags)], kinds)
     return replace(loaded, notes=(*found.notes, *loaded.notes))

@@ -101,7 +101,9 @@ def parse_override(word: str) -> list[Statement]:
         if word.lower() in PRECISION_NAMES:
             fix = f"--precision {word}"
         elif word.lower().endswith((".yaml", ".yml")):
-            fix = f"a config file stands in the workload's place and names it itself: `workload: unet` in {word}"
+            fix = (
+                f"--config-overrides-file {word}, or {word} in the workload's place, with a line `workload: NAME` in it"
+            )
         raise ConfigError(f"{word!r} is not an override", fix=fix)
     if not KEY.fullmatch(key):
         raise ConfigError(f"{word!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
