@@ -11,8 +11,10 @@ import pytest
 from halfstep.cli.main import main
 from halfstep.data.binary_sets import ROW_BYTES as RECORD
 from halfstep.errors import DataError
+from halfstep.exercises import small_cnn
 from halfstep.exercises.benchmark_formats import run as benchmark
 from halfstep.exercises.small_cnn import generated, read_cifar
+from halfstep.workloads import load
 
 
 def exercise(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -61,6 +63,14 @@ def test_cifars_binary_batches_are_read_as_they_unpack(tmp_path: Path) -> None:
     assert (len(train), len(test)) == (40, 20)
     raw = np.fromfile(tmp_path / "cifar-10-batches-bin" / "data_batch_1.bin", np.uint8)
     assert train.sample(0, key=())["image"][2, 31, 31] == raw[RECORD - 1], "blue, last pixel"
+
+
+def test_so_many_test_pictures_as_two_minutes_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written_cifar(tmp_path / "cifar")
+    monkeypatch.setattr(small_cnn, "MOST_TESTED", 7)
+    config = load("halfstep.exercises.small_cnn:KIND", overrides=[f"data.dir={tmp_path / 'cifar'}"]).config
+    built = small_cnn.build(config)
+    assert (len(built.train_samples), len(built.val_samples)) == (40, 7)
 
 
 def test_what_is_no_cifar_is_refused(tmp_path: Path) -> None:

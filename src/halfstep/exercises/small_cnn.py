@@ -18,6 +18,8 @@ from halfstep.workloads.kind import Kind
 from halfstep.workloads.workload import Workload
 
 SIDE, NUM_CLASSES = 32, 10
+MOST_TESTED = 2000
+"""Of CIFAR-10's 10,000 test pictures: fifteen runs validate, within two minutes on two cores."""
 
 
 class Pictures:
@@ -102,6 +104,7 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 def build(config: RunConfig, store: Any = None) -> Workload:
     folder = config.data.dir
     train, test = read_cifar(Path(folder)) if folder else (generated(1200, 0), generated(500, 1))
+    test = Pictures(test.pixels[:MOST_TESTED], test.labels[:MOST_TESTED])
     return Workload(
         name="small_cnn",
         model=SmallCnn(),
