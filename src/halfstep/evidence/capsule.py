@@ -10,6 +10,8 @@ When the host learns of a step, later ones may have committed: `commits_after` s
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import math
 import platform
@@ -77,6 +79,23 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 def copied_state(model: nn.Module) -> dict[str, Tensor]:
     """The same on the host, as it is now."""
     return {name: value.detach().cpu().clone() for name, value in state_of(model).items()}
+
+
+def code_of(model: nn.Module) -> dict[str, int]:
+    """A checksum of the source of each of its classes, but for torch's own; those without a source are left out."""
+    found = dict[str, int]()
+    for kind in {type(module) for module in model.modules()}:
+        with contextlib.suppress(OSError, TypeError):
+            if kind.__module__.partition(".")[0] != "torch":
+                source = inspect.getsource(kind).encode()
+                found[f"{kind.__module__}.{kind.__qualname__}"] = zlib.crc32(source)
+    return found
+
+
+def changed_code(capsule: Capsule, model: nn.Module) -> list[str]:
+    """The classes whose source differs from what it was in the step."""
+    then = capsule.about.get("code", {})
+    return sorted(name for name, code in code_of(model).items() if then.get(name, code) != code)
 
 
 def state_bytes(model: nn.Module) -> int:

@@ -158,6 +158,7 @@ class Recorder:
             "start": self._start,
             "not_finite": not_finite(capsule.state_of(self.model)) + self._bad_averages(),
             "layout": layout(self.model),
+            "code": capsule.code_of(self.model),
             **self.context.share_of(reading),
             **self.context.about,
         }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.evidence.attempts import Attempt, Subject
-from halfstep.evidence.capsule import Capsule, plain
+from halfstep.evidence.capsule import Capsule, changed_code, plain
 from halfstep.evidence.causes import Diagnosis, diagnose
 from halfstep.evidence.ranges import Operation, Range, by_module
 from halfstep.evidence.remedies import Remedy, mended, remedies
@@ -21,6 +21,8 @@ class Replayed:
     tried: list[Remedy]
     format: str
     """What the step computed in."""
+    changed: list[str]
+    """Classes of the model whose code is not what it was."""
     behind: Replayed | None = None
     """Another fault, which shows where this one is mended."""
 
@@ -54,6 +56,7 @@ class Replayed:
         about = self.capsule.about
         place = f" of {about['phase']}" if about.get("phase") else ""
         inexact = [self.capsule.inexact] if self.capsule.inexact else []
+        inexact += [f"the code of {name} has changed since: this is not the step as it was" for name in self.changed]
         return [f"step {self.capsule.step}{place}: {about['reason']}", *inexact, "", *self._answer()]
 
     def _answer(self) -> list[str]:
@@ -82,6 +85,7 @@ class Replayed:
             "step": self.capsule.step,
             "reason": self.capsule.about["reason"],
             "inexact": self.capsule.inexact,
+            "changed_code": self.changed,
             "cause": self.cause,
             "shown": self.diagnosis.shown,
             "operation": None if origin is None else _operation(origin),
@@ -107,7 +111,14 @@ def replay(subject: Subject, capsule: Capsule) -> Replayed:
     if (found.rows or found.tensors) and tried and all(r.outcome is not None and not r.works for r in tried):
         with mended(subject, found):
             behind = replay(subject, capsule)
-    return Replayed(capsule=capsule, diagnosis=found, tried=tried, format=subject.plan.compute, behind=behind)
+    return Replayed(
+        capsule=capsule,
+        diagnosis=found,
+        tried=tried,
+        format=subject.plan.compute,
+        changed=changed_code(capsule, subject.model),
+        behind=behind,
+    )
 
 
 def _operation(origin: Operation) -> dict[str, Any]:
