@@ -81,9 +81,14 @@ def round_trip_errors(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[
 
 @torch.no_grad()
 def _in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) -> Tensor:
+    onednn = torch._C._get_mkldnn_enabled()
     with computing_in(format_name, images.device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU that emulates bf16
-        return trip(vae, images).float()
+        try:
+            return trip(vae, images).float()
+        finally:
+            # There torch switches oneDNN off for good: a resumed run, which tries nothing, would round otherwise.
+            torch._C._set_mkldnn_enabled(onednn)
 
 
 def computing_in(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
