@@ -200,9 +200,13 @@ def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tu
 
 
 def test_auto_takes_the_half_format_with_the_smaller_error_and_says_both(tmp_path: Path, some_pictures: Path) -> None:
-    with torch.backends.mkldnn.flags(enabled=True):
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(True)
+    try:
         name, why = tried(vae_folder(tmp_path / "vae"), some_pictures, "auto")
         assert torch._C._get_mkldnn_enabled()  # else this run rounds otherwise than a resumed one
+    finally:
+        torch._C._set_mkldnn_enabled(before)
     assert name == "fp16"
     assert re.search(r"fp16 [\d.]+%, bf16 [\d.]+%", why)
 
