@@ -23,7 +23,7 @@ from halfstep.workloads.diffusion.noising import NUM_BUCKETS, Noising, bucket_na
 from halfstep.workloads.diffusion.pictures import grid, path_picture
 from halfstep.workloads.diffusion.sampling import check_steps, denoised, scheduler_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
-from halfstep.workloads.vae_format import chosen_format
+from halfstep.workloads.vae_format import chosen_format, round_trip_errors
 
 CPU = torch.device("cpu")
 SHAPE = (3, 4, 4)
@@ -200,13 +200,7 @@ def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tu
 
 
 def test_auto_takes_the_half_format_with_the_smaller_error_and_says_both(tmp_path: Path, some_pictures: Path) -> None:
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(True)
-    try:
-        name, why = tried(vae_folder(tmp_path / "vae"), some_pictures, "auto")
-        assert torch._C._get_mkldnn_enabled()  # else this run rounds otherwise than a resumed one
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+    name, why = tried(vae_folder(tmp_path / "vae"), some_pictures, "auto")
     assert name == "fp16"
     assert re.search(r"fp16 [\d.]+%, bf16 [\d.]+%", why)
 
@@ -219,6 +213,18 @@ def test_a_vae_that_overflows_in_fp16_gets_another_format_or_is_refused(tmp_path
     with pytest.raises(ConfigError, match=r"vae: fp16} overflows"):
         tried(folder, some_pictures, "fp16")
     assert tried(folder, some_pictures, "fp32") == ("fp32", "asked for")
+
+
+def test_trying_formats_leaves_onednn_as_it_was() -> None:
+    """On a CPU that lacks bf16 torch switches it off at a large product; a resumed run, which tries nothing, would
+    round otherwise."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(True)
+    try:
+        round_trip_errors(nn.Linear(64, 64), lambda vae, x: vae(x), torch.randn(64, 64), ("fp16", "bf16"))
+        assert torch._C._get_mkldnn_enabled()
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def test_on_a_cpu_auto_is_fp32(tmp_path: Path, some_pictures: Path) -> None:
