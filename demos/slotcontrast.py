@@ -58,7 +58,7 @@ def scores(run: Path) -> dict[str, Any]:
     }
     return {
         "slots": records[-1]["fg_ari"],
-        "untrained": untrained(workload, config)["fg_ari"],
+        "untrained": untrained(workload)["fg_ari"],
         "loss": [records[0]["loss"], records[-1]["loss"]],
         "k_means": k_means,
     }
