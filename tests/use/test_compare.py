@@ -79,9 +79,11 @@ def test_rows_by_settings_fix_their_margin_by_a_pilot_and_go_on_where_they_stood
 
 
 def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text, _ = run(capsys, MOONS, *SMALL, *TWO, "--margin", "0.1", "--budget", "1s", "--out", str(tmp_path / "c"))
+    code, text, _ = run(
+        capsys, MOONS, *SMALL, *TWO, "--margin", "0.1", "--budget", "0.01s", "--out", str(tmp_path / "c")
+    )
     assert code == 1
-    assert "the budget of 1 s is spent" in text
+    assert "the budget of 0.01 s is spent" in text
     assert "5 are the fewest" in text
 
 
