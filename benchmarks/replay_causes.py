@@ -3,8 +3,8 @@
     python benchmarks/replay_causes.py [--out DIR] [--only gram,teacher]
 
 Each is a training of a few steps whose first capsule is replayed. Those of planted_in_families.py and
-planted_in_loops.py were in view when replay was written or mended; those of planted_blind.py were labelled before
-their first replay, which results/replay_causes_blind.json holds. Named right means the cause, and the sample where
+planted_in_loops.py were in view when replay was written or mended; those of planted_blind.py and
+planted_blind_again.py were labelled before their first replay, which results/replay_causes_blind.json holds. Named right means the cause, and the sample where
 one is to be named. A change with a line for the config is put into it, and the training run again: it has to end
 without a fault. A change of code or data is held to the step itself, where replay has tried it. What replay says it
 cannot try on one step (a kernel to mend, a sign) counts as not shown to work, and a fault that is gone when it is run
@@ -39,6 +39,7 @@ from halfstep.workloads.radio.demo import write_demo as write_maps
 from halfstep.workloads.radio.first_stage import write_first_stage
 from halfstep.workloads.slots.demo import write_demo as write_clips
 from planted_blind import FIRST_IN_FAMILIES, FIRST_IN_LOOPS, SECOND_IN_FAMILIES, SECOND_IN_LOOPS
+from planted_blind_again import THIRD_IN_FAMILIES, THIRD_IN_LOOPS
 from planted_in_families import IN_FAMILIES, Cause
 from planted_in_loops import IN_LOOPS, Loop
 from recording import store
@@ -85,6 +86,7 @@ SETS: Mapping[str, Mapping[str, Cause | Callable[[], Loop]]] = {
     "in view": {**IN_FAMILIES, **IN_LOOPS},
     "first blind": {**FIRST_IN_FAMILIES, **FIRST_IN_LOOPS},
     "second blind": {**SECOND_IN_FAMILIES, **SECOND_IN_LOOPS},
+    "third blind": {**THIRD_IN_FAMILIES, **THIRD_IN_LOOPS},
 }
 PLANTED = {name: cause for planted in SETS.values() for name, cause in planted.items()}
 SAME_DATA = {"diffusion": "vae", "radiodiff": "radiodiff_vae", "vit_s_16": "resnet50"}
@@ -116,7 +118,8 @@ def trained(name: str, cause: Cause, folder: Path, more: Mapping[str, Any], tag:
         values["model.vae"] = str(first_stage(folder))
     words = [f"{key}={json.dumps(value)}" for key, value in {**values, **more}.items()]
     out = folder / f"{name}-{tag}"
-    source = "planted_in_families" if name in IN_FAMILIES else "planted_blind"
+    sources = {"planted_in_families": IN_FAMILIES, "planted_blind_again": THIRD_IN_FAMILIES}
+    source = next((source for source, planted in sources.items() if name in planted), "planted_blind")
     # The planted error, or the end that faults in a row make.
     with contextlib.suppress(HalfstepError, RuntimeError, IndexError):
         train(load(f"{source}:{name}", overrides=words), out=out)
