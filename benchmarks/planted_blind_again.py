@@ -1,4 +1,4 @@
-"""Twelve more faults by someone who had not read replay's code, labelled before they were replayed, for replay_causes.py.
+"""Twelve more faults by someone who had not read the classifier, labelled before their replay, for replay_causes.py.
 
 Labels as in planted_blind.py.
 """
@@ -20,7 +20,7 @@ from planted_in_loops import Loop, batches, network
 
 
 def precision_of_the_sure(logits: Tensor, batch: Batch) -> Tensor:
-    """Counted in half, whose zero 1e-8 is: no pixel is sure at first."""
+    """No pixel is sure at first. Meant as 0/0 in half; autocast sums in fp32, and 1/1e-8 overflows half backward."""
     p = torch.softmax(logits, 1)[:, 1].half()
     sure = p * (p > 0.999)
     hits = (sure * (batch["mask"] == 1)).sum((1, 2))
@@ -88,6 +88,7 @@ def forgotten(h: Tensor) -> Tensor:
     return h * torch.exp(torch.cumsum(torch.log(gate), 1)).to(h.dtype)
 
 
+# The label of "sure" is as it was first given, and wrong: its forward is finite, and "overflow" is right.
 THIRD_IN_FAMILIES = {
     "sure": Cause(workload="unet", expected=causes.UNDERFLOW, settings=FP16, added_loss=precision_of_the_sure,
                   place="(loss)", change="denominator"),

@@ -4,11 +4,11 @@
 
 Each is a training of a few steps whose first capsule is replayed. Those of planted_in_families.py and
 planted_in_loops.py were in view when replay was written or mended; those of planted_blind.py and
-planted_blind_again.py were labelled before their first replay, which results/replay_causes_blind.json holds. Named right means the cause, and the sample where
-one is to be named. A change with a line for the config is put into it, and the training run again: it has to end
-without a fault. A change of code or data is held to the step itself, where replay has tried it. What replay says it
-cannot try on one step (a kernel to mend, a sign) counts as not shown to work, and a fault that is gone when it is run
-again needs no change.
+planted_blind_again.py were labelled before their first replay, which results/replay_causes_blind.json holds. Named
+right means the cause, and the sample where one is to be named. A change with a line for the config is put into it,
+and the training run again: it has to end without a fault. A change of code or data is held to the step itself, where
+replay has tried it. What replay says it cannot try on one step (a kernel to mend, a sign) counts as not shown to
+work, and a fault that is gone when it is run again needs no change.
 """
 
 from __future__ import annotations
