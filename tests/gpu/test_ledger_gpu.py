@@ -19,6 +19,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "unet": {"data.image_size": 64, "model.base_channels": 32, "model.depth": 2, "train.batch_size": 4},
     "resnet18": {"data.image_size": 64, "train.batch_size": 8},
     "gpt2": {"model.depth": 2, "model.dim": 128, "model.heads": 2, "model.context": 64, "train.batch_size": 8},
+    "vit_b_16": {"data.image_size": 64, "model.depth": 2, "train.batch_size": 8},
+    "diffusion": {"data.image_size": 32, "model.channels": [32, 64], "model.attention": [1], "train.batch_size": 8},
+    "vae": {"data.image_size": 32, "model.channels": [32, 64], "train.batch_size": 4},
+    "radiodiff_vae": {"train.batch_size": 4},
+    "slotcontrast": {"train.batch_size": 4},
+    "steve": {"train.batch_size": 4},
 }
 MODES = {"off": {"eager"}, "compile": {"eager", "compiled"}, "graph": {"eager", "compiled", "captured"}}
 
@@ -40,7 +46,7 @@ def observed(run: Path) -> dict[str, Any]:
 # Compilation takes most of the time: each family captured, one of them in the other modes as well.
 @pytest.mark.parametrize(
     ("workload", "fast"),
-    [("unet", "graph"), ("resnet18", "graph"), ("gpt2", "graph"), ("unet", "compile"), ("gpt2", "off")],
+    [*((name, "graph") for name in SMALL), ("unet", "compile"), ("gpt2", "off")],
 )
 def test_a_run_with_a_ledger_ends_with_the_same_weights_and_has_seen_every_mode(
     workload: str, fast: str, tmp_path: Path
