@@ -167,7 +167,7 @@ class SlotContrastConfig(RunConfig):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {**RunConfig.presets, "movi_c": {}, "movi_e": MOVI_E, "ytvis": YTVIS}
 
-    # 96 small clips: four and a half minutes of CPU time.
+    # 96 small clips: about four minutes of CPU time.
     demo: ClassVar[dict[str, Any]] = {
         "data.image_size": 64,
         "data.num_workers": 0,
@@ -177,16 +177,15 @@ class SlotContrastConfig(RunConfig):
         "model.patch": 8,
         "model.slots": 6,
         "model.slot_dim": 32,
-        "model.initial_slots": "random",  # a draw for each clip
         "model.decoder_hidden": [64, 64],
         "model.contrast_weight": 0.2,
         "optimizer.lr": 4e-3,
         "schedule.warmup_steps": 50,
-        "schedule.half_life_steps": 1200,
+        "schedule.half_life_steps": 750,
         "train.clip_norm": 1.0,
         "train.batch_size": 8,
-        "train.max_steps": 2400,
-        "train.validate_every_steps": 400,
+        "train.max_steps": 1500,
+        "train.validate_every_steps": 250,
     }
 
     data: SlotVideoConfig = SlotVideoConfig()
