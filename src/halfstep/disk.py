@@ -98,14 +98,14 @@ def owned(folder: Path) -> Iterator[None]:
 
 def is_owned(folder: Path) -> bool | None:
     """Whether another process holds it; None where that cannot be told. The lock itself stays as it is."""
-    import fcntl
-
     try:
+        import fcntl
+
         with (folder / ".lock").open() as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except (ImportError, OSError):  # Windows; or nobody ever locked it
         return None
     return False
 

@@ -184,6 +184,8 @@ def unusable_place(error: OSError) -> HalfstepError:
         return unwritable_output(error)
     if error.errno not in UNUSABLE or error.filename is None:
         raise error
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return ConfigError(f"{error.filename} is in the way", why="it is a file, or inside one", fix="name a folder")
     return ConfigError(
         f"cannot use {error.filename}: {error.strerror}", fix="look at its permissions, or choose another place"
     )

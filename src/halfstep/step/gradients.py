@@ -28,7 +28,8 @@ def are_scaled_in_kernels(committers: Sequence[Committer], parameters: Sequence[
     They divide by the inverse, a rounding away from the multiplication wherever the factor is not a power of two; on a
     CPU, where a pass costs little, a step keeps the very bits of a plain loop. And they write the gradients back, so
     that a second optimizer of the same parameter would scale them twice."""
-    in_kernels = parameters[0].device.type == "cuda" and all(c.method == "found_inf" for c in committers)
+    on_gpu = bool(parameters) and parameters[0].device.type == "cuda"
+    in_kernels = on_gpu and all(c.method == "found_inf" for c in committers)
     held = sum(len(group["params"]) for c in committers for group in c.optimizer.param_groups)
     return in_kernels and held == len(parameters)
 
