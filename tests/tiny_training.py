@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
@@ -120,3 +123,12 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys(), sorted(left.keys() ^ right.keys())
     differing = [name for name in left if not torch.equal(bits(left[name]), bits(right[name]))]
     assert not differing, f"changed: {differing}"
+
+
+def graph_is_held(parameter: nn.Parameter, forward: Callable[[], object]) -> bool:
+    """Whether the autograd graph of a forward without a backward outlives it."""
+    kept = forward()
+    get_gradient_edge(parameter).node.metadata["seen"] = True
+    del kept
+    gc.collect()
+    return "seen" in get_gradient_edge(parameter).node.metadata

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 import halfstep as hs
 from halfstep.errors import ConfigError
 from halfstep.evidence.ledger import Ledger, LedgerRow
+from halfstep.evidence.observer import Observer
 from halfstep.evidence.operations import flops_of
+from tiny_training import graph_is_held
 
 
 def ledger_of(model: nn.Module, precision: str = "bf16", **more: object) -> Ledger:
@@ -44,6 +46,19 @@ def test_shares_of_flops_are_those_of_the_formulas() -> None:
     flops = {"first": 2 * 4 * 8 * 2, "blocks.0": 2 * 8 * 8 * 3, "blocks.1.inner": 2 * 8 * 8 * 3, "head": 2 * 8 * 3 * 3}
     for module, count in flops.items():
         assert row(ledger, module).flops_share == pytest.approx(count / sum(flops.values()))
+
+
+def test_a_branch_that_no_backward_passes_is_let_go_of() -> None:
+    """Else its gradients stay tied to the stream of the observed step, and no later step can be captured."""
+    model = Net("nothing")
+    observer = Observer(model)
+
+    def forward() -> Tensor:
+        with observer.watching():
+            out: Tensor = model(window()[0]["x"]).exp()
+            return out
+
+    assert not graph_is_held(model.head.weight, forward)
 
 
 PLANTED = {

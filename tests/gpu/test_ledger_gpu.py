@@ -26,6 +26,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "slotcontrast": {"train.batch_size": 4},
     "steve": {"train.batch_size": 4},
 }
+IN_BLOCKS = {"diffusion", "vae", "radiodiff_vae"}
+"""Compiled block by block: what the compiler makes of the whole network is not asked."""
 MODES = {"off": {"eager"}, "compile": {"eager", "compiled"}, "graph": {"eager", "compiled", "captured"}}
 
 
@@ -55,7 +57,7 @@ def test_a_run_with_a_ledger_ends_with_the_same_weights_and_has_seen_every_mode(
     plain = trained(workload, tmp_path / "plain", train__fast=fast)
     assert_same_bits(dict(newest(seen).model), dict(newest(plain).model))
     ledgers = {one["mode"]: one for one in observed(seen)["observed"]}
-    assert set(ledgers) == MODES[fast]
+    assert set(ledgers) == MODES[fast] - ({"compiled"} if workload in IN_BLOCKS else set())
     if fast == "graph":
         assert_mapped(observed(seen), ledgers["captured"]["unmapped_share"])
 

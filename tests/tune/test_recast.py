@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.tune import recast
+from tiny_training import graph_is_held
 
 
 def test_half_copies_of_weights_are_not_kept_from_forward_to_backward_and_gradients_have_the_same_bits(
@@ -35,3 +36,13 @@ def test_half_copies_of_weights_are_not_kept_from_forward_to_backward_and_gradie
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     sources = [one[0] for one in kept if isinstance(one, tuple)]
     assert [id(one) for one in sources] == [id(model[place].weight) for place in (0, 2, 4)]
+
+
+def test_a_forward_without_a_backward_is_let_go_of() -> None:
+    layer = nn.Linear(4, 4)
+
+    def forward() -> Tensor:
+        with recast.weights_cast_again(), torch.autocast("cpu", torch.bfloat16):
+            return layer(torch.ones(2, 4)).float().exp()
+
+    assert not graph_is_held(layer.weight, forward)

@@ -206,7 +206,9 @@ class Observer:
             reference, norm = self._norm_outputs.get(address, (None, ""))
             if reference is not None and not reference.expired() and tensor.dtype == torch.float32:
                 self.seen.norms_kept[norm] += storage.nbytes()
-        return tensor
+        # An output that its own node holds is a cycle no collector sees: where no backward follows, the graph would
+        # stay, and with it the gradients' tie to this stream, so that no later step could be captured.
+        return tensor.detach()
 
 
 class _Operations(TorchDispatchMode):

@@ -149,6 +149,8 @@ def _passes(step: Step) -> list[SinglePass]:
 def _first_line(error: Exception) -> str:
     """Of the compiler the second as well, where the first only announces it: `backend='inductor' raised:`."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if "legacy stream" in lines[0]:
+        return f"{lines[0]} (a tensor of an earlier step still holds its autograd graph: keep it detached)"
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 

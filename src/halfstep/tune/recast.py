@@ -29,15 +29,16 @@ Source = tuple[nn.Parameter, torch.dtype, bool]
 
 
 def _without_copy(kept: Tensor) -> Tensor | Source:
-    """What autograd keeps of a tensor: of a parameter's copy the parameter."""
+    """What autograd keeps of a tensor: of a parameter's copy the parameter; detached, or an output that no backward
+    passes would hold its node, which holds it."""
     cast, is_turned = kept.grad_fn, False
     if cast is not None and cast.name() == "TBackward0":
         cast, is_turned = cast.next_functions[0][0], True
     if cast is None or cast.name() != "ToCopyBackward0":
-        return kept
+        return kept.detach()
     source = getattr(cast.next_functions[0][0], "variable", None)
     if not isinstance(source, nn.Parameter) or source.numel() != kept.numel() or source.device != kept.device:
-        return kept
+        return kept.detach()
     return source, kept.dtype, is_turned
 
 
