@@ -117,7 +117,13 @@ def torch_row(
 
 
 def halfstep_row(
-    config: RunConfig, precision: str, *, warm_up: int = 10, turn: Turn | None = None, profiles: bool = False
+    config: RunConfig,
+    precision: str,
+    *,
+    warm_up: int = 10,
+    window: int = 15,
+    turn: Turn | None = None,
+    profiles: bool = False,
 ) -> dict[str, Any]:
     """A step as `halfstep train` makes it, captured as one CUDA graph; eager where there is no GPU.
 
@@ -129,7 +135,7 @@ def halfstep_row(
     problem = problem_for(config, torch.device(hardware.device))
     # On a CPU the script is tried, not timed.
     schedule = (
-        Schedule(warm_up=warm_up, ramp=2, window=15) if device == "cuda" else Schedule(warm_up=3, ramp=0, window=1)
+        Schedule(warm_up=warm_up, ramp=2, window=window) if device == "cuda" else Schedule(warm_up=3, ramp=0, window=1)
     )
     request = Request(precisions=(precision,), modes=("graph" if device == "cuda" else "eager",), schedule=schedule)
     flops = step_flops(problem)
