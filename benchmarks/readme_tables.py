@@ -271,15 +271,19 @@ def four_models() -> str:
 
 
 def slotcontrast_lines() -> str:
-    """Guide 3's model: one line per row that was measured."""
-    found = result("slotcontrast_speed")
-    return "\n".join(
-        "- SlotContrast at MOVi-E's size (ViT-B/14, 64 clips of 4 frames, 336 pixels), "
-        f"{found['precision']}, {row['row']}: "
-        f"{row['ms']:.1f} ms and {row['peak_gb']:.1f} GB per step on one {found['device']} (`{found['command']}`)."
-        for row in found["rows"]
-        if row.get("ms")
-    )
+    """Guide 3's models: a line of the table per row that was measured."""
+    slots, steve = result("slotcontrast_speed"), result("steve_speed")
+    titles = {"slotcontrast": "SlotContrast, MOVi-E's size", "steve": "STEVE, published settings"}
+    lines = [
+        f"One step in {slots['precision']} on one {slots['device']} (`{slots['command']}`, `{steve['command']}`):\n",
+        "| step | plain loop | + fused + compile | halfstep |",
+        "|---|---|---|---|",
+    ]
+    for name, found in (("slotcontrast", slots), ("steve", steve)):
+        rows = {row["row"]: f"{row['ms']:.1f} ms, {row['peak_gb']:.1f} GB" for row in found["rows"] if row.get("ms")}
+        cells = " | ".join(rows.get(row, "not run") for row in ("plain", "plain_tuned", "halfstep"))
+        lines.append(f"| {titles[name]} | {cells} |")
+    return "\n".join(lines)
 
 
 GUIDES = HERE.parent / "docs" / "guides"
