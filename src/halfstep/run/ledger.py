@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -97,7 +98,7 @@ def _ledgers_of_one(
     if engine.mode == "eager" or parts.workload.blocks:
         return [eager], islands  # tracing the whole network would take the minutes that its blocks save
     recorder = GraphRecorder()
-    with undone(step), chains(on=False):
+    with undone(step), chains(on=False), without_remarks():
         step.compute(loss_alone(recorder.compiled(engine.parts.eager)), prepared)
     seen = seen_in(recorder.graphs, step.model, frozen, observer.seen)
     notes = _notes(engine, num_of(recorder.graphs)["forward"])
@@ -114,6 +115,14 @@ def _notes(engine: Engine, num_graphs: int) -> list[str]:
             "the captured rows show their kernels"
         )
     return notes
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Those of torch's compiler on code that it traces for the ledger alone: they ask nothing of the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def loss_alone(region: Region) -> LossFn:
@@ -244,7 +253,7 @@ def _nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
             value, weight, _ = region(batch)
         return value, weight
 
-    with undone(step):
+    with undone(step), without_remarks():
         step.compute(loss, prepared)
     return recorder.graphs
 
