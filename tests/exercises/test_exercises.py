@@ -11,8 +11,7 @@ import pytest
 from halfstep.cli.main import main
 from halfstep.data.binary_sets import ROW_BYTES as RECORD
 from halfstep.errors import DataError
-from halfstep.exercises import small_cnn
-from halfstep.exercises.benchmark_formats import run as benchmark
+from halfstep.exercises import benchmark_formats, small_cnn
 from halfstep.exercises.small_cnn import generated, read_cifar
 from halfstep.workloads import load
 
@@ -38,12 +37,16 @@ def test_every_claim_of_an_exercise_is_seen_to_hold(
         assert found["scales"][: num + 1] == [2.0 ** (40 - k) for k in range(num + 1)], "halved at each skipped step"
 
 
-def test_exercise_1_compares_three_formats_with_paired_seeds(tmp_path: Path) -> None:
+def test_exercise_1_compares_three_formats_with_paired_seeds_in_the_steps_its_time_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written_cifar(tmp_path / "cifar")
+    monkeypatch.setattr(benchmark_formats, "FEWEST_STEPS", 1)
     lines: list[str] = []
-    story = benchmark(tmp_path, data=str(tmp_path / "cifar"), steps=1, say=lines.append)
+    story = benchmark_formats.run(tmp_path, data=str(tmp_path / "cifar"), most_s=0.0, say=lines.append)
     assert [row[0] for row in story.rows] == ["fp32", "fp16", "bf16"]
-    assert len(lines) == 15
+    assert ("1 step a run instead of 60" in lines[0], "s in all" in lines[0]) == (True, True)
+    assert len(lines) == 1 + 15
     assert any("often expected" in line for line in story.told)
     assert any("measured here: accuracy within" in line for line in story.told)
 

@@ -103,6 +103,55 @@ def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path
     assert (found["values"], found["difference"]) == ([None], None)
 
 
+HUNGRY = """
+import dataclasses
+import torch
+from own_workload import KIND as MOONS
+
+def build(config, store=None):
+    moons = MOONS.builder(config, store)
+    def forward(model, batch):
+        if len(batch["point"]) > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return moons.forward(model, batch)
+    return dataclasses.replace(moons, forward=forward)
+
+KIND = dataclasses.replace(MOONS, builder=build)
+"""
+
+
+@pytest.fixture
+def hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A workload that runs out of memory above 32 samples."""
+    (tmp_path / "hungry_moons.py").write_text(HUNGRY)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "hungry_moons:KIND"
+
+
+def test_a_row_out_of_memory_is_marked_and_tried_once_and_the_others_go_on(
+    hungry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ("--rows", "plain: precision=fp32", "large: precision=fp32 train.batch_size=64", "low: optimizer.lr=0.002")
+    out = tmp_path / "c"
+    words = (hungry, *SMALL, *rows, "--seeds", "5", "--margin", "0.9", "--out", str(out), "--json")
+    code, text, progress = run(capsys, *words)
+    assert code == 1, "not every row is the same"
+    found = json.loads(text)
+    assert [row["verdict"].split(" (")[0] for row in found["rows"]] == ["baseline", "out of memory", "same"]
+    assert "large, seeds 0, 1, 2, 3, 4: out of memory on cpu with batch size 64" in found["notes"]
+    assert progress.count("out of memory") == 5
+    assert not list(out.glob("runs/large-[1-4]*")), "another seed takes as much memory"
+
+
+def test_a_baseline_out_of_memory_fixes_no_margin_and_says_why(
+    hungry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (hungry, *SMALL, "train.batch_size=64", *TWO, "--seeds", "5", "--out", str(tmp_path / "c"))
+    code, _, error = run(capsys, *(word for word in words if word != "train.batch_size=32"))
+    assert code == 2
+    assert "out of memory on cpu with batch size 64" in error
+
+
 def test_judged_by_its_best_validation_a_run_counts_as_its_best_checkpoint_would(tmp_path: Path) -> None:
     row = Row(name="unlearns", overrides=("optimizer.lr=3", "train.clip_norm=0", "train.validate_every_steps=1"))
     last, best = (
@@ -119,11 +168,22 @@ def timed(row: str, seed: int, values: list[float], **more: str) -> Outcome:
         "mode": "max",
         "simulated": False,
         "elapsed_s": 1.0,
-        "epochs": 1.0,
+        "trained_s": 0.8,
+        "samples": 80,
+        "epochs": 2.0,
         "device": "cpu",
         **more,
     }
     return Outcome(row=row, seed=seed, value=values[-1], curve=curve, summary=summary, alone=True)
+
+
+def test_an_epochs_time_is_that_of_training_and_a_runs_money_is_that_of_all_of_it() -> None:
+    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    runs = [timed(row, seed, [0.5]) for row in ("a", "b") for seed in range(3)]
+    request = Request(target="x", overrides=(), rows=rows, price=7.2)
+    line = lines_of(Comparison(request=request, margin=0.05, runs=runs))[0]
+    assert (line.seconds_per_epoch, line.samples_per_s) == pytest.approx((0.4, 100))
+    assert line.money == pytest.approx(0.002)
 
 
 def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_less_the_margin() -> None:

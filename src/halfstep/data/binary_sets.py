@@ -32,18 +32,30 @@ def cifar_folder(root: Path) -> Path | None:
 
 def read_cifar(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]:
     """Class names, training images and test images."""
+    train, test = cifar_planes(folder)
+    return _class_names(folder), _images(*train), _images(*test)
+
+
+Planes = tuple[torch.Tensor, torch.Tensor]
+"""Pixels as they are stored, channels first, and labels."""
+
+
+def cifar_planes(folder: Path) -> tuple[Planes, Planes]:
+    """Training and test images, whose pixels lie in the files' own rows."""
     train, test = sorted(folder.glob("data_batch_*.bin")), folder / "test_batch.bin"
     if not test.is_file():
         raise DataError(f"no test_batch.bin in {folder}", fix="unpack the whole archive: cifar-10-binary.tar.gz")
-    return _class_names(folder), _images(train), _images([test])
+    return _planes(train), _planes([test])
 
 
-def _images(paths: list[Path]) -> StoredImages:
-    rows = np.concatenate([_rows(path) for path in paths])
-    labels = torch.from_numpy(rows[:, 0].astype(np.int64))
-    planes = rows[:, 1:].reshape(-1, 3, SIDE, SIDE)
-    pixels = torch.from_numpy(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
-    return StoredImages(pixels=pixels, sizes=np.full((len(rows), 2), SIDE), labels=labels)
+def _planes(paths: list[Path]) -> Planes:
+    rows = torch.from_numpy(np.concatenate([_rows(path) for path in paths]))
+    return rows[:, 1:].unflatten(1, (3, SIDE, SIDE)), rows[:, 0].long()
+
+
+def _images(planes: torch.Tensor, labels: torch.Tensor) -> StoredImages:
+    pixels = planes.permute(0, 2, 3, 1).contiguous()
+    return StoredImages(pixels=pixels, sizes=np.full((len(labels), 2), SIDE), labels=labels)
 
 
 def _rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

@@ -113,7 +113,7 @@ def _gigabytes(value: float | None) -> str:
 
 def _spread(values: Sequence[float]) -> str:
     if not values or not all(map(math.isfinite, values)):
-        return "not finite" if values else "no run"
+        return "no metric" if values else "no run"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.4f} ± {deviation:.4f}"
 

@@ -16,7 +16,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ class _Runs:
         missing = [job for job in jobs if (job[0].name, job[1]) not in known]
         if missing and self._is_spent():
             return False
-        for job, outcome in zip(missing, _outcomes(self.comparison.request, missing), strict=True):
+        for job, outcome in zip(missing, _outcomes(self.comparison.request, missing, kept), strict=True):
             kept.append(outcome)
             is_over = self._is_spent()
             _write(self.folder, self.comparison)
@@ -262,10 +262,11 @@ class _Runs:
 def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
     request, values = comparison.request, [run.value for run in comparison.pilot]
     if not all(map(math.isfinite, values)):
+        reasons = dict.fromkeys(run.stopped for run in comparison.pilot if run.stopped)
         raise ConfigError(
             f"the pilot ended with {comparison.metric} = {', '.join(f'{v:g}' for v in values)}",
-            why="a margin cannot come from runs that failed",
-            fix="mend the baseline first (a lower optimizer.lr), or compare anew with --margin X",
+            why="; ".join(["a margin cannot come from runs that failed", *reasons]),
+            fix="mend the baseline first (a lower optimizer.lr, a smaller batch), or compare anew with --margin X",
         )
     _refuse_constant(values, comparison.metric)
     comparison.margin = default_margin(values, in_points=comparison.in_points)
@@ -279,12 +280,15 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
     )
 
 
-def _outcomes(request: Request, jobs: Sequence[Job]) -> Iterator[Outcome]:
-    """One after the other, or as many at once as were asked for."""
+def _outcomes(request: Request, jobs: Sequence[Job], known: Sequence[Outcome]) -> Iterator[Outcome]:
+    """One after the other, or as many at once as were asked for. `known` grows with them."""
     is_alone = request.at_once == 1
     run = partial(one_run, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
     if is_alone:
-        yield from (run(*job) for job in jobs)
+        for row, seed, place in jobs:
+            too_large = next((one for one in known if one.row == row.name and one.is_out_of_memory), None)
+            # Another seed takes as much memory: the row is not tried again.
+            yield run(row, seed, place) if too_large is None else replace(too_large, seed=seed)
         return
     # Not forked: a process that has used the GPU cannot hand it down.
     with ProcessPoolExecutor(request.at_once, mp_context=multiprocessing.get_context("spawn")) as processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import shutil
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.config.load import Loaded
-from halfstep.errors import CheckpointError, TrainingStopped
+from halfstep.errors import CheckpointError, MemoryLimitError, TrainingStopped
 from halfstep.report.metrics_file import read
 from halfstep.run.ending import read_summary
 from halfstep.run.train import train
+from halfstep.tune.memory_limit import OutOfMemory, first_line
 from halfstep.workloads import load
 
 QUIET = ("log.quiet=true", "log.curves=false")
 """A comparison has one table and one picture, of all its runs."""
 STRICT = "precision.strict=true"
 """Unless it says otherwise: a row that ran in another format than it names would compare nothing."""
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +43,18 @@ class Outcome:
     row: str
     seed: int
     value: float
-    """The headline metric at the last validation, or at the best one; NaN where the guard stopped the run."""
+    """The headline metric at the last validation, or at the best one; NaN where the run was stopped."""
     curve: tuple[tuple[int, float, float], ...]
     """(step, seconds, value) of each validation."""
     summary: dict[str, Any]
     alone: bool
     """Whether nothing else ran beside it, from start to end: only then time, memory and energy are its own."""
     stopped: str = ""
-    """Why the guard ended it."""
+    """Why the guard ended it, or that it did not fit the device."""
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        return self.stopped.startswith(OUT_OF_MEMORY)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Outcome:
@@ -82,10 +89,14 @@ def one_run(
                 train(loaded, out=folder)
         except TrainingStopped as error:
             stopped = error.what
+        except (MemoryLimitError, OutOfMemory) as error:
+            stopped = _does_not_fit(error, alone=alone)
         except CheckpointError as error:
             if is_resumed:
                 error.fix = f"delete {folder}: the comparison then trains this run again"
             raise
+    if stopped:
+        gc.collect()  # its model and batches, for the runs to come
     return _outcome(folder, row, seed, best=best, alone=alone and not is_resumed, stopped=stopped)
 
 
@@ -105,6 +116,12 @@ def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, stop
         alone=alone,
         stopped=stopped,
     )
+
+
+def _does_not_fit(error: MemoryLimitError | OutOfMemory, *, alone: bool) -> str:
+    what = error.what if isinstance(error, MemoryLimitError) else first_line(error)
+    what = what if what.startswith(OUT_OF_MEMORY) else f"{OUT_OF_MEMORY}: {what}"
+    return what if alone else f"{what}, with other runs beside it"
 
 
 def data_of(folder: Path) -> dict[str, str]:

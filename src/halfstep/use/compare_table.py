@@ -13,7 +13,7 @@ from halfstep.hardware.probe import probe
 from halfstep.report.comparison_view import Line
 from halfstep.run.planned_batch import planned_largest_batch
 from halfstep.use.compare import Comparison, called_wide, config_of, differing_keys, seconds_to_quality
-from halfstep.use.compare_run import Outcome
+from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome
 from halfstep.use.equivalence import Verdict
 
 
@@ -26,21 +26,22 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
     runs = comparison.outcomes(row)
     # Beside others, or in a format that is only simulated, a run says nothing about time or memory.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
-    seconds = _median(alone, "elapsed_s")
+    seconds, per_sample = _median(alone, "elapsed_s"), _median(alone, "trained_s", per="samples")
     price = comparison.request.price
     is_simulated = any(run.summary.get("simulated") for run in runs)
     times = [] if is_simulated else seconds_to_quality(comparison, [run for run in runs if run.alone])
     reached = [time for time in times if time is not None]
+    does_not_fit = any(run.is_out_of_memory for run in runs)
     return Line(
         name=row,
-        seconds_per_epoch=_median(alone, "elapsed_s", per="epochs"),
-        samples_per_s=_median(alone, "samples_per_s"),
+        seconds_per_epoch=_median(alone, "trained_s", per="epochs"),
+        samples_per_s=1 / per_sample if per_sample else None,
         memory_bytes=_median(alone, "peak_memory_bytes"),
         largest_batch=_largest_batch(comparison, alone),
         joules=_median(alone, "joules"),
         money=None if price is None or seconds is None else price * seconds / 3600,
         values=[run.value for run in runs],
-        verdict=_word(verdict, is_wide=called_wide(comparison)),
+        verdict=OUT_OF_MEMORY if does_not_fit else _word(verdict, is_wide=called_wide(comparison)),
         interval=None if verdict is None or math.isnan(verdict.mean) else (verdict.low, verdict.high),
         # The median over all seeds: where half of them never get there, neither does the median.
         to_quality_s=statistics.median(reached) if len(reached) * 2 > len(times) else None,
@@ -87,8 +88,7 @@ def notes_of(comparison: Comparison) -> list[str]:
         if verdict.why:
             more = f"; about {counted(verdict.seeds_needed, 'seed')} would decide" if verdict.seeds_needed else ""
             notes.append(f"{name}: not shown, {verdict.why}{more}")
-    failed = [run for run in comparison.runs if not math.isfinite(run.value)]
-    notes += [f"{run.row}, seed {run.seed}: {run.stopped or f'{comparison.metric} is {run.value}'}" for run in failed]
+    notes += _failures(comparison)
     notes += _other_differences(comparison)
     if any(not run.alone for run in comparison.runs):
         notes.append("runs in parallel with others, or resumed: their time, memory and energy are left out")
@@ -98,6 +98,16 @@ def notes_of(comparison: Comparison) -> list[str]:
     if any(summary.get("joules") is None for summary in on_gpu):
         notes.append("no energy: NVML, which counts it, is not there or does not know this GPU")
     return [*notes, f"ended: {comparison.ended}"]
+
+
+def _failures(comparison: Comparison) -> list[str]:
+    """A line for each row and reason, with its seeds."""
+    seeds: dict[tuple[str, str], list[str]] = {}
+    for run in comparison.runs:
+        if not math.isfinite(run.value):
+            why = run.stopped or f"{comparison.metric} is {run.value}"
+            seeds.setdefault((run.row, why), []).append(str(run.seed))
+    return [f"{row}, seed{'s' * (len(own) > 1)} {', '.join(own)}: {why}" for (row, why), own in seeds.items()]
 
 
 def _other_differences(comparison: Comparison) -> list[str]:
