@@ -30,6 +30,8 @@ class Model:
     """One line of the table."""
 
     title: str
+    guide: str
+    """What guide 2 says of fp16 and bf16 against fp32."""
     workload: str
     batch_size: int
     words: tuple[str, ...] = ()
@@ -37,12 +39,23 @@ class Model:
 
 
 MODELS = {
-    "resnet50": Model(title="ResNet-50, 224, 64", workload="resnet50", batch_size=64, small=("data.image_size=32",)),
+    "resnet50": Model(
+        title="ResNet-50, 224, 64",
+        guide="1.8× / 1.7×",
+        workload="resnet50",
+        batch_size=64,
+        small=("data.image_size=32",),
+    ),
     "vit_l": Model(
-        title="ViT-L/16, 224, 64", workload="vit_l_16", batch_size=64, small=("data.image_size=32", "model.depth=1")
+        title="ViT-L/16, 224, 64",
+        guide="2.1× / 2.0×",
+        workload="vit_l_16",
+        batch_size=64,
+        small=("data.image_size=32", "model.depth=1"),
     ),
     "sd_unet": Model(
         title="SD 1.x U-Net 860M, 4×64×64, 8",
+        guide="1.9× / 1.85×",
         workload="diffusion_speed:SD_UNET",
         batch_size=8,
         words=("model.channels=[320, 640, 1280, 1280]", "model.attention=[0, 1, 2]", "noise.schedule=scaled_linear"),
@@ -50,6 +63,7 @@ MODELS = {
     ),
     "gpt2_xl": Model(
         title="GPT-2 XL 1.56B, 4×1024",
+        guide="1.7× / 1.65×",
         workload="gpt2_xl",
         batch_size=4,
         small=("model.depth=1", "model.dim=64", "model.heads=2", "model.context=64"),
@@ -96,9 +110,11 @@ def fill(arguments: argparse.Namespace) -> None:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """In Markdown: ms of a step, and how many times as fast as strict fp32 and as TF32."""
-    lines = ["| model | " + " | ".join(PRECISIONS) + " |", "|---" * (len(PRECISIONS) + 1) + "|"]
-    for model in (found[name] for name in MODELS if name in found):
-        lines.append(f"| {model['title']} | " + " | ".join(cell(model["rows"], p) for p in PRECISIONS) + " |")
+    lines = [f"| model | {' | '.join(PRECISIONS)} | the guide: fp16 / bf16 |", "|---" * (len(PRECISIONS) + 2) + "|"]
+    for name, model in MODELS.items():
+        if name in found:
+            cells = " | ".join(cell(found[name]["rows"], precision) for precision in PRECISIONS)
+            lines.append(f"| {model.title} | {cells} | {model.guide} |")
     return "\n".join(lines)
 
 
