@@ -186,6 +186,25 @@ def test_an_epochs_time_is_that_of_training_and_a_runs_money_is_that_of_all_of_i
     assert line.money == pytest.approx(0.002)
 
 
+def test_the_largest_batch_is_that_of_the_gpu_the_rows_ran_on_wherever_the_table_is_read() -> None:
+    rows = (Row(name="a", overrides=("precision=fp32",)), Row(name="b", overrides=("precision=bf16",)))
+    request = Request(
+        target="unet", overrides=("data.image_size=32", "model.base_channels=4", "model.depth=1"), rows=rows
+    )
+
+    def largest(memory: int | None) -> int | None:
+        known = {} if memory is None else {"device_memory_bytes": memory}
+        on = {"device": "cuda:0 (A)", "steps_run": "eager", "precision": "fp32", **known}
+        runs = [timed("a", seed, [0.5], **on) for seed in range(5)]
+        return lines_of(Comparison(request=request, margin=0.05, runs=runs))[0].largest_batch
+
+    small, large = largest(10**9), largest(2 * 10**9)
+    assert small is not None
+    assert large is not None
+    assert 1.5 * small < large
+    assert largest(None) is None  # stored without it
+
+
 def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_less_the_margin() -> None:
     rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed("a", 0, [0.5, 0.8]), timed("b", 0, [0.76, 0.9]), timed("a", 1, [0.5, 0.8]),

@@ -15,6 +15,7 @@ import torch
 from halfstep.disk import whole_folder, write_whole
 from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, counted, suggested
 from halfstep.evidence.capsule import all_in
+from halfstep.hardware.probe import probe
 from halfstep.measure.memory import peak_memory_bytes
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import load
@@ -157,6 +158,7 @@ def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float
         "precision": plan.granted,
         "simulated": plan.simulated,
         "device": f"{plan.device} ({plan.device_name})",
+        "device_memory_bytes": probe(plan.device).memory_total_bytes,
         "versions": {"halfstep": halfstep.__version__, "torch": torch.__version__},
         "command": ["halfstep", *sys.argv[1:]],
     }

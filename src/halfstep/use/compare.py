@@ -249,6 +249,8 @@ class _Runs:
             _write(self.folder, self.comparison)
             keep_the_records(job[2])
             self.say(_said(self.comparison, outcome))
+            if len(self.comparison.runs) == 1 and (wide := why_wide(self.comparison)):
+                self.say(wide)  # before the other runs are paid for
             if is_over and job is not missing[-1]:
                 return False
         return True
@@ -300,11 +302,14 @@ def _end(folder: Path, comparison: Comparison, why: str) -> None:
     _write(folder, comparison)
 
 
-def called_wide(comparison: Comparison) -> bool:
-    """Whether "same" within this margin says little."""
+def why_wide(comparison: Comparison) -> str:
+    """Why "same" within this margin says little; empty where it says much."""
     values = [run.value for run in comparison.outcomes(comparison.request.baseline.name) if math.isfinite(run.value)]
-    margin = comparison.margin
-    return bool(values) and margin is not None and is_wide(margin, values, in_points=comparison.in_points)
+    margin, in_points = comparison.margin, comparison.in_points
+    if not values or margin is None or not is_wide(margin, values, in_points=in_points):
+        return ""
+    size = f" ({100 * margin:g} points; half a point is 0.005)" if in_points else ""
+    return f'this margin is wide{size}: "same" within it says little; more data or steps make seeds differ less'
 
 
 def seconds_to_quality(comparison: Comparison, runs: Sequence[Outcome]) -> list[float | None]:

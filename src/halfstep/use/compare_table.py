@@ -9,10 +9,9 @@ from typing import Any
 
 from halfstep.config.aliases import precision_name
 from halfstep.errors import counted
-from halfstep.hardware.probe import probe
 from halfstep.report.comparison_view import Line
 from halfstep.run.planned_batch import planned_largest_batch
-from halfstep.use.compare import Comparison, called_wide, config_of, differing_keys, seconds_to_quality
+from halfstep.use.compare import Comparison, config_of, differing_keys, seconds_to_quality, why_wide
 from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome
 from halfstep.use.equivalence import Verdict
 
@@ -41,7 +40,7 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
         joules=_median(alone, "joules"),
         money=None if price is None or seconds is None else price * seconds / 3600,
         values=[run.value for run in runs],
-        verdict=OUT_OF_MEMORY if does_not_fit else _word(verdict, is_wide=called_wide(comparison)),
+        verdict=OUT_OF_MEMORY if does_not_fit else _word(verdict, is_wide=bool(why_wide(comparison))),
         interval=None if verdict is None or math.isnan(verdict.mean) else (verdict.low, verdict.high),
         # The median over all seeds: where half of them never get there, neither does the median.
         to_quality_s=statistics.median(reached) if len(reached) * 2 > len(times) else None,
@@ -52,12 +51,12 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
 
 def _largest_batch(comparison: Comparison, alone: Sequence[Outcome]) -> int | None:
     """What the memory plan says fits the GPU that the row ran on."""
-    if not alone or not str(alone[0].summary["device"]).startswith("cuda"):
+    memory = alone[0].summary.get("device_memory_bytes") if alone else None
+    if memory is None or not str(alone[0].summary["device"]).startswith("cuda"):
         return None
     request, run = comparison.request, alone[0]
     row = next(row for row in request.rows if row.name == run.row)
     config = config_of(request, row, run.seed)
-    memory = probe(config.device).memory_total_bytes
     return planned_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
 
 
@@ -76,8 +75,8 @@ def notes_of(comparison: Comparison) -> list[str]:
     """What a reader must know to believe the table."""
     request, margin = comparison.request, comparison.margin
     notes = [f"margin {margin:.4g} in {comparison.metric}: {comparison.margin_from}"]
-    if called_wide(comparison):
-        notes.append('this margin is wide: "same" within it says little; more data or steps make seeds differ less')
+    if wide := why_wide(comparison):
+        notes.append(wide)
     looks = ", ".join(map(str, request.looks))
     rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
     notes.append(f"{counted(comparison.whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all")

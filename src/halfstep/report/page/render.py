@@ -206,18 +206,22 @@ def _sample(path: Path, root: Path) -> str:
 
 
 def _settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> str:
-    """Names and settings: one column each; settings that differ are marked and come first."""
+    """Names and settings: one column each; settings that differ are marked, and the others folded."""
     keys = list(dict.fromkeys(key for _, settings in runs for key in settings))
     differ = {key for key in keys if len({settings.get(key, ("",))[0] for _, settings in runs}) > 1}
-    ordered = [*(key for key in keys if key in differ), *(key for key in keys if key not in differ)]
     titles = ["setting", *([name for name, _ in runs] if len(runs) > 1 else ["value", "from"])]
-    rows = []
-    for key in ordered:
+
+    def row_of(key: str) -> list[str]:
         cells = [settings.get(key, ("", "")) for _, settings in runs]
-        rows.append([key, *([value for value, _ in cells] if len(runs) > 1 else cells[0])])
+        return [key, *([value for value, _ in cells] if len(runs) > 1 else cells[0])]
+
+    if len(runs) == 1:
+        return _table(titles, [row_of(key) for key in keys])
     count = "1 setting differs and is" if len(differ) == 1 else f"{len(differ)} settings differ and are"
-    note = f"<p class=faint>{count} marked.</p>" if len(runs) > 1 else ""
-    return note + _table(titles, rows, marked=[key in differ for key in ordered])
+    marked = _table(titles, [row_of(key) for key in keys if key in differ], marked=[True] * len(differ))
+    same = [row_of(key) for key in keys if key not in differ]
+    rest = f"<details><summary>the same in all ({len(same)})</summary>{_table(titles, same)}</details>"
+    return f"<p class=faint>{count} marked.</p>{marked if differ else ''}{rest}"
 
 
 def _origin(summary: Mapping[str, Any]) -> str:
