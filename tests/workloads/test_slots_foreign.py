@@ -11,7 +11,7 @@ import pytest
 from halfstep.config.load import Loaded
 from halfstep.errors import ConfigError
 from halfstep.workloads import build, load
-from halfstep.workloads.slots.config import SlotContrastConfig
+from halfstep.workloads.slots.config import SlotContrastConfig, SlotVideoConfig
 from halfstep.workloads.slots.demo import write_demo
 
 THEIRS = textwrap.dedent("""\
@@ -124,6 +124,25 @@ def test_it_builds_on_shards(written: Path, tmp_path: Path) -> None:
     built = build(load(str(written), flags={"data_dir": str(tmp_path / "data")}).config)
     assert (len(built.train_samples), len(built.val_samples)) == (4, 2)
     assert built.metric == "fg_ari"
+
+
+def test_without_a_data_folder_generated_clips_take_the_place_of_its_shards(written: Path, tmp_path: Path) -> None:
+    written.write_text(THEIRS.replace("demo-", "movi_e/movi_e-"))
+    loaded = load(str(written))
+    assert (config_of(loaded).data.train_shards, config_of(loaded).data.val_size) == ("", 0)
+    said = next(line for line in loaded.warnings if "data.train_shards" in line)
+    assert "data.val_shards" in said
+    assert "--data-dir" in said
+    write_demo(tmp_path / "data", num_train=4, num_val=2, frames=6, side=16, per_shard=2)
+    built = build(config_of(loaded).model_copy(update={"data": with_folder(loaded, tmp_path / "data")}))
+    assert (len(built.train_samples), len(built.val_samples)) == (4, 2)
+    told = load(str(written), flags={"data_dir": str(tmp_path / "data")})
+    assert config_of(told).data.train_shards == "movi_e/movi_e-train-{000000..000001}.tar"
+    assert not any("data.train_shards" in line for line in told.warnings)
+
+
+def with_folder(loaded: Loaded, folder: Path) -> SlotVideoConfig:
+    return config_of(loaded).data.model_copy(update={"dir": str(folder)})
 
 
 def test_a_key_nobody_knows_is_named(written: Path) -> None:

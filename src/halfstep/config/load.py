@@ -128,7 +128,7 @@ def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
     said = [*preset_statements(strongest("preset", said), schema), *said]
     settings = [setting for statement in said if (setting := canonical(statement, schema))]
     settings += meant_by_globals(settings, used)
-    settings += demo_statements(settings, schema)
+    settings, replaced = with_demo(settings, schema)
     precision, warnings = precision_statements([s for s in settings if s.path in PRECISION_KEYS])
     others = [typed_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
     chosen, overridden = layered([*precision, *others])
@@ -139,6 +139,7 @@ def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
     notes = (
         *unused_globals(said, used), *unused_options(config), *scaled_rate(config), *optimizations(settings, config),
     )  # fmt: skip
+    warnings = (*warnings, *replaced)
     return Loaded(config=config, origins=origins, overridden=tuple(overridden), notes=notes, warnings=warnings)
 
 
@@ -187,10 +188,15 @@ def preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list
     return layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
 
 
-def demo_statements(settings: Sequence[Statement], schema: type[RunConfig]) -> list[Statement]:
-    """Without a data folder the workload trains on its demo data, with settings that suit those."""
-    has_folder = any(s.path == "data.dir" and not is_empty(s.value) for s in settings)
-    return [] if has_folder else layer_statements(schema.demo, "demo", "demo data")
+def with_demo(settings: Sequence[Statement], schema: type[RunConfig]) -> tuple[list[Statement], list[str]]:
+    """Without a data folder the workload trains on its demo data, with settings that suit those; names of files that
+    the demo does not have are left out and said."""
+    if any(s.path == "data.dir" and not is_empty(s.value) for s in settings):
+        return list(settings), []
+    kept = [s for s in settings if s.path not in schema.demo_replaces]
+    left_out = sorted({s.path for s in settings if s.path in schema.demo_replaces and not is_empty(s.value)})
+    warnings = [f"{', '.join(left_out)}: not read without a data folder, --data-dir DIR"] if left_out else []
+    return [*kept, *layer_statements(schema.demo, "demo", "demo data")], warnings
 
 
 def precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:

@@ -132,6 +132,8 @@ class RunConfig(Section):
     """Values by path for each preset; a workload has its own."""
     demo: ClassVar[dict[str, Any]] = {}
     """Values by path that suit the workload's demo data; they count only where no data folder is given."""
+    demo_replaces: ClassVar[frozenset[str]] = frozenset()
+    """Paths of settings that name files of a data folder: without one they do not count."""
 
     workload: str = Field(description="What is trained: a workload's name, or an import path pkg.module:build")
     preset: str | None = Field(default=None, description=f"Values for a purpose: {', '.join(PRESET_NAMES)}")

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, model_validator
 from halfstep.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
 from halfstep.config.training import OptimizerName, ScheduleName
-from halfstep.workloads.slots.video_config import VideoDataConfig
+from halfstep.workloads.slots.video_config import VIDEO_NAMES, VideoDataConfig
 
 Backbone = Literal[
     "vit_small_patch14_dinov2", "vit_base_patch14_dinov2", "vit_large_patch14_dinov2", "filters"
@@ -187,6 +187,7 @@ class SlotContrastConfig(RunConfig):
         "train.max_steps": 1500,
         "train.validate_every_steps": 250,
     }
+    demo_replaces = VIDEO_NAMES
 
     data: SlotVideoConfig = SlotVideoConfig()
     model: SlotContrastModelConfig = SlotContrastModelConfig()

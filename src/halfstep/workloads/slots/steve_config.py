@@ -9,7 +9,7 @@ from pydantic import Field
 from halfstep.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount
 from halfstep.config.training import OptimizerName, ScheduleName
-from halfstep.workloads.slots.video_config import VideoDataConfig
+from halfstep.workloads.slots.video_config import VIDEO_NAMES, VideoDataConfig
 
 
 class SteveModelConfig(ModelConfig):
@@ -110,6 +110,7 @@ class SteveConfig(RunConfig):
     """One STEVE run."""
 
     demo: ClassVar[dict[str, Any]] = DEMO
+    demo_replaces = VIDEO_NAMES
 
     data: VideoDataConfig = VideoDataConfig()
     model: SteveModelConfig = SteveModelConfig()

@@ -9,6 +9,9 @@ from pydantic import Field
 from halfstep.config.schema import DataConfig
 from halfstep.config.section import Fraction, OffCount, PositiveCount
 
+VIDEO_NAMES = frozenset({"data.train_shards", "data.val_shards", "data.val_videos", "data.val_size"})
+"""Settings that speak of the videos of a data folder; the demo writes its own."""
+
 
 class VideoDataConfig(DataConfig):
     """A folder of videos: tar shards, folders of frames, gif or mp4 files."""
