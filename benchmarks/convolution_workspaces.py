@@ -25,18 +25,12 @@ from recording import RESULTS, store
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 CHANNELS = (32, 64, 128, 256, 512, 1024)
 MOST_BYTES, MOST_WORK = 2e9, 2e12
-MODULE = Path(__file__).parents[1] / "src/halfstep/tune/planner/cudnn_choices.py"
-HEAD = '''"""cuDNN's choices in strict fp32 on {device}, cuDNN {cudnn}.
-
-Made by `python benchmarks/convolution_workspaces.py --write`. By (n, c, k) a digit for each of
-`convolutions.SIDES`: 1 forward by FFT, 2 gradient of the input by FFT of tiles, 4 that of the weight by Winograd, added
-up; a dot was not asked for.
+TABLE = Path(__file__).parents[1] / "src/halfstep/tune/planner/cudnn_choices.txt"
+HEAD = """# cuDNN's choices in strict fp32 on {device}, cuDNN {cudnn}.
+# Made by `python benchmarks/convolution_workspaces.py --write`. After n, c and k a digit for each side of
+# `convolutions.SIDES`: 1 forward by FFT, 2 gradient of the input by FFT of tiles, 4 that of the weight by Winograd,
+# added up; a dot was not asked for.
 """
-
-from __future__ import annotations
-
-CHOICES: dict[tuple[int, int, int], str] = {{
-'''
 
 
 def shapes() -> list[Shape]:
@@ -98,9 +92,8 @@ def write() -> None:
         shape = Shape(n, c, k, side, side, 3)
         is_known = [abs(size / law(shape) - 1) < 0.25 for size, law in zip(sizes, ALGORITHMS.values(), strict=True)]
         digits[SIDES.index(side)] = str(sum(2**bit for bit, known in enumerate(is_known) if known))
-    lines = [f'    {key}: "{"".join(digits)}",\n' for key, digits in sorted(table.items())]
-    head = HEAD.format(device=record["device"], cudnn=record["cudnn"])
-    MODULE.write_text(head + "".join(lines) + "}\n")
+    lines = [f"{n} {c} {k} {''.join(digits)}\n" for (n, c, k), digits in sorted(table.items())]
+    TABLE.write_text(HEAD.format(device=record["device"], cudnn=record["cudnn"]) + "".join(lines))
 
 
 def main() -> None:

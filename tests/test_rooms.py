@@ -15,19 +15,20 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "formats": {"errors"},
     "islands": set(),
+    "backend_flags": set(),
     "disk": {"errors"},
     "kernels": {"errors"},
     "models": {"kernels", "islands", "errors"},
     "config": {"formats", "errors"},
-    "hardware": {"measure", "formats", "errors"},
-    "precision": {"config", "hardware", "formats", "islands", "errors"},
+    "hardware": {"measure", "backend_flags", "formats", "errors"},
+    "precision": {"config", "hardware", "backend_flags", "formats", "islands", "errors"},
     "data": {"errors"},
     "workloads": {"config", "models", "data", "report", "islands", "errors"},
     "step": {"precision", "formats", "errors"},
     "report": {"config", "formats", "errors"},
     "align": {"config", "hardware.gpus", "formats", "errors"},
     "measure": {"errors"},
-    "evidence": {"step", "precision", "formats", "islands", "errors"},
+    "evidence": {"step", "precision", "backend_flags", "formats", "islands", "errors"},
 }
 ROOMS["tune"] = set(ROOMS) - {"align", "evidence"}
 ROOMS["run"] = set(ROOMS) - {"align"}
@@ -36,7 +37,7 @@ for room in ("use", "guide", "bench"):
 ROOMS["exercises"] = ROOMS["use"] | {"use"}
 ROOMS["cli"] = set(ROOMS)
 ROOMS["train"] = set(ROOMS)
-for room in set(ROOMS) - {"errors", "formats", "islands", "disk"}:
+for room in set(ROOMS) - {"errors", "formats", "islands", "backend_flags", "disk"}:
     ROOMS[room] = ROOMS[room] | {"disk"}
 
 TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus", "workloads.import_path"} | {

@@ -5,6 +5,8 @@ The environment is read in `cli`; for those who call us from Python, the two thi
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import shutil
 import sys
@@ -57,6 +59,12 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
         raise
 
 
+def unused(path: Path, ending: str = "") -> Path:
+    """A name that nothing has: `path`, or with a number in front of its ending (`NAME-2.png`) where it is taken."""
+    numbered = (path.with_name(f"{path.name.removesuffix(ending)}-{k}{ending}") for k in itertools.count(2))
+    return next(one for one in itertools.chain([path], numbered) if not one.exists())
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -64,6 +72,19 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# --- readers that leave ---
+
+GONE = (errno.EPIPE, errno.EIO)
+"""The reader left (`| head`), or the terminal was closed."""
+
+
+def drop(file: int) -> None:
+    """From here on this file is /dev/null."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file)
+    os.close(nowhere)
 
 
 # --- room, ownership ---

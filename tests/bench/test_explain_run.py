@@ -21,12 +21,10 @@ from halfstep.report.explain_view import Explanation, explain_view
 STEPS = 4
 
 FACTS = StepFacts(
-    precision="fp32",
     channels_last=True,
     device=torch.device("cpu"),
     device_name="a small CPU",
-    flops=1e6,
-    matmul_tflops={"fp32": 0.01},
+    floor_ms=0.1,
     bandwidth_gb_s=10.0,
 )
 

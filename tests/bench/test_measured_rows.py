@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.utils import clear_caches, fresh_cache
 
+from halfstep.backend_flags import effective_leaves
 from halfstep.bench.apart import CacheWatch, apart
 from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings, runners
 from halfstep.bench.measure_row import Schedule, measured_row, why_not
@@ -26,7 +27,6 @@ from halfstep.bench.settings import bench_config
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Measurement
 from halfstep.hardware.probe import probe
-from halfstep.precision.backend import effective_leaves
 
 CPU = torch.device("cpu")
 SHORT = Schedule(warm_up=1, ramp=0, window=1)

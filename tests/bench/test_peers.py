@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.peer_setup import PeerSetup, isolated
-from halfstep.bench.peers import PEERS, PeerMissing, peers
+from halfstep.backend_flags import effective_leaves, read_flags
+from halfstep.bench.peer_setup import PeerMissing, PeerSetup, isolated
+from halfstep.bench.peers import PEERS, peers
 from halfstep.bench.problem import Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, forced, wanted
-from halfstep.precision.backend import effective_leaves, read_flags
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss

@@ -43,7 +43,6 @@ class EagerUNet:
 @pytest.fixture(scope="module")
 def explanation() -> Explanation:
     facts = StepFacts(
-        precision="bf16",
         channels_last=False,
         device=torch.device("cuda"),
         device_name=torch.cuda.get_device_name(),

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.backend_flags import fp32_mode
 from halfstep.kernels.fast_forms import FORMS, Form, forced, wanted
 from halfstep.models.layers import PatchConv2d
 from halfstep.models.vit import vit
-from halfstep.precision.backend import fp32_mode
 
 pytestmark = pytest.mark.gpu
 

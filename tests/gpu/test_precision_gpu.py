@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from capture import captured
+from halfstep.backend_flags import effective_leaves, fp32_mode, read_flags
 from halfstep.hardware.probe import probe
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.precision.backend import effective_leaves, fp32_mode, read_flags
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.precision.rounding import round_to

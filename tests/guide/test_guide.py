@@ -28,8 +28,7 @@ from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
-from halfstep.run.planned_batch import planned_bytes
-from halfstep.tune.step_cost import StepCost, step_cost
+from halfstep.run.planned_batch import StepCost, step_cost
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
 from halfstep.workloads.segmentation.config import UNetConfig
@@ -55,23 +54,24 @@ def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
 
 AMPERE = measured({"fp32": 10.0, "tf32": 40.0, "bf16": 100.0, "fp16": 90.0})
 UNTRACED = dataclasses.replace(AMPERE, kind="xpu", device="xpu:0")
-"""A device whose memory is counted, not traced: for tests of all but the memory."""
+"""A device on which every step costs CHEAP: for tests of all but the memory."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def traced_once() -> Iterator[None]:
     """A step is traced once for each model and precision, not once for each test."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, StepCost] = {}
 
-    def planned(config: Any, store: Any, hardware: Hardware, precision: str) -> tuple[int, int]:
+    def cost(config: Any, store: Any, hardware: Hardware, precision: str) -> StepCost:
         parts = (config.workload, config.model, config.data.image_size, config.optimizer, config.train, config.ema)
         key = repr((parts, store, hardware.kind, precision))
         if key not in found:
-            found[key] = planned_bytes(config, store, hardware, precision)
+            is_traced = hardware.kind != "xpu" and not config.workload.startswith("radiodiff")
+            found[key] = step_cost(config, store, hardware, precision) if is_traced else CHEAP
         return found[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfstep.guide.suggest.planned_bytes", planned)
+        patch.setattr("halfstep.guide.suggest.step_cost", cost)
         yield
 
 
@@ -169,32 +169,33 @@ def test_demo_data_are_looked_at_with_their_own_image_size(tmp_path: Path) -> No
 # Memory.
 
 
-def test_counted_memory_agrees_with_real_tensors() -> None:
-    """Counting on the meta device is exact: the same step on real tensors keeps as many bytes alive."""
-    small = config(**{"data.image_size": 32, "model.width": 8})
+def test_counted_memory_is_near_that_of_real_tensors() -> None:
+    small = config(**{"data.image_size": 32, "model.width": 8, "train.batch_size": 64})
     store = {"classes": ["a", "b"]}
     model = image_classification.model_from_store(small, store)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     with LiveBytes() as live:
         F.cross_entropy(model(torch.zeros(64, 3, 32, 32)), torch.zeros(64, dtype=torch.long)).backward()
-    assert step_cost(small, store, "fp32").sample_bytes == live.peak // 64
+    # Loaded and prepared pictures come on top, and a GPU's allocator hands out whole blocks.
+    assert step_cost(small, store, CPU, "fp32").sample_bytes == pytest.approx(live.peak / 64, rel=0.2)
 
 
 def test_memory_of_the_reference_unet_is_near_what_hooks_counted() -> None:
-    cost = step_cost(config("unet"), {"num_classes": 2, "channels": 3}, "fp32")
+    cost = step_cost(config("unet"), {"num_classes": 2, "channels": 3, "image_size": 512}, CPU, "fp32")
     assert cost.num_parameters == 31_037_698
-    assert cost.fixed_bytes == 31_037_698 * 16
+    # Not all gradients are there when memory is highest.
+    assert 31_037_698 * 12 <= cost.fixed_bytes <= 31_037_698 * 16.1
     # The hooks count what forward saves; the peak lies in backward, where gradients of activations come on top.
     assert EXAMPLE_SAMPLE_BYTES < cost.sample_bytes < 1.2 * EXAMPLE_SAMPLE_BYTES
 
 
 def test_half_precision_and_recomputing_save_memory() -> None:
     store = {"classes": ["a", "b"]}
-    full, half = (step_cost(config(), store, precision) for precision in ("fp32", "bf16"))
-    assert half.sample_bytes == full.sample_bytes // 2
+    full, half = (step_cost(config(), store, CPU, precision) for precision in ("fp32", "bf16"))
+    assert half.sample_bytes < 0.7 * full.sample_bytes
     assert half.fixed_bytes > full.fixed_bytes, "autocast keeps half copies of the weights"
-    recomputed = step_cost(config(**{"train.activation_checkpointing": True}), store, "fp32")
+    recomputed = step_cost(config(**{"train.activation_checkpointing": True}), store, CPU, "fp32")
     assert recomputed.sample_bytes < 0.8 * full.sample_bytes
     assert recomputed.sample_flops == full.sample_flops
 

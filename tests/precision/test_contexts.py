@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from halfstep.backend_flags import effective_leaves, read_flags
 from halfstep.hardware.facts import Hardware
-from halfstep.precision.backend import effective_leaves, read_flags
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.precision.simulate import simulate

@@ -134,7 +134,6 @@ def test_a_step_that_is_slower_as_a_whole_goes_back_to_bf16(fp8_ms: float, grant
     assert after.granted == granted
     assert f"{fp8_ms:.1f} ms in fp8 and 110.1 ms in bf16" in after.reason
     assert (computes(after)["1"] == "fp8") == (granted == "fp8")
-    assert after_whole_steps(plan, fp8_ms=fp8_ms, bf16_ms=110.1, force=True).granted == "fp8"
     assert Plan.from_json(after.to_json()) == after
 
 

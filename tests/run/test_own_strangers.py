@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 
 import halfstep as hs
+from halfstep.run.own_evidence import held_by
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -95,3 +96,24 @@ def test_the_hook_goes_when_the_loss_raises() -> None:
     with pytest.raises(ZeroDivisionError):
         made(critic)(lambda x: critic(x) / (1 // 0), [X])
     assert not modules_of_torch._global_forward_pre_hooks
+
+
+class Distilling:
+    """A trainer whose loss is a method."""
+
+    def __init__(self) -> None:
+        self.model, self.teacher = with_norm(), with_norm()
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.model(x) - self.teacher(x)).square().mean()
+
+
+def test_a_replay_knows_the_networks_that_a_loss_names_each_once_and_not_the_model() -> None:
+    trainer, critic = Distilling(), with_norm()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return trainer.loss(x) + critic(x).mean()
+
+    assert held_by(trainer.loss, trainer.model) == {"self.teacher": trainer.teacher}
+    assert held_by(functools.partial(trainer.loss), trainer.model) == {"self.teacher": trainer.teacher}
+    assert held_by(loss_fn, trainer.model) == {"critic": critic, "trainer.teacher": trainer.teacher}

@@ -11,7 +11,7 @@ from halfstep.bench.apart import shared_with
 from halfstep.bench.measure_row import Pause, Schedule, measured_row, not_measured, why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import peer_name, peers
-from halfstep.bench.problem import Problem, Runner, floor_s
+from halfstep.bench.problem import Problem, Runner, floor_ms
 from halfstep.bench.row import Row
 from halfstep.bench.settings import Mode
 from halfstep.errors import HardwareError, PrecisionError
@@ -160,8 +160,8 @@ def measured(runner: Runner, problem: Problem, request: Request, pause: Pause | 
 
 
 def _with_floor(row: Row, flops: int, hardware: Hardware) -> Row:
-    floor = floor_s(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
-    return dataclasses.replace(row, floor_ms=floor * 1e3 if floor is not None else None)
+    floor = floor_ms(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
+    return dataclasses.replace(row, floor_ms=floor)
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:

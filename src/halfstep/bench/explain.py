@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,22 +18,12 @@ from halfstep.report.explain_view import Explanation, KernelTime, KindTime
 class StepFacts:
     """How the step was run, and what its device was measured to do."""
 
-    precision: str
-    """The canonical word: fp32, tf32, bf16, fp16, fp8."""
     channels_last: bool
     device: torch.device
     device_name: str
-    flops: float | None = None
-    """Counted for one step, forward and backward."""
-    matmul_tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Measured rate by precision; a precision that is not there was not measured."""
+    floor_ms: float | None = None
+    """The step, were it matrix products alone at their measured rate."""
     bandwidth_gb_s: float | None = None
-
-    @property
-    def floor_ms(self) -> float | None:
-        """The step, were it matrix products alone at their measured rate."""
-        rate = self.matmul_tflops.get(self.precision)
-        return self.flops / rate / 1e9 if self.flops and rate else None
 
 
 TOP_KERNELS = 10

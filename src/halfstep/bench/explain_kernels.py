@@ -46,23 +46,8 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-CONVOLUTIONS = frozenset({Kind.CONV_FORWARD, Kind.CONV_INPUT_GRADIENT, Kind.CONV_WEIGHT_GRADIENT, Kind.CONV_BACKWARD})
-ARITHMETIC = CONVOLUTIONS | {Kind.MATMUL, Kind.ATTENTION}
-"""What gains from faster matrix units."""
-MEMORY_BOUND = frozenset(
-    {
-        Kind.FUSED,
-        Kind.CHAIN,
-        Kind.ELEMENTWISE,
-        Kind.NORMALISATION,
-        Kind.REDUCTION,
-        Kind.CAST,
-        Kind.LAYOUT,
-        Kind.OPTIMIZER,
-        Kind.COPY,
-        Kind.FILL,
-    }
-)
+MEMORY_BOUND = {Kind.FUSED, Kind.CHAIN, Kind.ELEMENTWISE, Kind.NORMALISATION, Kind.REDUCTION, Kind.CAST}
+MEMORY_BOUND |= {Kind.LAYOUT, Kind.OPTIMIZER, Kind.COPY, Kind.FILL}
 """A few operations a byte: these run as fast as the device's memory."""
 
 _AROUND = r"(?:convolution_backward|convolution|_unsafe_view|view|permute|transpose|unsqueeze|expand|t)_"

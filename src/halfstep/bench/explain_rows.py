@@ -13,7 +13,7 @@ from halfstep.bench.explain_trace import refuse_too_few, wake_profiler
 from halfstep.bench.measure_row import why_not
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import PeerRunner
-from halfstep.bench.problem import MATMUL_FORMAT, Problem, Runner
+from halfstep.bench.problem import Problem, Runner, floor_ms
 from halfstep.bench.row import Row
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
@@ -21,8 +21,6 @@ from halfstep.report.explain_view import Explanation
 from halfstep.run.assemble import plan_for
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import wants_channels_last
-
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 MODES = ("eager", "compile", "graph")
 
@@ -92,12 +90,10 @@ def _in_turn(
 def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -> StepFacts:
     """How this runner makes its step."""
     return StepFacts(
-        precision=runner.precision,
         channels_last=_keeps_channels_last(runner, hardware),
         device=problem.device,
         device_name=hardware.name,
-        flops=flops,
-        matmul_tflops=_matmul_rates(hardware),
+        floor_ms=floor_ms(flops, hardware, runner.precision),
         bandwidth_gb_s=hardware.bandwidth_gb_s,
     )
 
@@ -114,8 +110,3 @@ def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
         )
     config, workload = runner.config, runner.workload()
     return wants_channels_last(config, plan_for(config, workload, hardware), workload.model)
-
-
-def _matmul_rates(hardware: Hardware) -> dict[str, float]:
-    measured = ((name, hardware.measured("matmul", MATMUL_FORMAT.get(name, name))) for name in PRECISIONS)
-    return {name: found.tflops for name, found in measured if found is not None}

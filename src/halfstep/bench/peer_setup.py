@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch.utils.data import DataLoader, Dataset
 
+from halfstep.backend_flags import fp32_mode
 from halfstep.bench.apart import apart
 from halfstep.bench.problem import AfterStep, Batch, Problem
 from halfstep.errors import HalfstepError
 from halfstep.kernels.fast_forms import forced
-from halfstep.precision.backend import fp32_mode
 
 Variant = Literal["documented", "tuned", "graphs"]
 LossOf = Callable[[Batch], Tensor]

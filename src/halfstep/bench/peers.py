@@ -19,21 +19,10 @@ from halfstep.bench.peer_loops import (
     train_lightning,
     train_plain,
 )
-from halfstep.bench.peer_setup import Loop, PeerMissing, PeerSetup, Variant, float32_as_asked, isolated, quiet
+from halfstep.bench.peer_setup import Loop, PeerSetup, Variant, float32_as_asked, isolated, quiet
 from halfstep.bench.problem import AfterStep, Problem, Runner
 from halfstep.errors import ConfigError, HardwareError, PrecisionError, counted, nearest
 from halfstep.tune.fresh_thread import place_for_graphs
-
-__all__ = [
-    "PEERS",
-    "PEER_PRECISIONS",
-    "PeerMissing",
-    "PeerRunner",
-    "peer_name",
-    "peers",
-    "require_peers",
-    "variants_of",
-]
 
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
 IMPORTS: Mapping[str, Callable[[], object]] = {"lightning": import_lightning, "accelerate": import_accelerate}

@@ -19,10 +19,10 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, MemoryLimitError
 from halfstep.hardware.facts import Hardware
 from halfstep.measure.memory import format_bytes
+from halfstep.run.planned_batch import step_cost
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
 from halfstep.step.tabulated import set_to_
-from halfstep.tune.step_cost import step_cost
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind, Unit
 from halfstep.workloads.workload import Workload
@@ -168,17 +168,20 @@ def step_flops(problem: Problem) -> int:
     return int(counter.get_total_flops())
 
 
-def floor_s(flops: int, hardware: Hardware, precision: str) -> float | None:
+def floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
     """The shortest step this arithmetic allows; None where the format's rate was not measured at full size."""
     measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
-    return flops / (measured.tflops * 1e12) if flops and measured and not measured.small else None
+    return flops / (measured.tflops * 1e9) if flops and measured and not measured.small else None
 
 
-def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], free_bytes: int) -> None:
-    """Raise MemoryLimitError where the most demanding row would need more memory than is free."""
+def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], hardware: Hardware) -> None:
+    """Raise MemoryLimitError where the most demanding row would need more of a CPU's memory than is free."""
+    free_bytes = hardware.memory_free_bytes
+    if hardware.kind != "cpu" or free_bytes is None:
+        return
     precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
     store = kind_with_random_data(config).part("random_store")(config)
-    cost, batch_size = step_cost(config, store, precision), config.train.batch_size
+    cost, batch_size = step_cost(config, store, hardware, precision), config.train.batch_size
     # What is compiled or recomputed may keep fewer activations than are counted.
     keeps_activations = "eager" in modes and config.train.memory != "low"
     needed = cost.bytes_at(batch_size if keeps_activations else 0)

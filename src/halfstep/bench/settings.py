@@ -15,6 +15,7 @@ from halfstep.config.training import ScalerConfig
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
+from halfstep.report.config_view import shown
 from halfstep.workloads import load
 
 Mode = Literal["eager", "compile", "graph", "auto"]
@@ -82,7 +83,7 @@ def bench_config(
         )
     if against:
         _refuse_what_peers_lack(config)
-    return config.model_copy(update={"data": config.data.model_copy(update={"dir": None})})
+    return config.changed(data={"dir": None})
 
 
 def _refuse_rows_as_settings(said: Loaded) -> None:
@@ -98,15 +99,10 @@ def _refuse_what_peers_lack(config: RunConfig) -> None:
         value = operator.attrgetter(path)(config)
         if value not in possible:
             raise ConfigError(
-                f"{path}={_written(value)}, and peers train with {_written(possible[0])}",
+                f"{path}={shown(value)}, and peers train with {shown(possible[0])}",
                 why="a row that does other work than its neighbours says nothing of their speed",
-                fix=f"leave {path} at {_written(possible[0])}, or --against out",
+                fix=f"leave {path} at {shown(possible[0])}, or --against out",
             )
-
-
-def _written(value: object) -> str:
-    """As in a config file."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,10 +130,9 @@ def _rows_said(said: Loaded) -> dict[str, tuple[str, str]]:
 
 def in_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
     """The same run in this precision or not at all: a row must not show another one's time."""
-    wish = config.precision.model_copy(update={"default": precision, "strict": not simulate, "simulate": simulate})
-    return config.model_copy(update={"precision": wish})
+    return config.changed(precision={"default": precision, "strict": not simulate, "simulate": simulate})
 
 
 def run_by(config: RunConfig, mode: Mode) -> RunConfig:
     """The same run in this mode."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"fast": FAST[mode]})})
+    return config.changed(train={"fast": FAST[mode]})

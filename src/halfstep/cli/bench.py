@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated
 
 from halfstep.cli.bench_request import Asked, Files, prepared, refuse_files, with_workload
 from halfstep.cli.options import MaybeWords, option
@@ -60,54 +58,10 @@ def command(
     )
     files = Files(picture=picture, save=save, force=force)
     refuse_files(files, explain=explain)
-    (run_explain if explain else run_bench)(asked, files, as_json=as_json)
+    found = prepared(asked)
+    from halfstep.cli.bench_rows import take_rows_apart, time_rows
 
-
-def run_explain(asked: Asked, files: Files, *, as_json: bool) -> None:
-    """Take the rows apart."""
-    from halfstep.cli.bench_rows import explain_request, show_explanations
-
-    hardware, problem, request = prepared(asked)
-    found = explain_request(hardware, problem, request, steps=asked.steps)
-    show_explanations(found, files, as_json=as_json)
-
-
-def run_bench(asked: Asked, files: Files, *, as_json: bool) -> None:
-    """Time the rows."""
-    from halfstep.cli.bench_rows import measured
-
-    hardware, problem, request = prepared(asked)
-    deliver(measured(hardware, problem, request), files, as_json=as_json)
-
-
-def deliver(found: dict[str, Any], files: Files, *, as_json: bool) -> None:
-    """Save, show and draw; exit 1 where nothing could be measured, 130 after Ctrl-C."""
-    is_measured = any(row["window_ms"] for row in found["rows"])
-    files = files if is_measured else files.without_outputs()
-    try:
-        if files.save:
-            from halfstep.bench.record import save as save_record
-
-            save_record(found, files.save)
-    finally:
-        show(found, as_json=as_json)
-    if files.picture:
-        from halfstep.report.bench_view import draw_bench
-
-        draw_bench(found, files.picture)
-    if found["stopped"]:
-        raise typer.Exit(130)
-    if not is_measured:
-        raise typer.Exit(1)
-
-
-def show(found: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        import json
-
-        typer.echo(json.dumps(found, indent=2))
-        return
-    from halfstep.report.bench_view import show_bench
-    from halfstep.report.evaluation_view import result_console
-
-    show_bench(found, result_console(200))
+    if explain:
+        take_rows_apart(*found, files, steps=steps, as_json=as_json)
+    else:
+        time_rows(*found, files, as_json=as_json)

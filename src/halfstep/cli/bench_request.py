@@ -162,8 +162,7 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
         against=against,
         schedule=schedule,
     )
-    if hardware.kind == "cpu" and hardware.memory_free_bytes is not None:
-        refuse_too_large(config, request.precisions, request.modes, hardware.memory_free_bytes)
+    refuse_too_large(config, request.precisions, request.modes, hardware)
     return hardware, problem_for(config, place), request
 
 

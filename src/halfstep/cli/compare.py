@@ -10,15 +10,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli.options import BatchSize, DataDir, Device, Epochs, Json, MaxSteps, MaybeWords, Simulate, option
+from halfstep.cli.options import (
+    BatchSize,
+    DataDir,
+    Device,
+    Epochs,
+    Json,
+    MaxSteps,
+    MaybeWords,
+    Simulate,
+    flags_of,
+    option,
+    said,
+)
+from halfstep.disk import write_whole
 from halfstep.errors import ConfigError, Interrupted, counted, suggested
 
 if TYPE_CHECKING:
-    from halfstep.use.compare import Comparison
+    from halfstep.use.compare import Comparison, Request
     from halfstep.use.compare_run import Row
 
 FREE = ("budget", "at_once", "price", "as_json")
 """What may be said anew when a comparison goes on: nothing of it changes what is compared."""
+SETTINGS = {"device": "device", "batch_size": "train.batch_size", "epochs": "train.epochs",
+            "max_steps": "train.max_steps"}  # fmt: skip
+"""Flags that are settings of every row."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -63,56 +79,56 @@ def command(
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
-    from halfstep.use.compare import Request, new_comparison, open_comparison
-    from halfstep.use.equivalence import LOOKS
+    from halfstep.use.compare import new_comparison
 
-    said = _said(context)
     how: dict[str, Any] = {"budget_s": budget and seconds_of(budget), "at_once": at_once, "price": price}
     if resume is not None:
-        _refuse_fixed(said, resume)
-        folder, comparison = resume, open_comparison(resume)
-        given = {key: value for key, value in how.items() if key.removesuffix("_s") in said}
-        comparison.request = replace(comparison.request, **given)
+        folder, comparison = resume, _opened(resume, context, how)
     else:
-        if {"rows", "precisions"} <= set(said):
-            raise ConfigError("--rows and --precisions both name rows", fix="keep one of them")
-        target, overrides, more_rows = _target_of(words or [])
-        flags = {"data.dir": data_dir and _from_anywhere(data_dir), "device": device, "train.batch_size": batch_size,
-                 "train.epochs": epochs, "train.max_steps": max_steps,
-                 "precision.simulate": "true" if simulate else None}  # fmt: skip
-        request = Request(
-            target=target,
-            overrides=(*overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)),
-            rows=tuple(_asked_rows([*(rows or []), *more_rows], precisions)),
-            looks=LOOKS if seeds is None else (seeds,),
-            margin=margin,
-            best=best,
-            **how,
-        )
-        folder, comparison = new_comparison(request, out)
+        folder, comparison = new_comparison(_request(context, how), out)
     _run(folder, comparison)
     _show(folder, comparison, as_json=as_json)
     if any(verdict.word != "same" for verdict in comparison.verdicts().values()):
         raise typer.Exit(1)
 
 
-def _said(context: typer.Context) -> list[str]:
-    """What was given on the command line, by the parameter's name."""
-    given = (context.get_parameter_source(name) for name in context.params)
-    return [name for name, source in zip(context.params, given, strict=True) if source and source.name == "COMMANDLINE"]
+def _request(context: typer.Context, how: dict[str, Any]) -> Request:
+    from halfstep.use.compare import Request
+    from halfstep.use.equivalence import LOOKS
+
+    given = context.params
+    if {"rows", "precisions"} <= said(context).keys():
+        raise ConfigError("--rows and --precisions both name rows", fix="keep one of them")
+    target, overrides, more_rows = _target_of(given["words"] or [])
+    flags = {path: given[name] for name, path in SETTINGS.items()}
+    flags["data.dir"] = given["data_dir"] and _from_anywhere(given["data_dir"])
+    flags["precision.simulate"] = "true" if given["simulate"] else None
+    return Request(
+        target=target,
+        overrides=(*overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)),
+        rows=tuple(_asked_rows([*(given["rows"] or []), *more_rows], given["precisions"])),
+        looks=LOOKS if given["seeds"] is None else (given["seeds"],),
+        margin=given["margin"],
+        best=given["best"],
+        **how,
+    )
 
 
-def _refuse_fixed(said: list[str], folder: Path) -> None:
-    fixed = ["the settings" if name == "words" else _flag(name) for name in said if name not in (*FREE, "resume")]
-    if fixed:
+def _opened(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
+    """An interrupted comparison, which goes on as it began but for what is free."""
+    from halfstep.use.compare import open_comparison, refuse_other_settings
+
+    flags, names = flags_of(context), said(context)
+    if fixed := [flags.get(name, "the settings") for name in names if name not in (*FREE, "resume")]:
         raise ConfigError(
             f"{', '.join(fixed)}: --resume {folder} goes on as it began",
-            fix=f"leave it out; {', '.join(map(_flag, FREE))} may change",
+            fix=f"leave it out; {', '.join(flags[name] for name in FREE)} may change",
         )
-
-
-def _flag(name: str) -> str:
-    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+    comparison = open_comparison(folder)
+    refuse_other_settings(comparison)
+    given = {key: value for key, value in how.items() if key.removesuffix("_s") in names}
+    comparison.request = replace(comparison.request, **given)
+    return comparison
 
 
 def _run(folder: Path, comparison: Comparison) -> None:
@@ -145,7 +161,7 @@ def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
 
     lines, content = lines_of(comparison), json.dumps(comparison_json(comparison), indent=2, allow_nan=False)
     draw_comparison(lines, comparison.metric, folder / "report" / "curves.png")
-    (folder / "report" / "comparison.json").write_text(content + "\n")
+    write_whole(folder / "report" / "comparison.json", content + "\n")
     if as_json:
         typer.echo(content)
     else:

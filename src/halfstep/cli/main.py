@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfstep.cli.usage import USAGE_ERROR, OnceCommand, RunCommand, refused
+from halfstep.disk import GONE, drop
 from halfstep.errors import ConfigError, HalfstepError, Interrupted
 
 if TYPE_CHECKING:
     from typing import TextIO
 
     from _typeshed import ReadableBuffer
-
-GONE = (errno.EPIPE, errno.EIO)
-"""The reader left, or the terminal was closed."""
 
 
 class PatientFile(io.FileIO):
@@ -59,13 +57,6 @@ def flush_or_drop() -> None:
             drop(stream.fileno())
 
 
-def drop(file: int) -> None:
-    """From here on this file is /dev/null."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, file)
-    os.close(nowhere)
-
-
 def _patient(stream: TextIO) -> TextIO:
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
     # A terminal that lacks a character gets its number: output never ends a run.
@@ -73,24 +64,8 @@ def _patient(stream: TextIO) -> TextIO:
 
 
 COMMANDS = (
-    "bench",
-    "check",
-    "compare",
-    "detect",
-    "dry-run",
-    "evaluate",
-    "exercise",
-    "formats",
-    "guide",
-    "ledger",
-    "pack",
-    "plan",
-    "predict",
-    "replay",
-    "report",
-    "top",
-    "train",
-    "verify",
+    *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
+    *("pack", "plan", "predict", "replay", "report", "top", "train", "verify"),
 )
 """Each is the function `command` of the module of its name."""
 
@@ -126,7 +101,7 @@ def unwrapped(docstring: str) -> str:
 
 
 def names_for(argv: Sequence[str]) -> Sequence[str]:
-    """The command asked for alone: building the other eight takes longer than comparing two configs."""
+    """The command asked for alone: building the others takes longer than comparing two configs."""
     return argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.options import Json, option
+from halfstep.cli.options import Json, flags_of, option, said
 from halfstep.errors import ConfigError, DataError, counted, suggested
 
 if TYPE_CHECKING:
@@ -95,10 +96,9 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     from halfstep.report.evaluation_view import json_text
     from halfstep.workloads import KINDS, load
 
-    for flag in context.command.params:
-        value = context.params.get(flag.name or "")
-        if flag.param_type_name == "option" and flag.name != "as_json" and value not in (None, flag.default):
-            raise ConfigError(f"{flag.opts[0]} means nothing with a config", fix=f"say it in {path}")
+    flags = flags_of(context)
+    for name in said(context).keys() & flags.keys() - {"as_json"}:
+        raise ConfigError(f"{flags[name]} means nothing with a config", fix=f"say it in {path}")
     config = load(str(path)).config
     kind = KINDS.of(config.workload)
     if kind.pack is None:
@@ -134,12 +134,9 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
 
 def again_words(context: typer.Context, folder: Path) -> str:
     """The command that packs this very file: with every flag that was given."""
-    words: list[object] = ["pack", folder]
-    for flag in context.command.params:
-        value = context.params.get(flag.name or "")
-        if flag.param_type_name == "option" and flag.name not in NOT_AGAIN and value not in (None, flag.default):
-            words += [flag.opts[0], value]
-    return suggested(*words)
+    flags = flags_of(context)
+    given = ((flags[name], value) for name, value in said(context).items() if name in flags and name not in NOT_AGAIN)
+    return suggested("pack", folder, *itertools.chain.from_iterable(given))
 
 
 def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:

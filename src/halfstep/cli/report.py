@@ -62,7 +62,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
 
 def _memory(path: Path) -> dict[str, int] | str:
     """What the run's step is predicted to take; where that cannot be said, why: a workload that is not here, say."""
-    from halfstep.use.run_memory import predicted_memory
+    from halfstep.run.planned_batch import predicted_memory
 
     try:
         return predicted_memory(path)

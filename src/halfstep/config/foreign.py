@@ -69,7 +69,7 @@ def translated(document: Document, overrides: Sequence[str], families: Iterable[
 
 def notes_of(found: Foreign, values: Mapping[str, Any], document: Document, words: Sequence[str]) -> list[str]:
     """Every key is translated or named."""
-    keys = list(key_paths(values))
+    keys = list(flat(values))
     unused = {key: why for key in keys if (why := below(found.unused, key)) is not None}
     used = dict.fromkeys(found.used, "")
     strange = [key for key in keys if key not in unused and below(used, key) is None]
@@ -89,12 +89,13 @@ def below(sections: Mapping[str, str], key: str) -> str | None:
     return next((sections[name] for name in names if name in sections), None)
 
 
-def key_paths(values: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by the full path of their key."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from key_paths(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+        is_section = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return found
 
 
 def has_key(values: Mapping[str, Any], path: str) -> bool:

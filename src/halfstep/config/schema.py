@@ -6,8 +6,8 @@ A workload subclasses `RunConfig` and its `DataConfig` and `ModelConfig` where i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -151,6 +151,11 @@ class RunConfig(Section):
     globals: dict[str, JsonValue] = Field(
         default_factory=dict, description="Values of your own: ${globals.NAME} works anywhere"
     )
+
+    def changed(self, **sections: Mapping[str, Any]) -> Self:
+        """The same run with other values in some of its sections; nothing is checked again."""
+        parts = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
+        return self.model_copy(update=parts)
 
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

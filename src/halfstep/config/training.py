@@ -10,20 +10,9 @@ from pydantic import Field, field_validator, model_validator
 from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
 
 OptimizerName = Literal[
-    "sgd",
-    "adam",
-    "adamw",
-    "adagrad",
-    "rmsprop",
-    "nadam",
-    "radam",
-    "adamax",
-    "adadelta",
-    "asgd",
-    "rprop",
-    "adafactor",
+    "sgd", "adam", "adamw", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "adafactor",
     "muon",
-]
+]  # fmt: skip
 ScheduleName = Literal["constant", "cosine", "linear", "polynomial", "exponential", "step", "onecycle", "plateau"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

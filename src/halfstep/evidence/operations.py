@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from halfstep.precision.backend import effective_leaves
+from halfstep.backend_flags import effective_leaves
 
 aten = torch.ops.aten
 

@@ -6,7 +6,6 @@ Nothing is written outside `scratch` before the last question has its answer.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from halfstep.config.schema import is_import_path
+from halfstep.disk import unused
 from halfstep.errors import ConfigError, DataError, counted, suggested
 from halfstep.guide.ask import Asker, Question, path_in
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
@@ -108,12 +108,12 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Ou
         try_out=Trials(machine.hardware) if machine.may_measure else None,
     )
     chosen = _choice(asker, console, situation)
-    file = asker.ask(dataclasses.replace(FILE, default=str(_unused(_file_name(workload, chosen)))), new_yaml_file)
+    file = asker.ask(dataclasses.replace(FILE, default=_file_name(workload, chosen)), new_yaml_file)
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
     files = {file: chosen.to_yaml().encode()}
     if look is not None:
-        files[_unused(file.with_name(f"{file.stem}-samples.png"))] = _grid_path(scratch).read_bytes()
+        files[unused(file.with_name(f"{file.stem}-samples.png"), ".png")] = _grid_path(scratch).read_bytes()
     write_new(files)
     command = suggested("train", file)
     _show_outcome(console, tuple(files), command)
@@ -202,14 +202,9 @@ def new_yaml_file(answer: str) -> Path:
     return path
 
 
-def _file_name(workload: str, chosen: Suggestion) -> Path:
+def _file_name(workload: str, chosen: Suggestion) -> str:
     name = workload.replace(":", "-").replace(".", "-")
-    return Path(f"{name}-{chosen.name}.yaml")
-
-
-def _unused(path: Path) -> Path:
-    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
-    return next(one for one in itertools.chain([path], numbered) if not one.exists())
+    return str(unused(Path(f"{name}-{chosen.name}.yaml"), ".yaml"))
 
 
 def _grid_path(scratch: Path) -> Path:

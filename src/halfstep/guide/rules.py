@@ -17,7 +17,7 @@ from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware
 from halfstep.measure.memory import format_bytes
-from halfstep.tune.step_cost import StepCost
+from halfstep.run.planned_batch import StepCost
 
 STEPS_AN_EPOCH = 10
 """Fewer optimizer steps than this in an epoch, and a small set learns too slowly for its epochs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,7 @@ from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
-from halfstep.run.memory_fit import USABLE
-from halfstep.run.planned_batch import planned_bytes
-from halfstep.tune.step_cost import StepCost, step_cost
+from halfstep.run.planned_batch import step_cost
 from halfstep.workloads import KINDS, from_dict
 
 ORDER = {
@@ -89,7 +86,7 @@ def _suggestion(situation: Situation, preset: str) -> Suggestion:
         paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
         facts.append(("memory", "not known for your own model: train.auto_batch halves the batch where it must"))
     else:
-        cost = _cost(situation, start, precision)
+        cost = step_cost(start, situation.look.store, situation.hardware, precision)
         size, size_facts = batch(situation, preset, start, cost)
         trial, against_fp32 = _tried(situation, preset, paths, size["train.batch_size"])
         trained = training_rate(situation, cost, precision, trial)
@@ -106,16 +103,6 @@ def _suggestion(situation: Situation, preset: str) -> Suggestion:
         config=_config(situation, preset, paths),
         facts=tuple(facts),
     )
-
-
-def _cost(situation: Situation, start: RunConfig, precision: str) -> StepCost:
-    """What a step takes; on a GPU by the numbers of `halfstep plan --memory`."""
-    assert situation.look is not None
-    cost = step_cost(start, situation.look.store, precision)
-    if situation.hardware.kind not in ("cuda", "rocm"):
-        return cost
-    fixed, a_sample = planned_bytes(start, situation.look.store, situation.hardware, precision)
-    return dataclasses.replace(cost, fixed_bytes=fixed, sample_bytes=a_sample, usable=USABLE)
 
 
 def _tried(situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int) -> tuple[Trial | None, str]:

@@ -17,8 +17,8 @@ from halfstep.hardware.facts import Hardware
 from halfstep.measure.clock import wait_for
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.phased_engine import engine_for
+from halfstep.run.planned_step import NoSamples
 from halfstep.tune.memory_limit import OutOfMemory
-from halfstep.tune.step_cost import NoSamples
 from halfstep.workloads import KINDS
 from halfstep.workloads.workload import Batch, Workload
 
@@ -84,7 +84,7 @@ def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Ca
 
     @functools.lru_cache(maxsize=1)
     def window(num_samples: int) -> list[Batch]:
-        sized = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": num_samples})})
+        sized = config.changed(train={"batch_size": num_samples})
         return [{name: value.to(parts.device) for name, value in kind.make_batch(sized, store).items()}]
 
     def step(num_samples: int) -> float:

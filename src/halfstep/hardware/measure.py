@@ -10,15 +10,15 @@ because consumer GPUs run fp64 at 1/64 of their fp32 rate and Metal has none.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import torch
 
+from halfstep.backend_flags import fp32_mode
 from halfstep.errors import HardwareError
 from halfstep.formats import FP8_E4M3, format_named
 from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, rate
@@ -113,25 +113,6 @@ def _scaled_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _distance(result: torch.Tensor, answer: torch.Tensor) -> float:
     return float((result.cpu().double() - answer).norm() / answer.norm())
-
-
-@contextlib.contextmanager
-def fp32_computes_in(mode: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Strict fp32 or TF32 for matmul and convolution; every flag is put back."""
-    backends: Any = torch.backends
-    parents = (backends, backends.cudnn, backends.mkldnn)
-    leaves = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
-    before = []
-    try:
-        for node in (*parents, *leaves):  # a node shows its own value only once those above it say "none"
-            before.append((node, node.fp32_precision))
-            node.fp32_precision = "none"
-        for leaf in leaves:
-            leaf.fp32_precision = mode
-        yield
-    finally:
-        for node, value in reversed(before):
-            node.fp32_precision = value
 
 
 OPS: tuple[Op, ...] = ("matmul", "conv_nchw", "conv_nhwc")
@@ -271,7 +252,7 @@ class _Session:
                 fp32_seconds[problem] = seconds
             return seconds
 
-        with fp32_computes_in("tf32" if format_name == "tf32" else "ieee"):
+        with fp32_mode("tf32" if format_name == "tf32" else "ieee"):
             chosen, seconds = small, timed(small)
             if format_name == "fp32" or self._fits(seconds * full.flops / small.flops):
                 chosen, seconds = full, timed(full)

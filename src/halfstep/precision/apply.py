@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.contexts import AUTOCAST_DTYPES, device_type
+from halfstep.precision.contexts import autocast_dtype, device_type
 from halfstep.precision.fp8 import InFp8, InTorchaoFp8, torchao_settings
 from halfstep.precision.ladder import Grant
 from halfstep.precision.parts import InFp32, InHalf, swap_class, undo_swaps
@@ -19,7 +19,7 @@ from halfstep.precision.rows import rows_of
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # whose methods call this file
 
-STORAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STORAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Module:
@@ -37,7 +37,7 @@ def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Mod
         )
     for name, row in rows.items():
         if casts_storage:
-            _store(modules[name], row)
+            store_(modules[name], row)
         _compute(modules[name], row, enclosing=_autocast_around(name, rows, plan), plan=plan)
     return model
 
@@ -55,7 +55,7 @@ def _grant(precision: str, plan: Plan) -> Grant:
     return Grant(asked=precision, precision=precision, reason=plan.reason, simulated=plan.simulated)
 
 
-def _store(module: nn.Module, row: Row) -> None:
+def store_(module: nn.Module, row: Row) -> None:
     # Buffers keep their dtype: a table of positions or betas loses more in half than it saves.
     for weight in module.parameters(recurse=False):
         if weight.is_floating_point():
@@ -68,9 +68,13 @@ def _compute(module: nn.Module, row: Row, *, enclosing: torch.dtype | None, plan
             swap_class(module, InFp8)
         else:
             swap_class(module, InTorchaoFp8, **torchao_settings())
-    dtype = _autocast_dtype(row.precision)
-    if not row.is_part or dtype == enclosing:
-        return
+    dtype = autocast_dtype(row.precision)
+    if row.is_part and dtype != enclosing:
+        compute_in_(module, dtype, plan)
+
+
+def compute_in_(module: nn.Module, dtype: torch.dtype | None, plan: Plan) -> None:
+    """Under autocast in a format of its own; None: without it, in fp32."""
     if dtype is None:
         swap_class(module, InFp32)
     else:
@@ -82,9 +86,5 @@ def _autocast_around(name: str, rows: Mapping[str, Row], plan: Plan) -> torch.dt
     while name:
         name = name.rpartition(".")[0]
         if name in rows and rows[name].is_part:
-            return _autocast_dtype(rows[name].precision)
-    return _autocast_dtype(plan.granted)
-
-
-def _autocast_dtype(precision: str) -> torch.dtype | None:
-    return AUTOCAST_DTYPES.get(precision.removesuffix("-true"))
+            return autocast_dtype(rows[name].precision)
+    return autocast_dtype(plan.granted)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halfstep.backend_flags import Fp32Mode, effective_leaves, fp32_mode
 from halfstep.errors import PrecisionError
-from halfstep.precision.backend import Fp32Mode, effective_leaves, fp32_mode
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.simulate import Reusable, simulated_kernels
 
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """What autocast is set to; under fp8 everything but the swapped Linear layers runs in bf16."""
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """None where autocast is off."""
+    return AUTOCAST_DTYPES.get(precision.removesuffix("-true"))
 
 
 def forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
@@ -63,7 +68,7 @@ def device_type(plan: Plan) -> str:
 
 
 def _autocast(plan: Plan) -> torch.autocast:
-    dtype = AUTOCAST_DTYPES.get(plan.compute)
+    dtype = autocast_dtype(plan.granted)
     if dtype is None:
         return torch.autocast(device_type(plan), enabled=False)
     return torch.autocast(device_type(plan), dtype=dtype)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from halfstep.config.aliases import precision_name
 from halfstep.errors import PrecisionError
 from halfstep.hardware.facts import Hardware
+from halfstep.hardware.probe import probe
 from halfstep.precision.ladder import Grant, grant
 from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, Row
 
@@ -63,6 +64,21 @@ def decide(
     if model is not None and any(answer.compute == "fp8" for answer in grants):
         return _checked_fp8(plan, model, strict=strict)
     return plan
+
+
+def decide_again(
+    own: Plan,
+    model: torch.nn.Module,
+    parts: Mapping[str, str],
+    precision: str,
+    modules: Mapping[str, str],
+    **known: Any,
+) -> Plan:
+    """For a step that is run again: another precision for all, or the plan's own with more parts apart. Simulated where
+    the plan is, and bf16 where there is no GPU."""
+    named = {} if precision else {**parts, **modules}
+    simulate = own.simulated or precision == "bf16" and not own.on_cuda
+    return decide(precision or own.granted, probe(own.device), model, modules=named, simulate=simulate, **known)
 
 
 def _split_frozen(

@@ -117,14 +117,14 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> dict[str, L
     return shapes
 
 
-def after_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, force: bool = False, strict: bool = False) -> Plan:
-    """The plan after whole steps were timed both ways: fp8 that is slower as a whole goes back to bf16, unless forced.
+def after_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, strict: bool = False) -> Plan:
+    """An fp8 plan after whole steps were timed both ways: one that is slower as a whole goes back to bf16.
 
     Layers can gain while the step loses: a bf16 layer fuses with its neighbours.
     """
     times = f"a step takes {fp8_ms:.1f} ms in fp8 and {bf16_ms:.1f} ms in bf16"
-    if plan.granted != "fp8" or force or fp8_ms < bf16_ms:
-        return plan if plan.granted != "fp8" else dataclasses.replace(plan, reason=f"{plan.reason}; {times}")
+    if fp8_ms < bf16_ms:
+        return dataclasses.replace(plan, reason=f"{plan.reason}; {times}")
     return without_fp8(plan, times, strict=strict)
 
 

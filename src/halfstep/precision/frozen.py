@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from halfstep.errors import PrecisionError, nearest
-from halfstep.precision.contexts import AUTOCAST_DTYPES, device_type
+from halfstep.precision.apply import compute_in_, store_
+from halfstep.precision.contexts import autocast_dtype
 from halfstep.precision.ladder import Grant
-from halfstep.precision.parts import InFp32, InHalf, swap_class, undo_swaps
+from halfstep.precision.parts import undo_swaps
 from halfstep.precision.plan import Plan, Row
 from halfstep.precision.rows import UPCAST_BY_AUTOCAST, has_own_weights
 
@@ -74,29 +75,16 @@ def apply_frozen_(plan: Plan, frozen: Mapping[str, nn.Module]) -> None:
     for name, part in frozen.items():
         undo_swaps(part)
         part.eval().requires_grad_(False)
-        entries: dict[nn.Module, str] = {}
+        entries: dict[nn.Module, torch.dtype | None] = {}
         for full, module in _named(name, part):
             if (row := rows.get(full)) is None:
                 continue
-            _store(module, row.storage)
+            store_(module, row)
             if row.precision:
-                entries |= dict.fromkeys(_entries(module), row.precision)
-        for module, precision in entries.items():
-            _swap(module, AUTOCAST_DTYPES.get(precision.removesuffix("-true")), plan)
-
-
-def _store(module: nn.Module, storage: str) -> None:
-    dtype = AUTOCAST_DTYPES.get(storage, torch.float32)
-    for weight in module.parameters(recurse=False):
-        if weight.is_floating_point():
-            weight.data = weight.data.to(dtype)
-
-
-def _swap(module: nn.Module, dtype: torch.dtype | None, plan: Plan) -> None:
-    if dtype is not None:
-        swap_class(module, InHalf, device_type=device_type(plan), dtype=dtype)
-    elif AUTOCAST_DTYPES.get(plan.compute) is not None:  # else there is no autocast to leave
-        swap_class(module, InFp32)
+                entries |= dict.fromkeys(_entries(module), autocast_dtype(row.precision))
+        for module, dtype in entries.items():
+            if dtype is not None or autocast_dtype(plan.granted) is not None:  # else there is no autocast to leave
+                compute_in_(module, dtype, plan)
 
 
 def _entries(module: nn.Module) -> Iterator[nn.Module]:

@@ -25,7 +25,6 @@ FORMATS_OF = {
     "tf32": ("tf32",),
     "fp32": ("fp32",),
 }
-PRECISIONS = ("auto", *FORMATS_OF)
 
 TIE = 1.1  # bf16 is taken over a rung less than this much faster: its range needs no loss scaling
 

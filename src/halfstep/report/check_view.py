@@ -77,7 +77,7 @@ def summary(findings: Sequence[FindingLines], *, num_scripts: int, num_sources: 
 def rule_view(
     *, name: str, severity: str, title: str, why: str, bad: str, good: str, threads: Sequence[str] = ()
 ) -> Group:
-    """The whole explanation of a"""
+    """The whole explanation of a rule."""
     parts: list[RenderableType] = [
         Text.assemble((name, "bold"), f" ({severity}): {title}"),
         "",

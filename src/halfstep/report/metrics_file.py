@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from halfstep.disk import write_whole
 from halfstep.errors import CheckpointError, suggested
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -35,7 +35,12 @@ class MetricsFile:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            again = suggested("train", "--resume", self.path.parent)
+            raise CheckpointError(
+                f"cannot write {self.path}: {error.strerror}",
+                why="a run without records proves nothing",
+                fix=f"make room or make it writable, then continue with: {again}",
+            ) from error
 
     def close(self) -> None:
         if self._file is not None:
@@ -57,16 +62,7 @@ def cut_back(path: Path, num_records: int) -> None:
     if not path.exists():
         return
     kept = [line for line, _ in _records(path)][:num_records]
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(line + b"\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
+    write_whole(path, "".join(f"{line.decode()}\n" for line in kept))
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -99,11 +95,3 @@ def as_json(value: object) -> object:
 
 def _from_json(record: dict[str, Any]) -> dict[str, Any]:
     return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
-
-
-def _cannot_write(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"cannot write {path}: {error.strerror}",
-        why="a run without records proves nothing",
-        fix=f"make room or make it writable, then continue with: {suggested('train', '--resume', path.parent)}",
-    )

@@ -8,17 +8,16 @@ Only strings and numbers come in here: a tensor would make the host wait.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from halfstep.disk import GONE, drop
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.report.metrics_file import MetricsFile, last_step
 from halfstep.report.progress import Bar, LineBar, alive
@@ -61,10 +60,6 @@ STYLES: dict[Level, str] = {"info": "dim", "warning": "yellow", "error": "bold r
 Rows = Sequence[tuple[str, str]]
 
 
-GONE = (errno.EPIPE, errno.EIO)
-"""The reader left (`| head`), or the terminal was closed."""
-
-
 class DeafConsole(Console):
     """Goes on when nobody reads any more: `halfstep train ... | head` must not end a run. The records stay complete."""
 
@@ -78,7 +73,7 @@ class DeafConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        drop(self.file.fileno())
 
 
 def unwritable_output(error: OSError) -> ConfigError:
@@ -102,10 +97,10 @@ class RunReport:
         after_step = last_step(self._metrics.path) if tensorboard else None
         self._tracker = Tracker(folder / "tensorboard", after_step=after_step) if tensorboard else None
 
-    def header(self, title: str, rows: Rows, *, plan: str = "", warnings: Sequence[str] = ()) -> None:
+    def header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
         """What runs, on what, in which precision and why."""
         if not self._quiet:
-            self._show_card(title, rows, below=plan, border="cyan")
+            self._show_card(title, rows, border="cyan")
         for warning in dict.fromkeys(warnings):
             self.notice(warning, "warning")
 
@@ -159,19 +154,16 @@ class RunReport:
         if self._tracker is not None:
             self._tracker.close()
 
-    def _show_card(self, title: str, rows: Rows, *, border: str, below: str = "") -> None:
+    def _show_card(self, title: str, rows: Rows, *, border: str) -> None:
         """A panel on a terminal; elsewhere lines that a search finds whole."""
         if not self._console.is_interactive:
-            lines = [title, *(f"  {name}: {value}" for name, value in rows), *below.splitlines()]
-            self._line("\n".join(lines))
-            return
+            return self._line("\n".join([title, *(f"  {name}: {value}" for name, value in rows)]))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         for name, value in rows:
             grid.add_row(Text(name), Text(value))
-        content = Group(grid, Text(), Text(below)) if below else grid
-        self._console.print(Panel(content, title=Text(title, style="bold"), border_style=border, expand=False))
+        return self._console.print(Panel(grid, title=Text(title, style="bold"), border_style=border, expand=False))
 
     def _line(self, text: str, style: str = "", *, console: Console | None = None) -> None:
         # Text, not a string: `[Train]` and file names with brackets are not markup.

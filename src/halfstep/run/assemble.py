@@ -166,8 +166,7 @@ def with_settled(config: RunConfig, workload: Workload) -> RunConfig:
     """The config with what its data decided, so that a stored run never has to decide it again."""
     for path, value in workload.settled.items():
         section, name = path.split(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
+        config = config.changed(**{section: {name: value}})
     return config
 
 

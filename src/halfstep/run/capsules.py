@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.hardware.probe import probe
 from halfstep.kernels.fast_forms import chains, forced
-from halfstep.precision.decide import decide
+from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, build_workload
 from halfstep.run.checkpoint import load as load_checkpoint
@@ -37,7 +38,7 @@ from halfstep.step.facts import Reading
 from halfstep.step.guard import LAG
 from halfstep.step.step import Step
 from halfstep.step.world import Share
-from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
+from halfstep.tune.memory_limit import OutOfMemory, first_line, model_memory_error
 from halfstep.tune.modes import Notice, Region
 from halfstep.workloads import load
 from halfstep.workloads.workload import Workload
@@ -130,7 +131,11 @@ def replay_run(path: Path, *, device: str | None = None) -> Replayed:
     try:
         return replayed(subject_of(capsule, device), capsule)
     except OutOfMemory as error:
-        raise _too_large(capsule, error) from error
+        raise CheckpointError(
+            f"the step of {path} does not fit into the device's memory a second time",
+            why=first_line(error),
+            fix="replay it with --device cpu",
+        ) from error
 
 
 def subject_of(capsule: Capsule, device: str | None) -> Subject:
@@ -156,25 +161,31 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
     parts.step.committed.fill_(int(capsule.about["committed"]))
     parts.values.refresh()
     window = [{key: value.to(parts.device) for key, value in batch.items()} for batch in capsule.window]
+    about = capsule.about
+    share = Share(about["rank"], about["num_ranks"]) if "rank" in about else None
     assert isinstance(step, Step), "of several phases the capsule names one"
     return Subject(
         model=parts.model,
         loss=eager,
-        window=prepared_window(parts, window, capsule.about.get("batch_sizes", ()), _share_of(capsule)),
+        window=prepared_window(parts, window, about.get("batch_sizes", ()), share),
         state=capsule.state or _state_of_checkpoint(capsule),
         rng=capsule.rng,
         plan=parts.plan,
-        plan_for=lambda precision, modules: _plan(parts.config, parts.workload, parts.plan, precision, modules),
-        scale=_number(capsule.about["scale"], 1.0),
+        plan_for=partial(
+            decide_again,
+            parts.plan,
+            parts.workload.model,
+            parts.config.precision.modules,
+            fragile=parts.workload.fragile,
+            frozen=modules_of(parts.workload.frozen),
+            force=parts.config.precision.force,
+        ),
+        scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
         variants=_variants(parts.plan, region),
         frozen=modules_of(parts.workload.frozen),
         beside_state=dict(frozen),
         trained=step.trained_parameters(),
     )
-
-
-def _share_of(capsule: Capsule) -> Share | None:
-    return Share(capsule.about["rank"], capsule.about["num_ranks"]) if "rank" in capsule.about else None
 
 
 def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: str | None) -> Plan:
@@ -186,18 +197,6 @@ def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: s
     hardware = probe(device or "auto")
     request = config.precision.model_copy(update={"default": stored.granted, "simulate": hardware.kind == "cpu"})
     return decide(request, hardware, workload.model, fragile=workload.fragile, frozen=modules_of(workload.frozen))
-
-
-def _plan(config: RunConfig, workload: Workload, own: Plan, precision: str, modules: Mapping[str, str]) -> Plan:
-    """Another precision for all, or the run's own with some parts apart; simulated where the run's is."""
-    named = {} if precision else {**config.precision.modules, **modules}
-    simulate = own.simulated or precision == "bf16" and not own.on_cuda
-    request = config.precision.model_copy(
-        update={"default": precision or own.granted, "modules": named, "simulate": simulate, "strict": False}
-    )
-    return decide(
-        request, probe(own.device), workload.model, fragile=workload.fragile, frozen=modules_of(workload.frozen)
-    )
 
 
 def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:
@@ -227,15 +226,3 @@ def _state_of_checkpoint(capsule: Capsule) -> dict[str, Tensor]:
         )
     found = load_checkpoint(path)
     return {**found.model, **found.state["buffers"]}
-
-
-def _too_large(capsule: Capsule, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"the step of {capsule.path} does not fit into the device's memory a second time",
-        why=(str(error).splitlines() or [""])[0],
-        fix="replay it with --device cpu",
-    )
-
-
-def _number(value: Any, otherwise: float) -> float:
-    return float(value) if isinstance(value, (int, float)) else otherwise

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples
-from halfstep.disk import owned, write_whole
+from halfstep.disk import owned, unused, write_whole
 from halfstep.errors import CheckpointError, DataError, counted, printable, suggested
+from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.workloads.workload import Workload
 
@@ -46,6 +45,12 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report"
 
+    def stored_plan(self) -> Plan:
+        try:
+            return Plan.from_json(self.plan.read_text())
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.plan}: {error.strerror}") from error
+
     def checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
@@ -54,8 +59,8 @@ class RunFolder:
 
     @classmethod
     def planned(cls, out: str | None, name: str) -> RunFolder:
-        """Where a new run would be; nothing is made."""
-        return cls(Path(out) if out else _unused_name(name))
+        """Where a new run would be; nothing is made. A second run of the same second gets a number."""
+        return cls(Path(out) if out else unused(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
     @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
@@ -101,13 +106,6 @@ def _taken(folder: RunFolder) -> CheckpointError:
     )
 
 
-def _unused_name(name: str) -> Path:
-    """`runs/NAME-TIME`; a second run of the same second gets a number."""
-    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    numbered = (first.with_name(f"{first.name}-{k}") for k in itertools.count(2))
-    return next(path for path in itertools.chain([first], numbered) if not path.exists())
-
-
 # --- where its files are ---
 
 PATHS = {"data": ("dir", "train_list", "val_list", "cache_file"), "model": ("weights",)}
@@ -121,7 +119,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         part = getattr(config, section)
         given = {name: getattr(part, name, None) for name in names}
         values = {name: _absolute(value, only_if_there=is_own) for name, value in given.items() if value}
-        config = _with(config, section, values)
+        config = config.changed(**{section: values})
     return config
 
 
@@ -135,7 +133,7 @@ def with_data_found(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, li
         return here, []
     demo = folder.path.absolute() / "data"  # demo data lie in the run's folder, and move with it
     if demo.is_dir():
-        return _with(here, "data", {"dir": str(demo)}), [f"{stored} is not there: using the demo data in {demo}"]
+        return here.changed(data={"dir": str(demo)}), [f"{stored} is not there: using the demo data in {demo}"]
     raise _missing(folder, stored, place)
 
 
@@ -156,10 +154,6 @@ def _absolute(path: str, *, only_if_there: bool = False) -> str:
         return path
     place = Path(path).expanduser().absolute()
     return str(place) if place.exists() or not only_if_there else path
-
-
-def _with(config: RunConfig, section: str, values: dict[str, Any]) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 # --- sizes and times of its data files when it started ---

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
 from halfstep.data.prefetch import Prefetcher, prefetch
-from halfstep.errors import CheckpointError, Interrupted, TrainingStopped, suggested
+from halfstep.errors import CheckpointError, Interrupted, MemoryLimitError, TrainingStopped, suggested
 from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
@@ -29,7 +28,7 @@ from halfstep.run.validate import averaged, sample, validate
 from halfstep.step.facts import Facts, PhasedFacts, Reading
 from halfstep.step.guard import Action, Verdict
 from halfstep.step.randomness import restore_generators
-from halfstep.tune.memory_limit import OutOfMemory, explaining_out_of_memory
+from halfstep.tune.memory_limit import OutOfMemory, memory_error
 
 Looked = TypeVar("Looked")
 
@@ -80,17 +79,20 @@ class Loop:
         if self.parts.snapshots is not None and not self.parts.snapshots.states:
             self.parts.snapshots.take(self.parts.model, self.parts.step)
         while self.position.epoch < epochs and not self.is_over:
-            num_ranks = 1 if self.parts.world is None else self.parts.world.size
-            with explaining_out_of_memory(
-                self.parts.config, lambda: self.engine.pieces, self.parts.device, num_ranks,
-                partial(ways_out_of, self.parts),
-            ):  # fmt: skip
+            try:
                 self._train_epoch()
                 self._act_on(self.parts.guard.drain())
                 self._end_epoch()
+            except OutOfMemory as error:
+                error.__traceback__ = None  # its frames hold the activations that did not fit
+                raise self._explained(error) from error
         if self.parts.stopping.should_stop and self.position.epoch < epochs:
             when = f"step {self.parts.step.attempted}" if self._by_steps else f"epoch {self.position.epoch}"
             self.journal.early_stop(when, self.parts.stopping)
+
+    def _explained(self, error: OutOfMemory) -> MemoryLimitError:
+        parts, num_ranks = self.parts, 1 if self.parts.world is None else self.parts.world.size
+        return memory_error(error, parts.config, self.engine.pieces, parts.device, num_ranks, ways_out_of(parts))
 
     def _trained(self) -> dict[str, float]:
         """Metrics of the epoch's training so far, where steps give outputs that they know."""

@@ -133,21 +133,14 @@ def fitting(
     most: int = 12,
 ) -> list[Fit]:
     """Precisions and levels in which at least one sample fits, in order of predicted speed; the first `most`."""
-    cells = [
-        Cell(
-            precision=precision, mode=mode, setting=setting, batch_size=config.train.batch_size,
-            accumulate=config.train.accumulate,
-        )
-        for precision in precisions
-        for setting in levels_of(planner, config)
-    ]  # fmt: skip
+    levels = levels_of(planner, config)
+    cells = [Cell.of(config, precision, mode, setting) for precision in precisions for setting in levels]
     times = {cell: level_time(cell.setting) / speed_of(cell.precision, hardware) for cell in cells}
     found: list[Fit] = []
     for cell in sorted(cells, key=times.__getitem__):
         largest = largest_batch(planner, cell, limit_bytes)
-        if (
-            largest < config.train.batch_size
-        ):  # then gradients of several micro-batches add up, and all of them are there
+        if largest < config.train.batch_size:
+            # Then gradients of several micro-batches add up, and all of them are there.
             largest = largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
         if largest:
             found.append(_fit(planner, config, cell, largest, times[cell]))

@@ -16,9 +16,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
+from halfstep.precision.plan import Plan
 from halfstep.run.planned_step import Fixed, PlannedStep
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import Mode, has_convolutions
@@ -54,6 +56,20 @@ class Cell:
     batch_size: int
     accumulate: int = 1
 
+    @classmethod
+    def of(cls, config: RunConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
+        """A step of this config, whose own memory level is taken where none is named."""
+        if setting is None:
+            setting = MemorySetting(recompute="blocks") if config.train.activation_checkpointing else NORMAL
+        size, accumulate = config.train.batch_size, config.train.accumulate
+        return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate)
+
+    @classmethod
+    def of_plan(cls, config: RunConfig, plan: Plan) -> Cell:
+        """The step that a run of this plan makes, each batch as it is loaded."""
+        setting = MemorySetting(**plan.memory) if plan.memory else None
+        return cls.of(config, plan.granted, plan.mode or "eager", setting)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
@@ -82,10 +98,7 @@ class MemoryPlanner:
         """Traced at its own batch, or from those of `base_batch` and its double: for looking at many batches."""
         fixed = self._fixed_of(cell)
         raw, prepared = self._input_bytes(cell.batch_size)
-        dynamic = self._dynamic(cell, base_batch)
-        is_graph = cell.mode == "graph"
-        moving = Counter(dynamic)
-        workspaces = self._library_bytes(cell)
+        moving = self._dynamic(cell, base_batch)
         found = Counter(
             {
                 "weights": fixed.weights,
@@ -93,11 +106,11 @@ class MemoryPlanner:
                 "average": fixed.average,
                 "frozen parts": fixed.frozen,
                 "inputs": raw + prepared,
-                "graph pool": int(POOL_GAPS * moving.total()) + prepared if is_graph else 0,
+                "workspaces": self._library_bytes(),
+                "graph pool": int(POOL_GAPS * moving.total()) + prepared if cell.mode == "graph" else 0,
             }
         )
         found.update(moving)
-        found["workspaces"] += workspaces
         return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
 
     def _dynamic(self, cell: Cell, base_batch: int) -> Counter[str]:
@@ -167,7 +180,10 @@ class MemoryPlanner:
         steps = (batch_size - 2) / 2
         return int(raw + (more_raw - raw) * steps), int(prepared + (more_prepared - prepared) * steps)
 
-    def _library_bytes(self, cell: Cell) -> int:
+    def _library_bytes(self) -> int:
+        """Of cuBLAS, where anything is multiplied; a GPU is meant where none is named."""
+        if self.hardware is not None and self.hardware.kind == "cpu":
+            return 0
         traces = next(iter(self._traces.values()))
         multiplies = any(op.name in PRODUCTS and "conv" not in op.name for trace in traces for op in trace.ops)
         capability = self.hardware.capability if self.hardware is not None else (9, 0)

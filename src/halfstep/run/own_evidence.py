@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.side import seen_by
 from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide
+from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
+from halfstep.run.own_loss import named_by
 from halfstep.run.own_warnings import warn_user
 from halfstep.step.facts import restore_rng, rng_state
 from halfstep.step.guard import LAG, Guard
@@ -76,7 +77,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     plan = _plan_here(read.about["plan"], model, device)
     own = {name: value.detach().clone() for name, value in capsules.state_of(model).items()}
     classes, training, generators = [(m, type(m)) for m in model.modules()], model.training, rng_state(device)
-    held = _held(loss_fn, model)
+    held = held_by(loss_fn, model)
     subject = Subject(
         model=model,
         loss=_eager(loss_fn),
@@ -87,7 +88,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
         state=read.state,
         rng=read.rng,
         plan=plan,
-        plan_for=lambda precision, modules: _other_plan(plan, model, precision, modules),
+        plan_for=partial(decide_again, plan, model, _parts(plan)),
         scale=float(read.about["scale"]),
     )
     try:
@@ -109,15 +110,12 @@ def _eager(loss_fn: LossFn) -> LossFn:
     return eager
 
 
-def _held(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that the code of the loss names besides the model: a teacher, a perceptual loss."""
-    function = inspect.unwrap(getattr(loss_fn, "func", loss_fn))
-    function = getattr(function, "__func__", function)
-    seen = inspect.getclosurevars(function) if inspect.isfunction(function) else None
-    named = {**seen.globals, **seen.nonlocals} if seen is not None else {}
-    held = {name: value for name, value in named.items() if isinstance(value, nn.Module)}
+def held_by(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that the loss names besides the model, each once: a teacher, a perceptual loss."""
+    named = {value: name for name, value in named_by(loss_fn).items() if isinstance(value, nn.Module)}
+    inner = {part for module in named for part in module.modules() if part is not module}
     own = set(model.modules())
-    return {name: module for name, module in held.items() if not own & set(module.modules())}
+    return {name: module for module, name in named.items() if module not in inner and not own & set(module.modules())}
 
 
 def _plan_here(stored: Mapping[str, Any], model: nn.Module, device: torch.device) -> Plan:
@@ -127,12 +125,6 @@ def _plan_here(stored: Mapping[str, Any], model: nn.Module, device: torch.device
             return plan
     hardware = probe(str(device))
     return decide(plan.granted, hardware, model, modules=_parts(plan), simulate=hardware.kind == "cpu")
-
-
-def _other_plan(own: Plan, model: nn.Module, precision: str, modules: Mapping[str, str]) -> Plan:
-    named = {} if precision else {**_parts(own), **modules}
-    simulate = own.simulated or precision == "bf16" and not own.on_cuda
-    return decide(precision or own.granted, probe(own.device), model, modules=named, simulate=simulate)
 
 
 def _parts(plan: Plan) -> dict[str, str]:

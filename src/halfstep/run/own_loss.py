@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from halfstep.errors import ConfigError
-from halfstep.precision.contexts import AUTOCAST_DTYPES
+from halfstep.precision.contexts import autocast_dtype
 from halfstep.run.own_arguments import half_dtypes_in, is_divided_by, is_scaled_by_hand, loss_and_weight
 from halfstep.run.own_warnings import warn_user
 from halfstep.step.batches import Batch
@@ -114,7 +114,7 @@ class OwnLoss:
         stored = {p.dtype for p in self.step.model.parameters()}
         if any(isinstance(module, torch.nn.RNNBase) for module in self.step.model.modules()):
             stored.add(torch.float16)  # autocast's choice for recurrent layers; the plan has warned
-        return {AUTOCAST_DTYPES.get(name.removesuffix("-true")) for name in computed} | stored
+        return {autocast_dtype(name) for name in computed} | stored
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ class Strangers:
 
     @contextlib.contextmanager
     def noticed(self, loss_fn: Callable[..., Any]) -> Iterator[None]:
-        named = _named_by(loss_fn)
+        named = named_by(loss_fn)
         self.writes.places.refresh()
         own = set(self.writes.places.modules)
         if any(map(_is_compiled, [*named.values(), *self.writes.places.roots])):
@@ -199,7 +199,7 @@ def _differs(now: Tensor | None, then: Tensor) -> bool:
     return now is None or now.shape != then.shape or not torch.equal(now, then)
 
 
-def _named_by(loss_fn: Callable[..., Any]) -> dict[str, Any]:
+def named_by(loss_fn: Callable[..., Any]) -> dict[str, Any]:
     """What a function can name: its closure, its globals, of a method its object; and their parts."""
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.config.schema import RunConfig, is_import_path
-from halfstep.config.section import num_cores as num_cores
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples
 from halfstep.errors import counted, suggested

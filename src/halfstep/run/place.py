@@ -72,8 +72,8 @@ class Place:
         """The config as trials take it: a process computes its part of a batch, and none of them cuts it by itself."""
         if self.world is None:
             return config
-        own = {"batch_size": self.world.rows(config.train.batch_size), "auto_batch": False}
-        return config.model_copy(update={"train": config.train.model_copy(update=own)})
+        rows = self.world.rows(config.train.batch_size)
+        return config.changed(train={"batch_size": rows, "auto_batch": False})
 
 
 # --- trials that all processes make ---
@@ -156,8 +156,7 @@ class Trials:
 
     def _with_batch(self, tried: int) -> RunConfig:
         """With as many samples as the first process tries; it has as many as any other, and one more than some."""
-        own = min(tried, self.config.train.batch_size)
-        return self.config.model_copy(update={"train": self.config.train.model_copy(update={"batch_size": own})})
+        return self.config.changed(train={"batch_size": min(tried, self.config.train.batch_size)})
 
 
 class Led(Trial):

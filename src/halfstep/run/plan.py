@@ -49,7 +49,7 @@ def data_at_hand(config: RunConfig) -> Iterator[RunConfig]:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "demo"
         KINDS.of(config.workload).write_demo(config.workload, data, seed=config.train.seed)
-        yield config.model_copy(update={"data": config.data.model_copy(update={"dir": str(data)})})
+        yield config.changed(data={"dir": str(data)})
 
 
 def _with_what_is_untimed(decided: Plan) -> Plan:

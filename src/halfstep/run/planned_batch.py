@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -10,14 +15,17 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.measure.memory import format_bytes
-from halfstep.models.recompute import Recompute
+from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly
+from halfstep.run.checkpoint import STATE
+from halfstep.run.folder import RunFolder
 from halfstep.run.memory_fit import USABLE, fitting, largest_batch, usable_bytes
 from halfstep.run.memory_plan import Cell, MemoryPlanner
 from halfstep.run.planned_step import planned_step
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode
+from halfstep.workloads import load
 from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Workload
 
@@ -32,25 +40,50 @@ def free_for_run(device: torch.device) -> int:
     return int(USABLE * (free + torch.cuda.memory_reserved(device)))
 
 
-def planned_bytes(config: RunConfig, store: Store, hardware: Hardware, precision: str) -> tuple[int, int]:
-    """What is there for any batch, and what each sample adds, in the mode and memory level of the config."""
-    planner = MemoryPlanner(planned_step(config, store), hardware)
-    recompute: Recompute = "blocks" if config.train.activation_checkpointing else "none"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """What a step needs: bytes for any batch, and bytes and operations for each sample."""
+
+    num_parameters: int
+    fixed_bytes: int
+    sample_bytes: int
+    sample_flops: int
+    usable: float = USABLE_MEMORY
+    """The share of a device's memory that may be taken: less where workspaces are not counted."""
+
+    def bytes_at(self, batch_size: int) -> int:
+        return self.fixed_bytes + batch_size * self.sample_bytes
+
+    def largest_batch(self, memory_bytes: int) -> int:
+        """Samples that fit a device; 0 where not even one does."""
+        return max(0, int((memory_bytes * self.usable - self.fixed_bytes) / self.sample_bytes))
+
+
+def step_cost(config: RunConfig, store: Store, hardware: Hardware, precision: str) -> StepCost:
+    """Of a step in the mode and memory level of the config; `store` says what the data are."""
+    is_gpu = hardware.kind in ("cuda", "rocm")
+    # The same tensors in strict fp32, but for what cuDNN takes besides.
+    traced = "tf32" if precision == "fp32" and not is_gpu else precision
     mode: Mode = "compile" if config.train.fast in ("compile", "graph") else "eager"
     size = max(config.train.batch_size, 2)
-    cell = Cell(precision=precision, mode=mode, setting=MemorySetting(recompute=recompute), batch_size=size)
-    found = planner.predict(cell)
+    cell = dataclasses.replace(Cell.of(config, traced, mode), batch_size=size, accumulate=1)
+    step = planned_step(config, store)
+    found = MemoryPlanner(step, hardware).predict(cell)
     by_batch = sum(found.components[name] for name in BY_BATCH)
-    return found.total - by_batch, max(1, by_batch // size)
+    return StepCost(
+        num_parameters=step.num_parameters,
+        fixed_bytes=found.total - by_batch,
+        sample_bytes=max(1, by_batch // size),
+        sample_flops=step.sample_flops(),
+        usable=USABLE if is_gpu else USABLE_MEMORY,
+    )
 
 
 def planned_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_bytes: int) -> int | None:
     """Samples of a micro-batch that fit a device of this memory; None where the step cannot be traced."""
-    recompute: Recompute = "blocks" if config.train.activation_checkpointing else "none"
-    cell = Cell(precision=precision, mode=mode, setting=MemorySetting(recompute=recompute),
-                batch_size=config.train.batch_size, accumulate=config.train.accumulate)  # fmt: skip
     try:
-        return largest_batch(MemoryPlanner(planned_step(config)), cell, usable_bytes(memory_bytes))
+        planner = MemoryPlanner(planned_step(config))
+        return largest_batch(planner, Cell.of(config, precision, mode), usable_bytes(memory_bytes))
     except HalfstepError:
         return None
 
@@ -58,15 +91,12 @@ def planned_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_
 def planned_pieces(config: RunConfig, workload: Workload, plan: Plan, limit_bytes: int) -> int:
     """Micro-batches that each batch has to be cut into to fit: 1, 2, 4 ..."""
     planner = MemoryPlanner(planned_step(config, workload.store))
-    size = config.train.batch_size
-    cell = Cell(precision=plan.granted, mode=plan.mode or "eager", setting=MemorySetting(**plan.memory),
-                batch_size=size, accumulate=config.train.accumulate)  # fmt: skip
+    cell = Cell.of_plan(config, plan)
     if planner.predict(cell).total <= limit_bytes:
         return 1
-    largest = largest_batch(planner, Cell(precision=cell.precision, mode=cell.mode, setting=cell.setting,
-                                          batch_size=size, accumulate=2), limit_bytes)  # fmt: skip
+    largest = largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
     pieces = 1
-    while -(-size // pieces) > max(largest, 1):
+    while -(-cell.batch_size // pieces) > max(largest, 1):
         pieces *= 2
     return pieces
 
@@ -88,6 +118,18 @@ def pieces_by_plan(config: RunConfig, workload: Workload, plan: Plan, say: Calla
             f"of them (same effective batch), to fit {format_bytes(limit)}"
         )
     return pieces
+
+
+def predicted_memory(path: Path) -> dict[str, int]:
+    """Peak bytes by component of one micro-batch's step as a stored run took it; nothing runs."""
+    folder = RunFolder.open(str(path))
+    config, plan = load(str(folder.config)).config, folder.stored_plan()
+    newest = folder.checkpoints().all()[-1:]  # what it knew of its data, which may be gone
+    store = json.loads((newest[0] / STATE).read_text())["state"]["store"] if newest else None
+    whole = Cell.of_plan(config, plan)
+    size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
+    cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate)
+    return dict(MemoryPlanner(planned_step(config, store)).predict(cell).components)
 
 
 def ways_out(config: RunConfig, plan: Plan, store: Store, limit_bytes: int) -> list[str]:
@@ -118,9 +160,7 @@ def predicted_peak(config: RunConfig, workload: Workload) -> Callable[[Plan, Mem
         try:
             if not planners:
                 planners.append(MemoryPlanner(planned_step(config, workload.store)))
-            cell = Cell(precision=plan.granted, mode=plan.mode or "eager", setting=setting,
-                        batch_size=config.train.batch_size, accumulate=config.train.accumulate)  # fmt: skip
-            return planners[0].predict(cell).total
+            return planners[0].predict(Cell.of(config, plan.granted, plan.mode or "eager", setting)).total
         except HalfstepError:
             return None
 

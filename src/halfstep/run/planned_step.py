@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
@@ -35,7 +37,6 @@ from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.planner.pretence import Pretence, run_backward
 from halfstep.tune.planner.trace import Recorder, Trace
-from halfstep.tune.step_cost import NoSamples
 from halfstep.tune.trials import first_batch
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Store
@@ -119,6 +120,15 @@ class PlannedStep:
                 average=_bytes(average),
                 update=max(updates) + bool(average) * EMA_PIECES * 4 * CHUNK_ELEMENTS,
             )
+
+    def sample_flops(self) -> int:
+        """Of forward and backward, nothing recomputed; a multiplication and an addition are two."""
+        with self.pretence.entered(), _explained(self.config.workload), torch.no_grad():
+            # Attention in parts: of the CPU's fused kernel the counter knows nothing.
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                self.workload.forward(self.workload.model.eval(), self._batch(SEEN))
+            # Backward: one product for the input's gradient, one for the weight's.
+            return 3 * int(counter.get_total_flops()) // SEEN
 
     def input_bytes(self, batch_size: int) -> tuple[int, int]:
         """Of batches as they are loaded, and of one that is ready for the model."""
@@ -243,12 +253,22 @@ def _built_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tu
         yield parameter, [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
 
 
+class NoSamples:
+    """A data set that nobody reads."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        raise AssertionError("counting reads no data")
+
+
 def planned_step(config: RunConfig, store: Store | None = None) -> PlannedStep:
     """The step of a config: of its data where a folder is given, else of made-up data of the usual shape.
 
     `store` is what is known of the data, where somebody has looked at them before."""
     kind = KINDS.of(config.workload)
-    small = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": SEEN})})
+    small = config.changed(train={"batch_size": SEEN})
     if config.data.dir is not None and store is None or kind.over is None or kind.random_batch is None:
         workload = build_workload(config)
         return PlannedStep(config, workload, first_batch(small, workload))

@@ -6,7 +6,9 @@ import math
 import time
 
 from halfstep.config.load import Loaded
+from halfstep.config.section import num_cores
 from halfstep.config.statements import DEFAULT
+from halfstep.data.files import some_of
 from halfstep.errors import counted, suggested
 from halfstep.measure.memory import format_bytes, peak_memory_bytes
 from halfstep.report.config_view import header_lines
@@ -15,7 +17,7 @@ from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
 from halfstep.run.frozen import described
 from halfstep.run.loop import Loop
-from halfstep.run.pace import num_cores, way_out
+from halfstep.run.pace import way_out
 from halfstep.run.stored_state import lost_updates, rounding_warnings
 
 ON_BAD_STEP: dict[str, str] = {
@@ -40,8 +42,8 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     islands = [row.module for row in plan.rows if row.kind == "island"]
     rows = [
         ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
-        *([("its own precision", _few(apart))] if apart else []),
-        *([("always fp32", _few(islands))] if islands else []),
+        *([("its own precision", some_of(apart, 4))] if apart else []),
+        *([("always fp32", some_of(islands, 4))] if islands else []),
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
         *described(parts.workload.frozen, plan),
@@ -125,7 +127,3 @@ def _duration(seconds: float) -> str:
 def _first(notes: tuple[str, ...], most: int = 20) -> list[str]:
     """Of a thousand files that were left out, a screen of names and the number."""
     return [*notes[:most], *([f"and {counted(len(notes) - most, 'more such file')}"] if len(notes) > most else [])]
-
-
-def _few(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

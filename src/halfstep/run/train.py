@@ -57,6 +57,7 @@ from halfstep.run.loop import Loop
 from halfstep.run.optimizing import steps_per_epoch
 from halfstep.run.pace import how_busy
 from halfstep.run.place import FarReport, Place, posted_warnings
+from halfstep.run.plan import is_demo
 from halfstep.run.planned_batch import pieces_by_plan, predicted_peak
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
@@ -98,13 +99,13 @@ def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
     loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
     hardware = probe(place.device_of(loaded.config))
     decide(loaded.config.precision, hardware)
-    is_demo = loaded.config.data.dir is None and KINDS.of(loaded.config.workload).demo is not None
+    with_demo = is_demo(loaded.config)
     folder: RunFolder | None = None
     warnings: list[str] = []
     with ExitStack() as lock:
         try:
             with raised_at_once():
-                if is_demo:
+                if with_demo:
                     folder = _created(out, f"{_run_name(loaded.config)}-demo", place)
                     loaded = _with_demo_data(loaded, folder, place)
                 workload = identified(build_workload(loaded.config))
@@ -129,7 +130,7 @@ def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
             if folder is not None and place.writes:
                 shutil.rmtree(folder.path)
             raise
-        warnings += [DEMO_NOTE.format(folder.path / "data")] if is_demo else []
+        warnings += [DEMO_NOTE.format(folder.path / "data")] if with_demo else []
         _run(loaded, folder, parts, resumed=None, warnings=warnings)
     return folder.path
 
@@ -168,16 +169,13 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
     write_whole(folder.plan, plan.to_json())
-    kept = config.model_copy(update={"log": config.log.model_copy(update={"quiet": False})})
-    write_whole(folder.config, to_yaml(kept))  # last: a folder with it is a run
+    write_whole(folder.config, to_yaml(config.changed(log={"quiet": False})))  # last: a folder with it is a run
 
 
 def _with_demo_data(loaded: Loaded, folder: RunFolder, place: Place) -> Loaded:
-    config = loaded.config
     data_dir = folder.path.absolute() / "data"
-    place.of_first(partial(_write_demo, config, data_dir))
-    data = config.data.model_copy(update={"dir": str(data_dir)})
-    return dataclasses.replace(loaded, config=config.model_copy(update={"data": data}))
+    place.of_first(partial(_write_demo, loaded.config, data_dir))
+    return dataclasses.replace(loaded, config=loaded.config.changed(data={"dir": str(data_dir)}))
 
 
 def _write_demo(config: RunConfig, data_dir: Path) -> None:
@@ -252,7 +250,7 @@ def _plan_to_go_on(
     """The stored one; what was decided or measured for settings that are others now is decided or measured again."""
     if changes.touch("precision.", "device"):
         return _decided(config, workload, probe(place.device_of(config)), place, rehearse)
-    plan = Plan.from_json(_text(folder.plan))
+    plan = folder.stored_plan()
     refuse_missing_device(plan)
     if not changes.touch(*MEASURED_FOR):
         return plan
@@ -363,10 +361,3 @@ def _draw(config: RunConfig, folder: RunFolder, report: RunReport) -> None:
 
 def _run_name(config: RunConfig) -> str:
     return config.workload.replace(":", "-").replace("/", "-")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error

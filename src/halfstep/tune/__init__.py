@@ -1,1 +1,1 @@
-"""How steps are made fast or small, by measurement: modes, trials, memory levers, step cost."""
+"""How steps are made fast or small, by measurement: modes, trials, memory levers."""

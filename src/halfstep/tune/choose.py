@@ -161,7 +161,7 @@ class Tuning:
         except CannotRun as error:
             self.say(f"fp8 is not compared with bf16, whose step cannot run {mode}: {error}")
             return plan
-        return after_whole_steps(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, force=wish.force, strict=wish.strict)
+        return after_whole_steps(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, strict=wish.strict)
 
     # --- memory ---
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,23 +29,6 @@ def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
     return [type(batch)({name: parts[k] for name, parts in chunks.items()}) for k in range(num)]
 
 
-@contextmanager
-def explaining_out_of_memory(
-    config: RunConfig,
-    pieces: Callable[[], int],
-    device: torch.device,
-    num_ranks: int = 1,
-    planned: Callable[[], Iterable[str]] = tuple,
-) -> Iterator[None]:
-    """Where memory runs out inside, the user reads what to do, first what is `planned` to fit. Nothing was saved since
-    the last checkpoint."""
-    try:
-        yield
-    except OutOfMemory as error:
-        error.__traceback__ = None  # its frames hold the activations that did not fit
-        raise memory_error(error, config, pieces(), device, num_ranks, planned()) from error
-
-
 def memory_error(
     error: OutOfMemory,
     config: RunConfig,
@@ -55,6 +37,7 @@ def memory_error(
     num_ranks: int = 1,
     planned: Iterable[str] = (),
 ) -> MemoryLimitError:
+    """What to do, first what is `planned` to fit."""
     size, accumulate = config.train.batch_size, config.train.accumulate * pieces
     smaller = max(size // (2 * pieces), num_ranks)
     ways = list(planned)

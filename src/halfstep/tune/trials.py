@@ -178,9 +178,9 @@ def fitting_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: 
     """How many micro-batches a batch must be cut into; 1 where it fits as it is."""
     size, pieces = config.train.batch_size, 1
     while True:
-        part = config.train.model_copy(update={"batch_size": -(-size // pieces)})
+        smaller = config.changed(train={"batch_size": -(-size // pieces)})
         try:
-            cost_in(plan.mode or "eager", config.model_copy(update={"train": part}), workload, plan, rehearse)
+            cost_in(plan.mode or "eager", smaller, workload, plan, rehearse)
         except DoesNotFit as error:
             problem = str(error)
         else:

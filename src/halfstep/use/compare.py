@@ -14,20 +14,20 @@ import math
 import multiprocessing
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from halfstep.config.foreign import flat
 from halfstep.config.schema import RunConfig
 from halfstep.disk import owned, write_whole
 from halfstep.errors import CheckpointError, ConfigError, counted
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.precision.decide import decide
-from halfstep.report.page.read_run import flat
 from halfstep.run.folder import RunFolder, with_absolute_paths
 from halfstep.use.compare_run import Outcome, Row, keep_the_records, loaded_for, one_run
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
@@ -139,7 +139,7 @@ def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison
         decide(config.precision, probe(config.device))  # a format that is not there must not show after the pilot
     name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
-    comparison = Comparison(request=request, margin=request.margin, settings=settings_of(request))
+    comparison = Comparison(request=request, margin=request.margin, settings=_settings(configs))
     comparison.margin_from = "--margin" if request.margin is not None else ""
     _write(folder, comparison)
     return folder, comparison
@@ -151,8 +151,11 @@ def config_of(request: Request, row: Row, seed: int = 0) -> RunConfig:
 
 def settings_of(request: Request) -> dict[str, dict[str, Any]]:
     """Every setting of each row, as JSON stores it, with its files as they are found from here."""
-    configs = {row.name: with_absolute_paths(config_of(request, row)) for row in request.rows}
-    return {name: flat(config.model_dump(mode="json")) for name, config in configs.items()}
+    return _settings({row.name: config_of(request, row) for row in request.rows})
+
+
+def _settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
+    return {name: flat(with_absolute_paths(config).model_dump(mode="json")) for name, config in configs.items()}
 
 
 def refuse_other_settings(comparison: Comparison) -> None:
@@ -188,7 +191,6 @@ def open_comparison(folder: Path) -> Comparison:
 
 def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
     """All that is missing, until the rows are settled, the last look is done or the budget is spent."""
-    refuse_other_settings(comparison)
     with owned(folder):
         _run(folder, comparison, say)
 

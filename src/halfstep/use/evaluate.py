@@ -13,6 +13,7 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
+from halfstep.disk import write_whole
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import memory_picture
@@ -35,7 +36,6 @@ from halfstep.use.open_run import (
     open_run,
     plan_for_use,
     with_weights,
-    write_text,
 )
 from halfstep.workloads import KINDS
 from halfstep.workloads.options import with_defaults
@@ -93,7 +93,7 @@ def evaluate(
             files=tuple(str(file) for file in (*pictures, summary)),
             seconds=round(clock.elapsed_s, 2),
         )
-        write_text(summary, found.to_json())
+        write_whole(summary, found.to_json() + "\n")
     return found
 
 

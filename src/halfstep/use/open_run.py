@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from torch import nn
 
 from halfstep.config.aliases import precision_name
 from halfstep.config.schema import RunConfig
+from halfstep.disk import unused
 from halfstep.errors import CheckpointError, ConfigError, HardwareError, nearest
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -95,7 +95,7 @@ def plan_for_use(
     frozen: Mapping[str, FrozenPart] | None = None,
 ) -> Plan:
     """The stored plan; another one where another device or precision is asked for, or the run's device is not here."""
-    stored = _stored_plan(run.folder)
+    stored = run.folder.stored_plan()
     hardware = probe(device or _here(stored.device))
     if precision is None and hardware.device == stored.device:
         return stored
@@ -136,7 +136,7 @@ def with_weights(
 @contextmanager
 def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
     """A folder of our own: `out`, new or empty, or `default` with a number where it is taken; gone if left empty."""
-    folder = out or _numbered(default)
+    folder = out or unused(default)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(
             f"--out {folder} exists already", why="nothing is overwritten", fix="name a new or an empty folder"
@@ -150,14 +150,6 @@ def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()
-
-
-def write_text(path: Path, text: str) -> None:
-    """A summary beside the pictures."""
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="make room, or --out DIR") from error
 
 
 def _candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
@@ -199,24 +191,12 @@ def _first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Ch
     )
 
 
-def _stored_plan(folder: RunFolder) -> Plan:
-    try:
-        return Plan.from_json(folder.plan.read_text())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder.plan}: {error.strerror}") from error
-
-
 def _here(device: str) -> str:
     """The run's own device where this machine has it, else the best one."""
     try:
         return probe(device).device
     except HardwareError:
         return "auto"
-
-
-def _numbered(default: Path) -> Path:
-    names = itertools.chain([default], (default.with_name(f"{default.name}-{k}") for k in itertools.count(2)))
-    return next(path for path in names if not path.exists())
 
 
 def in_use(model: nn.Module, plan: Plan, report: RunReport) -> Trained:

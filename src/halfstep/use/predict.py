@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep.data.files import natural_key, some_of
+from halfstep.disk import write_whole
 from halfstep.errors import ConfigError, DataError
 from halfstep.measure.clock import Stopwatch
 from halfstep.report.prediction_view import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen import naming_lost_files
 from halfstep.step.randomness import algorithms
-from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights, write_text
+from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.options import with_defaults
@@ -91,7 +92,7 @@ def predict(
             seconds=round(clock.elapsed_s, 2),
         )
         if folder:
-            write_text(folder / "predictions.json", made.to_json())
+            write_whole(folder / "predictions.json", made.to_json() + "\n")
     return made
 
 

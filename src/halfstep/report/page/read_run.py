@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from halfstep.config.foreign import flat
 from halfstep.errors import CheckpointError
 from halfstep.report.metrics_file import read
 
@@ -92,13 +93,6 @@ def _settings(path: Path) -> dict[str, tuple[str, str]]:
 def _source(source: dict[str, Any]) -> str:
     layer, where = str(source.get("layer", "")), str(source.get("where", ""))
     return where if where.startswith(layer) else f"{layer} {where}".strip()
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
 
 
 def shown(value: Any) -> str:

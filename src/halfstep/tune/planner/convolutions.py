@@ -2,7 +2,7 @@
 
 Of four kinds of algorithms three write transformed copies to memory, whose sizes follow from the shapes. All 87 large
 workspaces of 202 shapes on an H200 are one of them, to 3 %. Which algorithm is taken, cuDNN decides by tables of its
-own, and no rule was found that says so: its answers are kept for a grid of shapes (cudnn_choices.py), and a shape that
+own, and no rule was found that says so: its answers are kept for a grid of shapes (cudnn_choices.txt), and a shape that
 is not on it has those of the nearest. Of 168 passes of 56 shapes beside the grid that gets 151 right, to 30 MB or 10 %.
 
 Strides, groups and kernels of one tap take none, or little.
@@ -13,12 +13,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from importlib import resources
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from halfstep.tune.planner.cudnn_choices import CHOICES
 
 SIDES = (7, 14, 16, 28, 32, 48, 56, 64, 96, 128, 192, 256, 512)
 COMPLEX_BYTES, FLOAT_BYTES = 8, 4
@@ -86,9 +85,10 @@ def _choice(shape: Shape) -> int:
 @functools.cache
 def _grid() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Where cuDNN was asked, as logarithms of n, c, k and the side, and what it took there."""
+    lines = resources.files(__package__).joinpath("cudnn_choices.txt").read_text().splitlines()
     known = [
-        ((*key, side), int(digit))
-        for key, digits in CHOICES.items()
+        ((int(n), int(c), int(k), side), int(digit))
+        for n, c, k, digits in (line.split() for line in lines if not line.startswith("#"))
         for side, digit in zip(SIDES, digits, strict=True)
         if digit != "."
     ]

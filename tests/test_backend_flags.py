@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.precision.backend import LEAVES, Fp32Mode, effective_leaves, fp32_mode, read_flags, write_flags
+from halfstep.backend_flags import LEAVES, Fp32Mode, effective_leaves, fp32_mode, read_flags, write_flags
 
 set_leaf = torch._C._set_fp32_precision_setter
 get_leaf = torch._C._get_fp32_precision_getter
@@ -86,3 +86,18 @@ def test_flags_are_put_back_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), fp32_mode("tf32"):
         _ = 1 / 0
     assert read_flags() == before
+
+
+def test_fp32_flags_are_set_inside_and_a_leaf_still_follows_its_parent_after() -> None:
+    backends = torch.backends
+    root = backends.fp32_precision
+    try:
+        backends.fp32_precision = "tf32"
+        with fp32_mode("ieee"):
+            assert backends.cuda.matmul.fp32_precision == "ieee"
+            assert backends.cudnn.conv.fp32_precision == "ieee"
+        assert backends.cuda.matmul.fp32_precision == "tf32"
+        backends.fp32_precision = "none"
+        assert backends.cuda.matmul.fp32_precision == "none"
+    finally:
+        backends.fp32_precision = root
