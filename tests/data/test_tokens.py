@@ -133,9 +133,11 @@ def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) ->
     (tmp_path / "empty.bin").write_bytes(b"")
     (tmp_path / "odd.bin").write_bytes(b"abc")
     np.arange(500, dtype=np.uint32).tofile(tmp_path / "wide.bin")
+    (tmp_path / "text.bin").write_text("Größer als ein Byte.\n" * 20)
     shard(tmp_path / "short.bin", [1, 2, 3], count=9)
     shard(tmp_path / "newer.bin", [1, 2, 3], version=2)
-    for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("short", "header says 9"),
+    for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("text", "hold text: 'Größer"),
+                       ("short", "header says 9"),
                        ("newer", "version 2")):  # fmt: skip
         with pytest.raises(DataError, match=word):
             open_ids(tmp_path / f"{name}.bin")
@@ -254,6 +256,6 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("some text " * 50)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    with pytest.raises(DataError, match="no room for the token cache"):
+    with pytest.raises(DataError, match="the token cache would take"):
         open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]

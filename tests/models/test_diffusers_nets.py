@@ -64,9 +64,9 @@ def test_a_level_that_is_not_there_cannot_have_attention() -> None:
 @pytest.mark.parametrize("side", [12, 20, 4])
 def test_images_that_cannot_be_halved_are_refused_with_sides_that_can(side: int) -> None:
     with pytest.raises(ConfigError, match=f"{side} pixels cannot be halved 3 times") as refusal:
-        check_side(side, 3, "images", "data.image_size")
+        check_side(side, 3, "the U-Net halves them", "data.image_size")
     assert str(8 * (side // 8 + 1)) in str(refusal.value)
-    check_side(16, 3, "images", "data.image_size")
+    check_side(16, 3, "the U-Net halves them", "data.image_size")
 
 
 def test_folders_of_diffusers_are_opened_and_others_are_named(tmp_path: Path) -> None:

@@ -155,6 +155,20 @@ def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path:
         assert dict(workload.about)["tokenizer"].startswith("BPE")
 
 
+def test_a_runs_own_weights_bring_their_characters(tmp_path: Path, text: Path) -> None:
+    run = trained(tmp_path / "run", text, train__max_steps=1, train__epochs=1)
+    (tmp_path / "other.txt").write_text("not that question\n" * 9)  # fewer characters
+    wish = {"model__weights": str(run / "model"), "data__cache": False}
+    followed = built(tmp_path / "other.txt", **wish, data__tokenizer="auto")
+    assert followed.store["tokenizer"] == {
+        "kind": "characters",
+        "alphabet": "".join(sorted(set(TEXT))),
+        "has_end": False,
+    }
+    with pytest.raises(DataError, match="another tokenizer: characters, 16 tokens"):  # its rows would still fit
+        built(tmp_path / "other.txt", **wish, data__tokenizer="characters")
+
+
 def test_ids_of_another_tokenizer_are_refused(tmp_path: Path, text: Path) -> None:
     """They are within the vocabulary: only meta.pkl beside them tells."""
     for part in ("train", "val"):
@@ -181,8 +195,9 @@ def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:
         built(folder / "a.txt")
     assert error.value.fix == "more text"
     (folder / "a.txt").write_text("short")
-    with pytest.raises(DataError, match=r"4 tokens, one sample is 8"):
+    with pytest.raises(DataError, match=r"4 tokens, one sample is 8") as error:
         built(folder / "a.txt")
+    assert error.value.fix == "more text"  # no context is as short
     with pytest.raises(DataError, match="does not exist"):
         built(tmp_path / "nowhere")
     (folder / "a.txt").write_text(TEXT)

@@ -181,8 +181,10 @@ def test_the_perceptual_loss_is_vggs_and_needs_its_file(data: Path, tmp_path: Pa
 def test_images_too_small_for_vae_or_discriminator_are_refused(data: Path) -> None:
     with pytest.raises(ConfigError, match="9 pixels cannot be halved"):
         autoencoder.build(settings("vae", data, data__image_size=9).config)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="discriminator sees of 8 pixels"):
+    with pytest.raises(ConfigError, match="data.image_size=8 is too small for a discriminator"):
         autoencoder.build(settings("vae", data, **{**GAN, "data__image_size": 8, "model__gan_layers": 3}).config)  # type: ignore[arg-type]
+    odd = {**GAN, "data__image_size": 12, "model__gan_layers": 1}  # it halves what is left without counting on 2**n
+    autoencoder.build(settings("vae", data, **odd).config)  # type: ignore[arg-type]
 
 
 def test_defaults_hold_beside_other_settings_of_their_section() -> None:

@@ -106,7 +106,7 @@ class RunCommand(OnceCommand):
         if workload or not {"-h", "--help"} & set(args):
             self.help = f"{self.help}\n\n{text_of(own, f'Options of {workload}')}" if own else self.help
         else:
-            self.help = "\n\n".join([self.help or "", *(of_family(kind, field) for kind in families)])
+            self.help = "\n\n".join(filter(None, [self.help, *(of_family(kind, field) for kind in families)]))
         rest, given = taken(args, known)
         ctx.obj = given
         try:

@@ -179,6 +179,8 @@ def expected(detail: ErrorDetails) -> str:
         return str(context["expected"])
     if kind == "too_long":
         return f"a list of {context['max_length']} values"
+    if kind == "too_short":
+        return f"a list of {context['min_length']} or more"
     if kind == "string_unicode":
         return "a name in UTF-8; rename the folder, or link to it: ln -s OLD NEW"
     if kind == "string_too_short":

@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from halfstep.data.files import refuse_no_room
 from halfstep.data.text_files import TextFiles
 from halfstep.data.tokenizers import Tokenizer, identity
 from halfstep.data.tokens import Tokens
-from halfstep.disk import free_bytes
 from halfstep.errors import DataError
 
 MAGIC = b"hstoken1"
@@ -59,7 +59,8 @@ def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[s
     hidden = path.with_name(f"{path.name}-{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _refuse_too_little_room(texts, path, kind.itemsize)
+        # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
+        refuse_no_room(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
         with hidden.open("wb") as file:
             file.write(MAGIC)
             counts, checks = _write_ids(file, texts, tokenizer, kind)
@@ -144,17 +145,6 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start : cut.end()]
         start = cut.end()
     yield text[start:]
-
-
-def _refuse_too_little_room(texts: TextFiles, path: Path, itemsize: int) -> None:
-    """A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too."""
-    needed = sum(file.stat().st_size for file in texts.all) * itemsize // 4
-    free = free_bytes(path.parent)
-    if free < needed:
-        raise DataError(
-            f"no room for the token cache {path}: it takes {needed / 1e9:.1f} GB or more, {free / 1e9:.1f} GB are free",
-            fix="make room there, or name another place: data.cache_file=FILE",
-        )
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -20,6 +20,8 @@ Array = np.ndarray[Any, Any]
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 """What tokenizers call the end of a document."""
 TIKTOKEN = "tiktoken:"
+OWN_FILE = "halfstep_tokenizer.json"
+"""Beside a run's weights, where Hugging Face has no file for its tokenizer."""
 
 
 class Tokenizer(Protocol):
@@ -214,8 +216,18 @@ def tokenizer_from(stored: Mapping[str, Any]) -> Tokenizer:
     return Bytes()
 
 
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Into a folder that `tokenizer_at` reads."""
+    if isinstance(tokenizer, Bpe):
+        (folder / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
+    else:
+        (folder / OWN_FILE).write_text(identity(tokenizer), encoding="utf-8")
+
+
 def tokenizer_at(path: Path) -> Tokenizer:
-    """A local tokenizer.json, or a folder with one, or with vocab.json and merges.txt."""
+    """A local tokenizer.json, or a folder with one, or with vocab.json and merges.txt, or of a run's weights."""
+    if (path / OWN_FILE).is_file():
+        return tokenizer_from(json.loads((path / OWN_FILE).read_text(encoding="utf-8")))
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         try:
@@ -233,8 +245,15 @@ def tokenizer_at(path: Path) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    names = ("tokenizer.json",), ("vocab.json", "merges.txt")
+    names = ("tokenizer.json",), ("vocab.json", "merges.txt"), (OWN_FILE,)
     return any(all((folder / name).is_file() for name in needed) for needed in names)
+
+
+def disagree(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether a number means another text for each; of two kinds (tiktoken's and a file) nobody can say."""
+    if isinstance(one, Bpe) and isinstance(other, Bpe):
+        return bool(one.loaded.get_vocab() != other.loaded.get_vocab())
+    return type(one) is type(other) and identity(one) != identity(other)
 
 
 def identity(tokenizer: Tokenizer) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import string
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from halfstep.errors import DataError
 Array = np.ndarray[Any, Any]
 
 UNCOUNTED = -1
+PRINTABLE = np.frombuffer(string.printable.encode(), dtype=np.uint8)
 PHASE_STREAM = 0x7068617365
 """Sets the draw of an epoch's first token apart from others with its key ("phase" in ASCII)."""
 
@@ -166,6 +168,12 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
         )
     ids = np.memmap(path, dtype=np.uint16, mode="r")
     first = np.asarray(ids[:4096])
+    if len(first) > 64 and np.isin(first.view(np.uint8), PRINTABLE).mean() > 0.75:  # of ids every other byte is small
+        raise DataError(
+            f"{path} seems to hold text: {first.tobytes()[:20].decode(errors='replace')!r}",
+            why="a .bin is read as 16-bit ids, as nanoGPT writes them",
+            fix=f"name it {path.stem}.txt",
+        )
     if len(first) > 64 and not first[1::2].any() and first[::2].any():
         raise DataError(
             f"{path} seems to hold 32-bit ids: every second 16-bit one is 0",

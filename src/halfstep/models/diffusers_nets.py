@@ -109,9 +109,10 @@ def net_folder(folder: str, part: str, setting: str) -> Path:
     for place in (root, root / part, root / "model" / part):
         if (place / "config.json").is_file():
             return place
-    what = "is not there" if not root.exists() else "is a file" if root.is_file() else "holds no config.json"
+    why_not = f"neither it nor {part}/ in it holds a config.json"
+    what = "there is no such folder" if not root.exists() else "it is a file" if root.is_file() else why_not
     raise ModelError(
-        f"{setting}={folder}: it {what}, nor does {part}/ in it",
+        f"{setting}={folder}: {what}",
         why="a folder of this machine is needed; nothing is downloaded",
         fix="a folder that save_pretrained wrote, or model/ of a run",
     )
@@ -138,16 +139,20 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     return net.train()
 
 
-def check_side(side: int, num_halvings: int, what: str, setting: str) -> None:
-    """Refuse images that a network cannot halve as often as it has levels."""
+def check_side(side: int, num_halvings: int, halved_by: str, setting: str) -> None:
+    """Refuse images that networks cannot halve as often as they have levels."""
     step = 2**num_halvings
     if side % step or side < step:
         near = [size for size in (side // step * step, (side // step + 1) * step) if size > 0]
         raise ConfigError(
-            f"{what} of {side} pixels cannot be halved {num_halvings} times",
-            why=f"each level of the network but the last halves them, so their side is a multiple of {step}",
+            f"images of {side} pixels cannot be halved {_times(num_halvings)}",
+            why=f"{halved_by} so often, once for each level but the last: their side is a multiple of {step}",
             fix=f"{setting}, or fewer model.channels; sides that fit: {' or '.join(map(str, near))}",
         )
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
 def halvings(net_config: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.errors import ModelError
+from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import fp32_island, to_fp32
 
 WIDEST = 8
@@ -38,6 +38,16 @@ class PatchGan(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         logits: Tensor = self.layers(image)
         return logits
+
+
+def refuse_too_small(side: int, num_halvings: int, setting: str) -> None:
+    """Refuse images of which two more convolutions, behind those that halve, leave nothing."""
+    if side < (least := 2 ** (num_halvings + 2)):
+        raise ConfigError(
+            f"data.image_size={side} is too small for a discriminator that halves it {num_halvings} times",
+            why="nothing is left to judge",
+            fix=f"data.image_size={least} or more, or a smaller {setting}",
+        )
 
 
 class VggDistance(nn.Module):

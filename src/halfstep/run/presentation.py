@@ -92,7 +92,8 @@ def show_summary(
     rows.append(("best checkpoint", str(best) if best else "none"))
     if parts.config.log.curves:
         rows.append(("curves", str(folder.report / "curves.png")))
-    rows.append(("look closer", suggested("evaluate", folder.path)))
+    held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
+    rows.append(("look closer", suggested("evaluate", folder.path, *held_out)))
     report.finish("done", rows)
 
 

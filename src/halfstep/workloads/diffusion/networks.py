@@ -60,7 +60,7 @@ def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> Parts:
         return Parts(conditions=conditions, vae=None, vae_source="", shape=(IMAGE_CHANNELS, side, side))
     folder = net_folder(wish.vae, "vae", "model.vae")
     vae = freeze_(open_net(folder, [VAE]))
-    check_side(side, halvings(vae.config), "images", "data.image_size")
+    check_side(side, halvings(vae.config), "the VAE halves them", "data.image_size")
     latent = side >> halvings(vae.config)
     shape = (int(vae.config.latent_channels), latent, latent)
     return Parts(conditions=conditions, vae=vae, vae_source=str(folder), shape=shape)
@@ -75,9 +75,9 @@ def model_of(config: DiffusionConfig, parts: Parts, store: Mapping[str, Any] | N
         _check_fits(model, config, parts)
     else:
         model = build_net(new_unet(config, parts.shape, parts.conditions))
-    channels, side, _ = parts.shape
-    what = "latents" if parts.vae is not None else "images"
-    check_side(side, halvings(model.config), what, "data.image_size")
+    by_vae = halvings(parts.vae.config) if parts.vae is not None else 0
+    halved_by = "VAE and U-Net halve them" if by_vae else "the U-Net halves them"
+    check_side(config.data.image_size, by_vae + halvings(model.config), halved_by, "data.image_size")
     set_checkpointing(model, config.train.activation_checkpointing)
     return model
 

@@ -25,7 +25,7 @@ from halfstep.models.diffusers_nets import (
     set_checkpointing,
     vae_config,
 )
-from halfstep.models.patch_gan import PatchGan, VggDistance
+from halfstep.models.patch_gan import PatchGan, VggDistance, refuse_too_small
 from halfstep.models.posterior import drawn, kl_divergence, posterior
 from halfstep.models.weights import read_weights
 from halfstep.workloads.adversarial import adversarial_phases, adversarial_term, judged
@@ -109,11 +109,11 @@ def model_of(config: VaeConfig, store: Mapping[str, Any] | None = None) -> VaeNe
                 channels=wish.channels, layers=wish.layers, latent_channels=wish.latent_channels, image_size=side
             )
         )
-    check_side(side, halvings(vae.config), "images", "data.image_size")
+    check_side(side, halvings(vae.config), "the VAE halves them", "data.image_size")
     set_checkpointing(vae, config.train.activation_checkpointing)
     if not wish.gan_weight:
         return VaeNet(vae)
-    check_side(side, wish.gan_layers + 2, "images that a discriminator sees", "data.image_size, fewer model.gan_layers")
+    refuse_too_small(side, wish.gan_layers, "model.gan_layers")
     return VaeNet(vae, PatchGan(channels=wish.gan_channels, num_halvings=wish.gan_layers))
 
 

@@ -35,11 +35,11 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
         _check_vocab(config, data)
         stored = data.tokenizer.stored() if data.tokenizer is not None else None
         store = {"vocab": data.vocab, "tokenizer": stored}
+    if is_new:
+        _check_length(data.train, model_size(config, store).context)
     model = model_from_store(config, store)
     if is_new and config.model.weights:
         load_gpt2_(model, Path(config.model.weights))
-    if is_new:
-        _check_length(data.train, model)
     return over_samples(
         config,
         store,
@@ -159,11 +159,11 @@ def _check_vocab(config: LanguageConfig, data: LanguageData) -> None:
         )
 
 
-def _check_length(train: Tokens, model: GPT2) -> None:
-    context = model.size.context
+def _check_length(train: Tokens, context: int) -> None:
     if len(train) <= context:
+        shorter = (len(train) - 1) // 8
         raise DataError(
             f"the training text has {len(train):,} tokens, one sample is {context:,} and the one after",
             why="a sample is a window of model.context tokens, each with its next one",
-            fix=f"model.context={max(1, (len(train) - 1) // 8)}, or more text" if len(train) > 1 else "more text",
+            fix=f"model.context={shorter}, or more text" if shorter >= 8 else "more text",
         )

@@ -16,6 +16,7 @@ from halfstep.data.tokenizers import (
     Characters,
     Tiktoken,
     Tokenizer,
+    disagree,
     has_tokenizer,
     tokenizer_at,
     tokenizer_from,
@@ -64,6 +65,8 @@ def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> Langua
     texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
     named = known or _named_tokenizer(config.tokenizer, root) or _of_weights(whole)
     tokenizer = named or _of_texts(config.tokenizer, texts)
+    if known is None:
+        _refuse_another_than_the_weights(tokenizer, whole)
     path = Path(config.cache_file) if config.cache_file else default_cache(root, tokenizer)
     train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenised(texts, tokenizer)
     place = f"cached in {path}" if config.cache else "in memory"
@@ -104,6 +107,7 @@ def _ids(
         tokenizer=tokenizer,
         about=(("token ids", f"{counted(len(files.train) + len(files.val), 'file')}, {_in_words(train, val)}"),
                ("tokenizer", named)),
+        notes=() if files.val else (f"nothing is validated: {folder} has no .bin with `val` in its name",),
     )  # fmt: skip
 
 
@@ -135,11 +139,26 @@ def _named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
 
 def _of_weights(config: LanguageConfig) -> Tokenizer | None:
     """The one that lies beside the weights to start from: their rows are its tokens."""
-    if config.data.tokenizer != "auto" or not config.model.weights:
+    return _beside_weights(config) if config.data.tokenizer == "auto" else None
+
+
+def _beside_weights(config: LanguageConfig) -> Tokenizer | None:
+    if not config.model.weights:
         return None
     weights = Path(config.model.weights)
     folder = weights if weights.is_dir() else weights.parent
     return tokenizer_at(folder) if has_tokenizer(folder) else None
+
+
+def _refuse_another_than_the_weights(tokenizer: Tokenizer, config: LanguageConfig) -> None:
+    """As many tokens are not the same tokens."""
+    theirs = _beside_weights(config)
+    if theirs is not None and disagree(tokenizer, theirs):
+        raise DataError(
+            f"{config.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
+            why=f"it lies beside them; this one, {tokenizer.name}, {tokenizer.num_tokens:,} tokens, numbers others",
+            fix="leave out data.tokenizer: then theirs is used",
+        )
 
 
 def _of_texts(wish: str, texts: TextFiles) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""A trained GPT-2 as a folder of Hugging Face's: weights, config and, where it is BPE, the tokenizer."""
+"""A trained GPT-2 as a folder of Hugging Face's: weights, config, tokenizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from halfstep.data.tokenizers import Bpe
+from halfstep.data.tokenizers import save_tokenizer
 from halfstep.models.gpt2_weights import save_gpt2
 from halfstep.workloads.kind import Store
 from halfstep.workloads.language.config import LanguageConfig
@@ -16,5 +16,5 @@ from halfstep.workloads.language.data import stored_tokenizer
 def export(model: nn.Module, config: LanguageConfig, store: Store, folder: Path) -> None:
     tokenizer = stored_tokenizer(store)
     save_gpt2(model, folder, ends_at=tokenizer.end if tokenizer is not None else None)
-    if isinstance(tokenizer, Bpe):
-        (folder / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)

@@ -17,7 +17,7 @@ from halfstep.data import noise
 from halfstep.data.loader import Batch
 from halfstep.errors import ConfigError
 from halfstep.islands import in_fp32
-from halfstep.models.patch_gan import PatchGan
+from halfstep.models.patch_gan import PatchGan, refuse_too_small
 from halfstep.models.posterior import kl_divergence
 from halfstep.models.radio_vae import RadioVAE, ResidualBlock
 from halfstep.models.recompute import set_recompute
@@ -72,13 +72,8 @@ def stage1(config: RadioVaeConfig) -> Stage1:
 
 
 def critic_of(config: RadioVaeConfig) -> PatchGan:
-    wish, side = config.model.discriminator, config.data.image_size
-    if side < (least := 2 ** (wish.num_halvings + 2)):
-        raise ConfigError(
-            f"data.image_size={side} is too small for a discriminator that halves it {wish.num_halvings} times",
-            why="nothing is left to judge",
-            fix=f"data.image_size={least} or more, or a smaller model.discriminator.num_halvings",
-        )
+    wish = config.model.discriminator
+    refuse_too_small(config.data.image_size, wish.num_halvings, "model.discriminator.num_halvings")
     return PatchGan(image_channels=1, channels=wish.channels, num_halvings=wish.num_halvings)
 
 
