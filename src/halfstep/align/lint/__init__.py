@@ -11,10 +11,13 @@ from halfstep.align.lint import (
     api,
     checkpoints,
     clearing,
+    contracts,
     coverage,
     evaluation,
+    frameworks,
     hiding,
     hints,
+    iteration,
     lifetimes,
     numerics,
     reached,
@@ -30,11 +33,11 @@ from halfstep.align.lint.script import Script
 from halfstep.errors import ConfigError
 
 FAMILIES = (
-    *(scaler_order, reached, regimes, skips, accumulation, numerics, weights),
-    *(scaler_use, clearing, coverage, switches),
+    *(scaler_order, iteration, reached, regimes, skips, accumulation, numerics, weights),
+    *(scaler_use, contracts, frameworks, clearing, coverage, switches),
     *(checkpoints, lifetimes, api, hiding, evaluation, hints),
 )
-RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b")
+RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(")
 """What every rule needs one of; other files are not analysed."""
 
 

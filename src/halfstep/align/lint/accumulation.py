@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_optimizer_name, last, plain, rescales_gradients
+from halfstep.align.lint.amp import Amp, last, rescales_gradients
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import dotted_name, is_constant, keyword, names_in
 
@@ -54,7 +54,7 @@ def gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
         gates = [text for text, holds in step.conditions if holds and text in trace.windows]
         if (
             "deepspeed.initialize" in makers
-            and not is_optimizer_name(step.receiver)
+            and not amp.script.is_optimizer(step.receiver)
             and any("accum" in modulus(gate).lower() for gate in gates)
         ):
             message = f"{last(step.receiver)}.step() only where `{gates[0]}`: the engine counts the window in step()"
@@ -68,7 +68,7 @@ def divided_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
     made = {name: v for name, values in amp.script.assigned.items() for v in values if isinstance(v, ast.Call)}
     given = {n: keyword(v, "gradient_accumulation_steps") for n, v in made.items() if n in amp.accelerators}
     for backward in trace.calls("backward"):
-        length = given.get(plain(backward.receiver))
+        length = given.get(amp.script.canonical(backward.receiver))
         if length is None or is_constant(length, 1) or not isinstance(backward.node, ast.Call):
             continue
         name = backward.arguments[0] if backward.arguments else ""
@@ -94,8 +94,7 @@ def windows(trace: Trace) -> Iterator[Window]:
         # Sorted: a set has another order in every run. `i % 1 == 0` is no window.
         tests = sorted(text for text, holds in step.conditions if holds and text in trace.windows)
         tests = [text for text in tests if modulus(text) not in ("", "1")]
-        optimizer = step.arguments[0] if step.arguments else step.receiver
-        if not tests or not step.loops or not is_optimizer_name(optimizer):
+        if not tests or not step.loops or not step.optimizer:
             continue
         backwards = [
             e for e in trace.calls("backward") if e.loops[: len(step.loops)] == step.loops and e.index < step.index
@@ -119,7 +118,7 @@ def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
             continue
         inside = [e for e in trace.events if e.loops[: len(backward.loops)] == backward.loops]
         after = [e for e in trace.calls("step") if e.loops == backward.loops[:-1] and e.index > inside[-1].index]
-        steps = [e for e in after if is_optimizer_name(e.arguments[0] if e.arguments else e.receiver)]
+        steps = [e for e in after if e.optimizer]
         if steps and not any(e.method in ("step", "zero_grad") for e in inside):
             seen.add(id(loop))
             yield Window(backward=backward, step=steps[0], test="", length=length)

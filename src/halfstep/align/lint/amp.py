@@ -10,7 +10,7 @@ from functools import cached_property
 
 from halfstep.align.lint.flow import Event, Trace, traces_of
 from halfstep.align.lint.regions import Region, switch
-from halfstep.align.lint.script import SCALERS, Script, dotted_name, keyword
+from halfstep.align.lint.script import SCALERS, Script, dotted_name, keyword, last
 
 FRAMEWORKS = (
     "accelerator",
@@ -158,25 +158,9 @@ def same_object(one: str, other: str) -> bool:
     return bool(one) and last(one) == last(other)
 
 
-def last(key: str) -> str:
-    return key.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
-
-
 def plain(key: str) -> str:
     """A name as its own function writes it."""
     return key.rsplit(":", 1)[-1]
-
-
-def is_optimizer_name(key: str) -> bool:
-    """`optimizer`, `optim_g`, `self.opt`, `opt_d`."""
-    name = last(key).lower()
-    return "optim" in name or name == "opt" or name.startswith("opt_") or name.endswith("_opt")
-
-
-def optimizer_of(step: Event) -> str:
-    """`optimizer` of `optimizer.step()` and of `scaler.step(optimizer)`, where its name says so."""
-    name = step.arguments[0] if step.arguments else step.receiver
-    return name if is_optimizer_name(name) else ""
 
 
 def is_constant_true(node: ast.expr | None) -> bool:

@@ -16,7 +16,6 @@ MOVED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 def find(amp: Amp) -> Iterator[Finding]:
     yield from deprecated(amp.script)
     yield from emulated_bf16(amp.script)
-    yield from without_device(amp.script)
 
 
 def deprecated(script: Script) -> Iterator[Finding]:
@@ -121,19 +120,6 @@ def call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[
             return (Edit(path=script.path, start=at, end=at, replacement=f"{word}, enabled="),)
         edits.append(Edit(path=script.path, start=at, end=at, replacement="enabled="))
     return tuple(edits)
-
-
-def without_device(script: Script) -> Iterator[Finding]:
-    """`from torch.amp import autocast` and `autocast()`: there the device comes first, and has no default."""
-    named = {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
-    for call in script.calls if not serves_two_versions(script) else ():
-        given = call.args or any(item.arg in (None, "device_type") for item in call.keywords)
-        if script.name_of(call.func) in named and not given:
-            message = "torch.amp.autocast() without a device_type is a TypeError; only torch.cuda.amp's has a default"
-            yield script.finding("launch-refused", call, message, fix='autocast("cuda")')
-        elif script.name_of(call.func) == "torch.cuda.amp.autocast" and keyword(call, "device_type") is not None:
-            message = "torch.cuda.amp.autocast() takes no device_type: a TypeError"
-            yield script.finding("launch-refused", call, message, fix="torch.amp.autocast(…)")
 
 
 def emulated_bf16(script: Script) -> Iterator[Finding]:

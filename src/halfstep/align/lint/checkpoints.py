@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding, Severity
-from halfstep.align.lint.amp import Amp, ScalerMade, is_optimizer_name, is_scaled_backward, last, passed
+from halfstep.align.lint.amp import Amp, ScalerMade, is_scaled_backward, last, passed
 from halfstep.align.lint.flow import Event
 from halfstep.align.lint.script import dotted_name
 
@@ -24,7 +24,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     loaded = receivers_of(amp, "load_state_dict")
     if not saved & live.keys():
         yield from unsaved(amp, live)
-    if saved & live.keys() or not any(map(is_optimizer_name, saved)):
+    if saved & live.keys() or not any(map(amp.script.is_optimizer, saved)):
         yield from unloaded(amp, live, loaded)
 
 
@@ -32,7 +32,7 @@ def apex_unloaded(amp: Amp) -> Iterator[Finding]:
     """apex keeps its loss scale in amp.state_dict()."""
     named = [(call, amp.script.name_of(call.func)) for call in amp.script.calls]
     scales = any(name == "apex.amp.initialize" and "'O0'" not in ast.unparse(call) for call, name in named)
-    loads = [call for call in amp.script.calls if is_optimizer_load(call)]
+    loads = [call for call in amp.script.calls if is_optimizer_load(amp, call)]
     handed = any("amp" in passed(e) for t in amp.traces for e in t.events)
     if scales and loads and not handed and not any(name == "apex.amp.load_state_dict" for _, name in named):
         message = "resume loads the optimizer but not apex's amp: the loss scale starts at 65536 again"
@@ -41,8 +41,8 @@ def apex_unloaded(amp: Amp) -> Iterator[Finding]:
 
 def unloaded(amp: Amp, live: dict[str, ast.AST], loaded: set[str]) -> Iterator[Finding]:
     """Resume loads the optimizer and leaves the scaler; where nothing is saved here, somebody else's file is read."""
-    if not loaded & live.keys() and any(is_optimizer_name(name) for name in loaded):
-        first = next(call for call in amp.script.calls if is_optimizer_load(call))
+    if not loaded & live.keys() and any(amp.script.is_optimizer(name) for name in loaded):
+        first = next(call for call in amp.script.calls if is_optimizer_load(amp, call))
         scaler = sorted(live)[0]
         message = f"resume loads the optimizer but not {scaler}: the scale starts at 65536 again"
         yield amp.script.finding("scaler-not-loaded", first, message, fix=f"{scaler}.load_state_dict(…) beside it")
@@ -61,7 +61,7 @@ def handed_over(amp: Amp, made: ScalerMade) -> bool:
     """Whether a call that is not followed gets the scaler together with an optimizer: it trains with them."""
     calls = (passed(e) for t in amp.traces for e in t.events)
     given = ({last(name) for name in names} for names in calls)
-    return any(last(made.key) in names and any(map(is_optimizer_name, names)) for names in given)
+    return any(last(made.key) in names and any(map(amp.script.is_optimizer, names)) for names in given)
 
 
 def keeps_state(event: Event) -> bool:
@@ -82,7 +82,7 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
     """What holds the optimizer's state is a checkpoint to resume from; the scaler belongs into it."""
     for node in amp.script.nodes:
         keys, values = entries(node)
-        if not any(is_optimizer_state(value) and scaled(amp, value) for value in values) and not saves_optimizer(
+        if not any(is_optimizer_state(amp, value) and scaled(amp, value) for value in values) and not saves_optimizer(
             amp, node
         ):
             continue
@@ -99,7 +99,7 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
 
 def resumes(amp: Amp) -> bool:
     """Whether this file goes on from a checkpoint: it loads an optimizer, or has a word for it."""
-    return any(map(is_optimizer_load, amp.script.calls)) or bool(RESUME_WORDS.search(amp.script.text))
+    return any(is_optimizer_load(amp, call) for call in amp.script.calls) or bool(RESUME_WORDS.search(amp.script.text))
 
 
 def reaches(amp: Amp, name: str, owner: ast.AST, node: ast.AST) -> bool:
@@ -126,7 +126,7 @@ def saves_optimizer(amp: Amp, node: ast.AST) -> bool:
     whole = "self" not in given and all(item.arg for item in node.keywords)
     # What saves a model may get the optimizer only to gather shards.
     named = "save" in name and "model" not in name and any(word in name for word in ("checkpoint", "ckpt", "state"))
-    return named and whole and any(is_optimizer_name(value) for value in given if value)
+    return named and whole and any(amp.script.is_optimizer(value) for value in given if value)
 
 
 def called_name(call: ast.Call) -> str:
@@ -149,9 +149,9 @@ def entries(node: ast.AST) -> tuple[list[object], list[ast.expr]]:
     return ["state"], listed
 
 
-def is_optimizer_state(value: ast.expr) -> bool:
+def is_optimizer_state(amp: Amp, value: ast.expr) -> bool:
     name = dotted_name(value.func) if isinstance(value, ast.Call) else ""
-    return name.endswith(".state_dict") and is_optimizer_name(name.removesuffix(".state_dict"))
+    return name.endswith(".state_dict") and amp.script.is_optimizer(name.removesuffix(".state_dict"))
 
 
 def scaled(amp: Amp, state: ast.expr) -> bool:
@@ -162,6 +162,6 @@ def scaled(amp: Amp, state: ast.expr) -> bool:
     return not alone or any(last(argument) == last(name) for e in steps for argument in e.arguments[:1])
 
 
-def is_optimizer_load(call: ast.Call) -> bool:
+def is_optimizer_load(amp: Amp, call: ast.Call) -> bool:
     name = dotted_name(call.func)
-    return name.endswith(".load_state_dict") and is_optimizer_name(name.removesuffix(".load_state_dict"))
+    return name.endswith(".load_state_dict") and amp.script.is_optimizer(name.removesuffix(".load_state_dict"))

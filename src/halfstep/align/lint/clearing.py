@@ -10,11 +10,9 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.accumulation import modulus, windows
 from halfstep.align.lint.amp import (
     Amp,
-    is_optimizer_name,
     is_plain_backward,
     is_scaled_backward,
     last,
-    optimizer_of,
     passed,
 )
 from halfstep.align.lint.flow import Event, Trace
@@ -43,10 +41,8 @@ def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for step in trace.calls("step"):
         made = steps_alone(amp, trace, step)
         if made and any(e.loops == step.loops and e.index < step.index for e in backwards):
-            message = (
-                f"nothing clears the gradients that {last(optimizer_of(step))} steps with: each step adds to the last"
-            )
-            fix = f"{last(optimizer_of(step))}.zero_grad() after the step"
+            message = f"nothing clears the gradients that {last(step.optimizer)} steps with: each step adds to the last"
+            fix = f"{last(step.optimizer)}.zero_grad() after the step"
             yield amp.script.finding("gradients-not-cleared", step.node, message, fix=fix)
             return
 
@@ -56,7 +52,7 @@ def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
     clears = list(trace.calls("zero_grad"))
     everywhere = {dotted_name(call.func) for call in amp.script.calls}
     for step in trace.calls("step"):
-        name = optimizer_of(step)
+        name = step.optimizer
         scaled = [e for e in trace.events[: step.index] if is_scaled_backward(e) and not e.excludes(step)]
         own = [e for e in clears if e.receiver == name]
         elsewhere = sum(dotted_name(c.func) == f"{name}.zero_grad" for c in amp.script.calls) > len(own)
@@ -80,7 +76,7 @@ def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 def steps_alone(amp: Amp, trace: Trace, step: Event) -> bool:
     """Whether torch.optim made the optimizer, and nobody else in the loop gets hold of it."""
-    name = optimizer_of(step)
+    name = step.optimizer
     own = {"step", "unscale_", "clip_grad_norm_", "clip_grad_value_"}
     inside = [e for e in trace.events if e.loops[: len(step.loops)] == step.loops and e.method not in own]
     return bool(name) and made_by_torch(amp, name) and not any(name in passed(e) for e in inside)
@@ -100,16 +96,16 @@ def is_torch_optimizer(amp: Amp, value: ast.expr | None) -> bool:
     if ends:
         return all(is_torch_optimizer(amp, amp.script.constant(end)) for end in ends)
     wraps = [dotted_name(argument) for argument in value.args[:1]]
-    inner = [v for name in wraps if is_optimizer_name(name) for v in amp.script.values(name)]
+    inner = [v for name in wraps if amp.script.is_optimizer(name) for v in amp.script.values(name)]
     return called.startswith("torch.optim.") or any(is_torch_optimizer(amp, v) for v in inner if v is not value)
 
 
 def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """zero_grad at every micro-batch while the step waits for the window's end: only the last one counts."""
     for window in windows(trace):
-        optimizer = optimizer_of(window.step)
+        optimizer = window.step.optimizer
         inside = [e for e in trace.events if e.loops == window.step.loops]
-        stepped = {optimizer_of(e) for e in inside if e.method == "step"} - {""}
+        stepped = {e.optimizer for e in inside if e.method == "step"} - {""}
         if not any(word in window.length.lower() for word in WINDOW_WORDS) and len(stepped) > 1:
             continue
         for event in inside:
@@ -132,7 +128,7 @@ def stepped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
         if not gates or any(e.loops == clear.loops and not gates & e.conditions for e in clears):
             continue
         for step in trace.calls("step"):
-            same = optimizer_of(step) and last(optimizer_of(step)) == last(clear.receiver)
+            same = step.optimizer and last(step.optimizer) == last(clear.receiver)
             gated = any(text in trace.windows for text, _ in step.conditions)
             if same and step.loops == clear.loops and not gated and not step.excludes(clear):
                 message = f"step() runs at every micro-batch, zero_grad() only where `{next(iter(gates))[0]}`"

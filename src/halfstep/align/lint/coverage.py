@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_scaled_backward, last, plain
+from halfstep.align.lint.amp import Amp, is_scaled_backward, last
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.regions import region_of
 from halfstep.align.lint.script import AUTOCASTS, dotted_name, is_constant, keyword, methods_of
@@ -123,7 +123,7 @@ def around_the_wrapper(amp: Amp, trace: Trace) -> Iterator[Finding]:
     if (
         not halves
         or "autocast" in amp.script.code
-        or not any(plain(e.receiver) in halves for e in trace.calls("backward"))
+        or not any(amp.script.canonical(e.receiver) in halves for e in trace.calls("backward"))
     ):
         return
     prepared = {n for n, values in amp.script.assigned.items() if any(is_prepare(v, halves) for v in values)}

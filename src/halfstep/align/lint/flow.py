@@ -2,23 +2,24 @@
 
 A `Trace` is one straight line through a function: both branches of an `if` follow each other, and each event knows the
 conditions it stands under, so that two events of opposite branches are never taken for a sequence. Methods of the same
-class and functions of the same module are walked in place of their calls, with parameters renamed to what was passed:
-that is the data flow through methods. Loops are walked once. Nothing is executed.
+class and its bases, of objects whose class is in the same module, and functions of the module are walked in place of
+their calls, with parameters (and `self`) renamed to what was passed: that is the data flow through methods. Loops are
+walked once. Nothing is executed.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from halfstep.align.lint.regions import Region, is_no_grad, region_of
 from halfstep.align.lint.script import Function, Script, methods_of
 
 MAX_EVENTS = 5_000
 """More calls than any real function has; what follows is not looked at, so that time stays bounded."""
-MAX_INLINED = 4
-"""Calls inside calls: enough for train() -> epoch() -> step() -> backward()."""
+MAX_INLINED = 5
+"""Calls inside calls: enough for fit() -> train() -> epoch() -> step() -> amp.backward()."""
 
 Condition = tuple[str, bool]
 Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
@@ -50,6 +51,10 @@ class Event:
     function: str = ""
     guards: tuple[ast.If, ...] = ()
     """The `if` statements around it, outermost first."""
+    optimizer: str = ""
+    """`optimizer` of `optimizer.step()` and of `scaler.step(optimizer)`."""
+    site: ast.AST | None = None
+    """The call in the function the trace starts from that led here; the node itself where it stands there."""
 
     @property
     def region(self) -> Region | None:
@@ -78,9 +83,19 @@ class Scope:
     grad_off: bool = False
     guards: tuple[ast.If, ...] = ()
     depth: int = 0
+    site: ast.Call | None = None
 
     def inside(self, **changes: object) -> Scope:
         return Scope(**{**self.__dict__, **changes})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Callee:
+    """What a call runs: the function, the class that `self` is of, and the names that it sees besides its own."""
+
+    function: Function
+    class_node: ast.ClassDef | None = None
+    inherits: dict[str, str] = field(default_factory=dict)
 
 
 class Trace:
@@ -103,7 +118,6 @@ class Trace:
         self.fatal: set[str] = set()
         self.inlined: set[int] = set()
         self.active: list[ast.AST] = []
-        self.methods = methods_of(class_node) if class_node is not None else {}
         self.root_name = root.name if isinstance(root, Function) else "<module>"
         scope = Scope(function=self.root_name, class_node=class_node)
         self.enter(root, scope)
@@ -247,23 +261,28 @@ class Trace:
         callee = self.callee(node, scope)
         if (
             callee is not None
-            and id(callee) in self.trainers
+            and id(callee.function) in self.trainers
             and scope.depth < MAX_INLINED
-            and callee not in self.active
+            and callee.function not in self.active
         ):
-            self.inlined.add(id(callee))
-            self.enter(callee, self.callee_scope(callee, node, scope))
+            self.inlined.add(id(callee.function))
+            self.enter(callee.function, self.callee_scope(callee, node, scope))
             return
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        receiver = self.key(owner, scope)
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        arguments = tuple(self.key(argument, scope) for argument in node.args)
+        stepped = (arguments[0] if arguments else receiver) if method == "step" else ""
         self.events.append(
             self.event(
                 node,
                 scope,
                 name=self.script.name_of(node.func),
-                receiver=self.key(owner, scope),
-                method=node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""),
+                receiver=receiver,
+                method=method,
                 called=self.key(node.func, scope),
-                arguments=tuple(self.key(argument, scope) for argument in node.args),
+                arguments=arguments,
+                optimizer=stepped if self.script.is_optimizer(stepped) else "",
                 scaled_by=self.scaler_of(owner, scope),
             )
         )
@@ -278,40 +297,75 @@ class Trace:
             grad_off=scope.grad_off,
             guards=scope.guards,
             function=scope.function,
+            site=scope.site or node,
             **{"name": "", **known},  # type: ignore[arg-type]
         )
 
-    def callee(self, node: ast.Call, scope: Scope) -> Function | None:
-        """The function of this module or class that a call runs, when that is certain."""
+    def callee(self, node: ast.Call, scope: Scope) -> Callee | None:
+        """The function of this module, or the method of a class of it, that a call runs, when that is certain."""
         func = node.func
         if isinstance(func, ast.Name) and func.id not in scope.local:
             for function in reversed(self.active):
                 if (nested := self.script.nested_in(function).get(func.id)) is not None:
-                    return nested
-            return self.script.functions.get(func.id)
-        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id == "self":
-            return self.methods.get(func.attr)
-        return None
+                    return Callee(function=nested, class_node=scope.class_node, inherits=scope.renamed)
+            if (plain := self.script.functions.get(func.id)) is not None:
+                return Callee(function=plain)
+        if isinstance(func, ast.Attribute):
+            found = self.method(func, scope)
+            if found is not None:
+                return found
+        held = self.key(func, scope)
+        owner = self.script.class_of(held) if held else None
+        return self.bound("__call__", owner, held) if owner is not None else None
 
-    def callee_scope(self, callee: Function, call: ast.Call, scope: Scope) -> Scope:
-        parameters = [p.arg for p in (*callee.args.posonlyargs, *callee.args.args)]
-        if isinstance(call.func, ast.Attribute) and parameters[:1] == ["self"]:
+    def method(self, func: ast.Attribute, scope: Scope) -> Callee | None:
+        """`self.step`, `super().step` and `self.amp.step`, where the class is in this module."""
+        own = scope.class_node
+        if isinstance(func.value, ast.Name) and func.value.id == "self":
+            return self.bound(func.attr, own, scope.renamed.get("self", "self")) if own is not None else None
+        if isinstance(func.value, ast.Call) and getattr(func.value.func, "id", "") == "super" and own is not None:
+            above = next((c for c in self.script.parents(own) if func.attr in methods_of(c)), None)
+            found = self.bound(func.attr, above, scope.renamed.get("self", "self")) if above is not None else None
+            return replace(found, class_node=own) if found is not None else None
+        key = self.key(func.value, scope)
+        owner = self.script.class_of(key) if key else None
+        return self.bound(func.attr, owner, key) if owner is not None else None
+
+    def bound(self, name: str, owner: ast.ClassDef, key: str) -> Callee | None:
+        function = self.script.methods(owner).get(name)
+        return Callee(function=function, class_node=owner, inherits={"self": key}) if function is not None else None
+
+    def callee_scope(self, callee: Callee, call: ast.Call, scope: Scope) -> Scope:
+        function = callee.function
+        parameters = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
+        if parameters[:1] == ["self"]:
             parameters = parameters[1:]
         passed = dict(zip(parameters, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg}
-        renamed = {name: self.key(value, scope) or f"{callee.name}:{name}" for name, value in passed.items()}
-        stored = self.script.stored_names(callee)
-        every = {p.arg for p in (*callee.args.posonlyargs, *callee.args.args, *callee.args.kwonlyargs)} - {"self"}
+        renamed = {name: self.key(value, scope) or f"{function.name}:{name}" for name, value in passed.items()}
+        stored = self.script.stored_names(function)
+        every = {p.arg for p in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)} - {"self"}
+        kept = {name: text for name, text in renamed.items() if name not in stored or name == text}
+        outer = {name: text for name, text in callee.inherits.items() if name not in stored | every}
         return scope.inside(
-            function=callee.name,
-            renamed={name: text for name, text in renamed.items() if name not in stored or name == text},
+            function=function.name,
+            class_node=callee.class_node,
+            renamed={**outer, **kept},
             local=frozenset(stored | every),
             depth=scope.depth + 1,
+            site=scope.site or call,
         )
 
     def scaler_of(self, owner: ast.expr | None, scope: Scope) -> str:
-        """The scaler behind `scaler.scale(loss)` or a name that holds its result."""
-        if isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute) and owner.func.attr == "scale":
-            return self.key(owner.func.value, scope) if len(owner.args) == 1 else ""
+        """The scaler behind `scaler.scale(loss)`, a helper that returns it, or a name that holds its result."""
+        if isinstance(owner, ast.Call):
+            callee = self.callee(owner, scope) if scope.depth < MAX_INLINED else None
+            if callee is not None and callee.function not in self.active:
+                inner = self.callee_scope(callee, owner, scope)
+                ends = (n.value for n in self.script.below(callee.function) if isinstance(n, ast.Return))
+                return next(filter(None, (self.scaler_of(end, inner) for end in ends)), "")
+            if isinstance(owner.func, ast.Attribute) and owner.func.attr == "scale" and len(owner.args) == 1:
+                return self.key(owner.func.value, scope)
+            return ""
         return self.scaled.get(self.key(owner, scope), "") if owner is not None else ""
 
     def assignment(self, node: ast.Assign | ast.AugAssign, scope: Scope) -> None:
@@ -385,6 +439,11 @@ def training_functions(script: Script) -> frozenset[int]:
     return frozenset(found)
 
 
+def calls_any(script: Script, function: Function, methods: dict[str, Function]) -> bool:
+    names = {call.func.attr for call in script.calls_below(function) if isinstance(call.func, ast.Attribute)}
+    return not names.isdisjoint(methods)
+
+
 def traces_of(script: Script) -> list[Trace]:
     """One trace for every training function that nothing else runs, and one for the module's own statements."""
     trainers = training_functions(script)
@@ -392,5 +451,12 @@ def traces_of(script: Script) -> list[Trace]:
     owners = {id(method): node for node in script.classes for method in methods_of(node).values()}
     functions = [node for node in script.nodes if isinstance(node, Function) and id(node) in trainers]
     traces += [Trace(script, function, owners.get(id(function)), trainers=trainers) for function in functions]
+    # A base's loop that calls steps of its subclass.
+    traces += [
+        Trace(script, method, node, trainers=trainers)
+        for node in script.classes
+        for name, method in script.methods(node).items()
+        if id(method) in trainers and name not in methods_of(node) and calls_any(script, method, methods_of(node))
+    ]
     inlined = {function for trace in traces for function in trace.inlined}
     return [trace for trace in traces if id(trace.root) not in inlined]

@@ -14,7 +14,6 @@ from halfstep.align.lint.amp import (
     is_scaled_backward,
     is_scaler_step,
     last,
-    optimizer_of,
     plain,
     same_object,
 )
@@ -132,7 +131,7 @@ def never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
     counted = {name for target in targets for name in names_in(target)}
     for step in trace.calls("step"):
         gates = [text for text, holds in step.conditions if holds and text in trace.windows]
-        for gate in gates if optimizer_of(step) and step.loops else ():
+        for gate in gates if step.optimizer and step.loops else ():
             for counter in counters(gate) - counted:
                 moves = [e for e in trace.events if counter in map(plain, e.targets) and e.loops[:1] == step.loops[:1]]
                 everywhere = [n for n in amp.script.nodes if is_move(n, counter)]
@@ -175,7 +174,7 @@ def nothing_to_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
         later = [e for e in trace.calls("backward") if e.loops == step.loops and e.excludes(step)]
         helped = any("back" in e.method or e.method in ("step", "closure") for e in mine)
         has_loss = any("loss" in target and e.conditions >= step.conditions for e in mine for target in e.targets)
-        plain_step = optimizer_of(step) and not step.arguments and step.conditions
+        plain_step = step.optimizer and not step.arguments and step.conditions
         if plain_step and has_loss and not helped and (others or later):
             message = f"{last(step.receiver)}.step() on a path without backward(): it trains nothing"
             fix = "loss.backward() before it, as in the other branch"

@@ -11,12 +11,10 @@ from halfstep.align.lint.amp import (
     CLIPS,
     Amp,
     is_clip,
-    is_optimizer_name,
     is_plain_backward,
     is_scaled_backward,
     is_scaler_step,
     last,
-    plain,
     rescales_gradients,
     runs_without_amp,
     same_object,
@@ -57,7 +55,7 @@ def clip_beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
         between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
         changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
         backward = changed[-1] if changed and changed[-1].method == "backward" else None
-        if backward is not None and amp.accelerators.get(plain(backward.receiver)) == "fp16":
+        if backward is not None and amp.accelerators.get(amp.script.canonical(backward.receiver)) == "fp16":
             owner = last(backward.receiver)
             message = f"gradients are clipped while still multiplied by {owner}'s loss scale"
             fix = f"{owner}.clip_grad_norm_(…), which unscales first"
@@ -104,17 +102,19 @@ def unscale_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
         together = first.loops == second.loops and (first.implied_by(second) or second.implied_by(first))
         between = trace.events[first.index + 1 : second.index]
         updated = any(e.method == "update" and same_object(e.receiver, first.receiver) for e in between)
-        if same and together and not first.excludes(second) and not updated and first.node is not second.node:
+        distinct = first.node is not second.node or first.site is not second.site
+        if same and together and not first.excludes(second) and not updated and distinct:
+            where = (second.node, first.node) if second.node is not first.node else (second.site, first.site)
             message = f"unscale_({last(first.arguments[0])}) a second time before update(): GradScaler raises"
             fix = "unscale once per optimizer and step"
-            yield amp.script.finding("unscale-twice", second.node, message, fix=fix, related=first.node)
+            yield amp.script.finding("unscale-twice", where[0] or second.node, message, fix=fix, related=where[1])
 
 
 def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
-    through = {argument for t in amp.traces for e in t.calls("step") for argument in e.arguments[:1] if argument}
+    through = {argument for e in trace.calls("step") for argument in e.arguments[:1] if argument}
     for step in trace.calls("step"):
         optimizer = last(step.receiver)
-        if step.arguments or not is_optimizer_name(optimizer) or wrapped_elsewhere(amp, optimizer):
+        if step.arguments or not step.optimizer or wrapped_elsewhere(amp, optimizer):
             continue
         backward = latest_before(scaled, step)
         if backward is None or not shares_loop(backward, step) or not follows_always(step, backward):
@@ -128,7 +128,7 @@ def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Fin
             fix = f"delete {optimizer}.step()"
             yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
             continue
-        if any(unscales(e, optimizer) or e.method == "get_scale" or rescales_gradients(e) for e in between):
+        if any(unscales(amp, e, optimizer) or e.method == "get_scale" or rescales_gradients(e) for e in between):
             continue
         if not any(same_object(optimizer, other) for other in through):
             message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
@@ -149,10 +149,10 @@ def pending(trace: Trace, step: Event) -> list[Event]:
     return [e for e in inside if not any(e.index < index for index in direct)]
 
 
-def unscales(event: Event, optimizer: str) -> bool:
+def unscales(amp: Amp, event: Event, optimizer: str) -> bool:
     """`unscale_(optimizer)`; another optimizer's gradients stay as they are."""
     named = event.arguments[0] if event.method == "unscale_" and event.arguments else ""
-    return event.method.startswith("unscale") and (not is_optimizer_name(named) or same_object(named, optimizer))
+    return event.method.startswith("unscale") and (not amp.script.is_optimizer(named) or same_object(named, optimizer))
 
 
 def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -196,6 +196,6 @@ def step_without_update(amp: Amp) -> Iterator[Finding]:
 
 def inherits(amp: Amp, scaler: str) -> bool:
     """`self.scaler` of a class with a base may be updated in the base."""
-    known = {"object", "ABC", "nn.Module", "Module", "torch.nn.Module"}
+    known = {"object", "ABC", "nn.Module", "Module", "torch.nn.Module", *amp.script.class_by_name}
     bases = {amp.script.name_of(base) for node in amp.script.classes for base in node.bases}
     return scaler.startswith("self.") and bool(bases - known)

@@ -99,6 +99,47 @@ class Script:
     def classes(self) -> list[ast.ClassDef]:
         return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
 
+    @cached_property
+    def class_by_name(self) -> dict[str, ast.ClassDef]:
+        return {node.name: node for node in self.classes}
+
+    def parents(self, class_node: ast.ClassDef) -> list[ast.ClassDef]:
+        """The bases that this module defines, nearest first."""
+        found: list[ast.ClassDef] = []
+        waiting = [class_node]
+        while waiting:
+            bases = (self.class_by_name.get(dotted_name(base)) for base in waiting.pop(0).bases)
+            new = [base for base in bases if base is not None and base is not class_node and base not in found]
+            found, waiting = [*found, *new], [*waiting, *new]
+        return found
+
+    def methods(self, class_node: ast.ClassDef) -> dict[str, Function]:
+        """Methods of a class, those of its bases in this module included."""
+        found: dict[str, Function] = {}
+        for node in reversed([class_node, *self.parents(class_node)]):
+            found |= methods_of(node)
+        return found
+
+    def class_of(self, key: str, depth: int = 0) -> ast.ClassDef | None:
+        """The class of this module whose instance a name holds, where it holds nothing else (None aside)."""
+        values = self.values(key)
+        arms = [arm for v in values for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
+        held = [arm for arm in arms if not is_constant(arm, None)]
+        made = {self.class_made(value, depth) for value in held} or {self.annotated.get(key.rsplit(":", 1)[-1])}
+        return made.pop() if len(made) == 1 else None
+
+    def class_made(self, value: ast.expr, depth: int) -> ast.ClassDef | None:
+        if isinstance(value, ast.Call):
+            return self.class_by_name.get(dotted_name(value.func))
+        name = dotted_name(value)
+        return self.class_of(name, depth + 1) if name and depth < 3 else None
+
+    @cached_property
+    def annotated(self) -> dict[str, ast.ClassDef | None]:
+        """Parameters that are said to be an instance of a class of this module, by name."""
+        named = [(node.arg, dotted_name(node.annotation)) for node in self.nodes if isinstance(node, ast.arg)]
+        return {name: self.class_by_name[kind] for name, kind in named if kind in self.class_by_name}
+
     def method_named(self, name: str) -> Function | None:
         """The method of this name, when one class alone has it."""
         found = [method for node in self.classes if (method := methods_of(node).get(name)) is not None]
@@ -157,7 +198,15 @@ class Script:
 
     def values(self, key: str) -> list[ast.expr]:
         """What a name is ever given; a walk into a function writes its local names as `function:name`."""
-        return self.assigned.get(key.rsplit(":", 1)[-1], [])
+        return self.assigned.get(self.canonical(key), [])
+
+    def canonical(self, key: str) -> str:
+        """A name as the code that gives it a value writes it: `self.scaler` for `trainer.scaler`."""
+        name = key.rsplit(":", 1)[-1]
+        owner, _, attribute = name.rpartition(".")
+        if name in self.assigned or owner in ("", "self") or self.class_of(owner) is None:
+            return name
+        return f"self.{attribute}"
 
     @cached_property
     def owners(self) -> dict[int, Function]:
@@ -179,6 +228,24 @@ class Script:
         owners = [call.func for call in self.calls if isinstance(call.func, ast.Attribute)]
         models = (func.value for func in owners if func.attr in ("parameters", "train", "eval"))
         return {dotted_name(model).rsplit(".", 1)[-1] for model in models} - {""}
+
+    def is_optimizer(self, key: str) -> bool:
+        """By its name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed to."""
+        name = last(key)
+        low = name.lower()
+        named = "optim" in low or low == "opt" or low.startswith("opt_") or low.endswith("_opt")
+        return named or bool(re.match(r"opt[A-Z]", name)) or name in self.optimizer_names
+
+    @cached_property
+    def optimizer_names(self) -> set[str]:
+        """Last names of what torch.optim makes here, and of what somebody unscales the gradients of."""
+        made = {n for n, values in self.assigned.items() if any(map(self.makes_optimizer, values))}
+        unscaled = {dotted_name(c.args[0]) for c in self.calls if getattr(c.func, "attr", "") == "unscale_" and c.args}
+        return {last(name) for name in made | unscaled} - {""}
+
+    def makes_optimizer(self, value: ast.expr) -> bool:
+        name = self.name_of(value.func) if isinstance(value, ast.Call) else ""
+        return name.startswith("torch.optim.") and "lr_scheduler" not in name
 
     @cached_property
     def parameters(self) -> set[str]:
@@ -219,6 +286,11 @@ class Script:
                 return node
             node = values[0]
         return node
+
+
+def last(key: str) -> str:
+    """`scaler` of `self.scaler` and of `train:scaler`."""
+    return key.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
 
 
 def dotted_name(node: ast.AST | None) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_optimizer_name, is_scaled_backward, is_scaler_step, last
+from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step, last
 from halfstep.align.lint.flow import Event, Trace
 
 SKIP_WORDS = re.compile(r"skip|found_inf|is(finite|inf|nan)\W.*(norm|grad)")
@@ -66,7 +66,7 @@ def is_scheduler_step(event: Event, amp: Amp) -> bool:
     name = last(event.receiver).lower()
     # A schedule that is told its step counts by itself.
     counts = isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
-    if event.method != "step" or counts or "noise" in name or is_optimizer_name(name) or "scaler" in name:
+    if event.method != "step" or counts or "noise" in name or amp.script.is_optimizer(name) or "scaler" in name:
         return False
     made = amp.script.values(event.receiver)
     makers = [amp.script.name_of(value.func) for value in made if isinstance(value, ast.Call)]

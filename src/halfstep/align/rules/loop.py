@@ -107,6 +107,15 @@ LOOP_RULES = (
         threads=("huggingface/transformers#34191", "pytorch/torchtune#1875", "axolotl-ai-cloud/axolotl#1100"),
     ),
     Rule(
+        name="clip-after-step",
+        severity=Severity.ERROR,
+        title="gradients are clipped after the step",
+        why="The optimizer has used them as they were; what is clipped is thrown away by the next zero_grad.",
+        bad="scaler.step(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nscaler.update()",
+        good="scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)\nscaler.update()",
+    ),
+    Rule(
         name="clip-twice",
         severity=Severity.WARNING,
         title="gradients are clipped twice",

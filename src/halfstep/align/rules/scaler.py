@@ -168,6 +168,16 @@ SCALER_RULES = (
         "if scaler.get_scale() >= before:\n    scheduler.step()",
     ),
     Rule(
+        name="framework-bypassed",
+        severity=Severity.ERROR,
+        title="backward or step goes round the framework that scales the loss",
+        why="Trainer, Lightning, Accelerate, DeepSpeed and apex scale in their own backward and unscale in their own "
+        "step. A plain call beside them leaves the loss unscaled, or runs backward twice.",
+        bad="engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)\nengine.backward(loss)\n"
+        "optimizer.step()",
+        good="engine.backward(loss)\nengine.step()",
+    ),
+    Rule(
         name="scaler-misused",
         severity=Severity.ERROR,
         title="the scaler is asked for what it does not have",

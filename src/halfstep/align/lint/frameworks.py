@@ -1,0 +1,171 @@
+"""Who runs backward and step: Trainer, Lightning, Accelerate, DeepSpeed and apex scale and unscale in their own calls."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding, Severity
+from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, last
+from halfstep.align.lint.flow import Trace
+from halfstep.align.lint.script import Function, dotted_name, keyword, methods_of
+
+RULE = "framework-bypassed"
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    yield from backward_in_compute_loss(amp)
+    yield from plain_backward_in_lightning(amp)
+    for trace in amp.traces:
+        yield from scaled_for_a_framework(amp, trace)
+        yield from beside_accelerate(amp, trace)
+        yield from beside_deepspeed(amp, trace)
+        yield from beside_apex(amp, trace)
+
+
+def backwards_in(amp: Amp, function: ast.AST) -> list[ast.Call]:
+    calls = amp.script.calls_below(function)
+    return [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"]
+
+
+def backward_in_compute_loss(amp: Amp) -> Iterator[Finding]:
+    """A Trainer's compute_loss() that runs backward: training_step() runs it again, on a graph that is gone."""
+    script = amp.script
+    given = {
+        dotted_name(n.value)
+        for n in script.nodes
+        if isinstance(n, ast.Assign) and dotted_name(n.targets[0]).endswith(".compute_loss")
+    }
+    functions = [n for n in script.nodes if isinstance(n, Function) and n.name in given - {""}]
+    for node in script.classes:
+        bases = [last(script.name_of(base)) for base in node.bases]
+        if any(base.endswith("Trainer") and base not in script.class_by_name for base in bases):
+            functions += [m for name, m in methods_of(node).items() if name == "compute_loss" and takes_inputs(m)]
+    for function in functions:
+        for call in backwards_in(amp, function)[:1]:
+            message = "Trainer runs backward() on what compute_loss() returns: the graph is gone by then, and it raises"
+            yield script.finding(RULE, call, message, fix="return the loss, and let training_step() run backward")
+
+
+def takes_inputs(function: Function) -> bool:
+    return [a.arg for a in function.args.args][:2] == ["self", "model"]
+
+
+def plain_backward_in_lightning(amp: Amp) -> Iterator[Finding]:
+    """loss.backward() in training_step(): a second one with automatic optimization, an unscaled one without."""
+    for node in amp.script.classes:
+        bases = {
+            last(amp.script.name_of(base))
+            for base in (*node.bases, *(b for p in amp.script.parents(node) for b in p.bases))
+        }
+        step = amp.script.methods(node).get("training_step")
+        if "LightningModule" not in bases or step is None:
+            continue
+        manual = "automatic_optimization = False" in ast.unparse(node)
+        own = "scaler" in ast.unparse(step).lower()
+        calls = [
+            c for c in backwards_in(amp, step) if dotted_name(c.func) not in ("self.backward", "self.fabric.backward")
+        ]
+        for call in calls[:1] if not own else ():
+            message = "Lightning runs backward() on what training_step() returns: here it runs twice"
+            if manual:
+                message = (
+                    "loss.backward() goes round Lightning's precision plugin: with 16-mixed nothing scales the loss"
+                )
+            found = amp.script.finding(
+                RULE, call, message, fix="self.manual_backward(loss)" if manual else "return the loss"
+            )
+            yield dataclasses.replace(found, severity=Severity.WARNING if manual else None)
+
+
+def scaled_for_a_framework(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """accelerator.backward(scaler.scale(loss)): the framework scales by itself."""
+    owners = {*amp.accelerators, *engines(amp)}
+    for event in trace.calls("backward"):
+        value = event.node.args[0] if isinstance(event.node, ast.Call) and event.node.args else None
+        scaled = trace.scaled.get(event.arguments[0]) if event.arguments else None
+        by_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "scale"
+        if amp.script.canonical(event.receiver) in owners and (by_call or scaled):
+            message = (
+                f"{last(event.receiver)}.backward() scales by itself: a GradScaler of your own scales a second time"
+            )
+            yield amp.script.finding(
+                RULE, event.node, message, fix=f"{last(event.receiver)}.backward(loss), and no GradScaler"
+            )
+            return
+
+
+def beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """loss.backward() before the step of a prepared optimizer: its step() divides by a scale that nobody applied."""
+    halves = {name for name, precision in amp.accelerators.items() if precision == "fp16"}
+    if not halves or any(amp.script.canonical(e.receiver) in amp.accelerators for e in trace.calls("backward")):
+        return
+    prepared = {
+        last(name)
+        for name, values in amp.script.assigned.items()
+        for v in values
+        if isinstance(v, ast.Call) and dotted_name(v.func).removesuffix(".prepare") in halves
+    }
+    for backward in (e for e in trace.events if is_plain_backward(e) and e.loops):
+        steps = [e for e in trace.calls("step") if e.loops == backward.loops and last(e.optimizer) in prepared]
+        if any(e.index > backward.index and not e.excludes(backward) and not e.arguments for e in steps):
+            owner = last(min(halves))
+            message = (
+                f"a plain backward() before the step of an optimizer that {owner} prepared: fp16 gets no loss scaling"
+            )
+            yield amp.script.finding(RULE, backward.node, message, fix=f"{owner}.backward(loss)")
+            return
+
+
+def engines(amp: Amp) -> set[str]:
+    """`engine` of `engine, optimizer, … = deepspeed.initialize(…)`."""
+    found = set()
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)):
+        if isinstance(node.value, ast.Call) and amp.script.name_of(node.value.func) == "deepspeed.initialize":
+            target = node.targets[0]
+            first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
+            found.add(dotted_name(first))
+    return found - {""}
+
+
+def beside_deepspeed(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """The engine unscales, clips, accumulates and skips in its own step()."""
+    names = engines(amp)
+    own = [e for e in trace.events if e.receiver and amp.script.canonical(e.receiver) in names]
+    if not any(amp.script.canonical(e.called) in names for e in trace.events if e.called) and not own:
+        return
+    stepped = any(e.method == "step" for e in own)
+    for step in (e for e in trace.calls("step") if e.optimizer and not e.arguments and not stepped):
+        makers = [v for v in amp.script.values(step.receiver) if isinstance(v, ast.Call)]
+        if any(amp.script.name_of(v.func) == "deepspeed.initialize" for v in makers) and any(
+            e.method == "backward" for e in own
+        ):
+            message = "the engine's step() unscales, clips and counts the window: optimizer.step() leaves all that out"
+            yield amp.script.finding(RULE, step.node, message, fix=f"{last(min(names))}.step()")
+    for backward in (e for e in trace.events if is_plain_backward(e) and stepped):
+        message = "loss.backward() goes round the DeepSpeed engine: before 0.18 nothing scales or reduces its gradients"
+        found = amp.script.finding(RULE, backward.node, message, fix=f"{last(min(names))}.backward(loss)")
+        yield dataclasses.replace(found, severity=Severity.WARNING)
+        return
+
+
+def beside_apex(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """apex's initialize() makes the step expect gradients from amp.scale_loss, and O2 has master copies to clip."""
+    made = [c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize"]
+    level = keyword(made[0], "opt_level") if made else None
+    if not made or isinstance(level, ast.Constant) and level.value == "O0":
+        return
+    scaled = any(amp.script.name_of(c.func) == "apex.amp.scale_loss" for c in amp.script.calls)
+    for backward in (e for e in trace.events if is_plain_backward(e) and e.loops and not scaled):
+        if any(e.optimizer and e.loops == backward.loops for e in trace.calls("step")):
+            message = "loss.backward() outside amp.scale_loss(): nothing scales fp16's gradients"
+            fix = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
+            yield amp.script.finding(RULE, backward.node, message, fix=fix, related=made[0])
+            return
+    for clip in filter(is_clip, trace.events):
+        works_on = ast.unparse(clip.node)
+        if isinstance(level, ast.Constant) and level.value == "O2" and ".parameters()" in works_on:
+            message = "with O2 the optimizer steps on master copies: clipping the model's own gradients changes nothing"
+            yield amp.script.finding(RULE, clip.node, message, fix="clip amp.master_params(optimizer)", related=made[0])
+            return

@@ -1,0 +1,140 @@
+"""One iteration in order: gradients are computed, scaled by whom unscales them, and there when the optimizer steps."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, last, runs_without_amp
+from halfstep.align.lint.flow import Event, Trace
+
+HARMLESS = {
+    *("unscale_", "update", "step", "zero_grad", "get_scale", "get_last_lr", "item", "detach", "cpu", "append"),
+    *("print", "set_postfix", "set_description", "log", "info", "debug", "warning", "add_scalar", "format", "time"),
+    *(
+        "isfinite",
+        "isnan",
+        "isinf",
+        "any",
+        "all",
+        "len",
+        "float",
+        "int",
+        "range",
+        "parameters",
+        "synchronize",
+        "empty_cache",
+    ),
+    *("clip_grad_norm_", "clip_grad_value_", "norm", "write", "numel", "size", "str", "round", "max", "min", "set_lr"),
+}
+"""Calls that compute no gradient."""
+MAY_TRAIN = re.compile(r"back|grad|closure|train|step|optim|scal|fit", re.IGNORECASE)
+"""In the name of a function that may run backward itself."""
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        for step in (e for e in trace.calls("step") if e.optimizer and not takes_closure(e)):
+            yield from cleared_before_step(amp, trace, step)
+            yield from clipped_after_step(amp, trace, step)
+            if step.arguments and step.receiver and not amp.is_disabled(step.receiver):
+                yield from never_scaled(amp, trace, step)
+                yield from scaler_out_of_order(amp, trace, step)
+
+
+def takes_closure(step: Event) -> bool:
+    """`optimizer.step(closure)`: the optimizer itself runs backward."""
+    return bool(step.arguments) and step.optimizer == step.arguments[0] and not step.receiver
+
+
+def beside(trace: Trace, event: Event) -> list[Event]:
+    """What happens in the same iteration as an event, on a path that it can share."""
+    depth = len(event.loops)
+    return [e for e in trace.events if e.loops[:depth] == event.loops and not e.excludes(event) and e is not event]
+
+
+def cleared_before_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
+    """zero_grad(), step() with no backward() between: the optimizer sees no gradients."""
+    around = beside(trace, step)
+    before = [e for e in around if e.index < step.index]
+    backward = [e for e in around if e.method == "backward"]
+    late = bool(backward) and backward[0].index > step.index and backward[0].conditions <= step.conditions
+    for event in reversed(before) if step.loops and backward else ():
+        clears = event.method == "zero_grad" and event.loops == step.loops
+        mine = last(event.receiver) == last(step.optimizer) or last(event.receiver) in amp.script.model_names
+        if clears and mine and event.conditions <= step.conditions:
+            message = f"no backward() between zero_grad() and {last(step.optimizer)}.step(): it steps on nothing"
+            fix = "clear the gradients before backward(), or after the step"
+            yield amp.script.finding("step-without-backward", event.node, message, fix=fix, related=step.node)
+            return
+        if not clears and not is_harmless(event) and (not late or MAY_TRAIN.search(event.method)):
+            return
+
+
+def is_harmless(event: Event) -> bool:
+    if not isinstance(event.node, ast.Call):
+        return not any(target.endswith(".grad") for target in event.targets)
+    return event.method in HARMLESS and "closure" not in event.arguments
+
+
+def clipped_after_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
+    """A clip that follows the step, with no other step or backward after it in the iteration."""
+    later = [e for e in beside(trace, step) if e.index > step.index and e.loops == step.loops]
+    for event in later if step.loops else ():
+        if event.method == "backward" or event.optimizer:
+            return
+        rest = [e for e in later if e.index > event.index]
+        used = any(e.method == "backward" or e.optimizer for e in rest)
+        if is_clip(event) and event.conditions >= step.conditions and not used:
+            message = f"gradients are clipped after {last(step.optimizer)}.step(): the step took them as they were"
+            fix = "clip before the step, after unscale_() where a scaler is used"
+            yield amp.script.finding("clip-after-step", event.node, message, fix=fix, related=step.node)
+            return
+
+
+def never_scaled(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
+    """scaler.step() after a plain loss.backward(): it divides gradients that nobody multiplied."""
+    if not is_scaler_object(amp, trace, step.receiver):
+        return
+    before = [e for e in beside(trace, step) if e.method == "backward" and e.index < step.index]
+    if not before or any(is_scaled_backward(e) or not is_plain_backward(e) for e in before):
+        return
+    backward = before[-1]
+    scales_itself = re.search(r"scale", ast.unparse(backward.node))
+    values = [e for e in trace.events if backward.receiver and backward.receiver in e.targets]
+    may_scale = scales_itself or any("scale" in ast.unparse(e.node) for e in values)
+    certain = backward.conditions <= step.conditions and not runs_without_amp(backward)
+    if certain and not may_scale:
+        name = last(step.receiver)
+        message = f"{name}.step() divides gradients by its scale, and nothing multiplied the loss: too small by 65536"
+        fix = f"{name}.scale(loss).backward()"
+        yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=step.node)
+
+
+def is_scaler_object(amp: Amp, trace: Trace, key: str) -> bool:
+    made = {last(made.key) for made in amp.scalers}
+    asked = {last(e.receiver) for e in trace.calls("unscale_", "get_scale")}
+    return last(key) in made | asked or "scaler" in last(key).lower()
+
+
+def scaler_out_of_order(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
+    """update() before the first step, unscale_() after the step: GradScaler raises for both."""
+    own = [e for e in beside(trace, step) if e.receiver == step.receiver]
+    first = next((e for e in own if e.method in ("step", "unscale_", "update")), None)
+    if first is not None and first.method == "update" and first.index < step.index and first.loops == step.loops:
+        earlier = any(e.optimizer and e.arguments and e.index < first.index for e in trace.calls("step"))
+        if first.conditions <= step.conditions and not earlier and is_scaler_object(amp, trace, step.receiver):
+            message = "update() before step(): no inf check was recorded yet, and GradScaler raises"
+            fix = f"{last(step.receiver)}.step({last(step.optimizer)}), then update()"
+            yield amp.script.finding("scaler-misused", first.node, message, fix=fix, related=step.node)
+    for event in (e for e in own if e.index > step.index and e.loops == step.loops):
+        if event.method == "update":
+            return
+        same = event.method == "unscale_" and event.arguments[:1] == step.arguments[:1]
+        if same and step.conditions <= event.conditions:
+            message = "unscale_() after step(): GradScaler raises, step() has unscaled these gradients already"
+            fix = "unscale_(optimizer), clip, step(optimizer), update(), in this order"
+            yield amp.script.finding("scaler-misused", event.node, message, fix=fix, related=step.node)
+            return
