@@ -70,6 +70,16 @@ class Amp:
         return {name: accelerated(keyword(call, "mixed_precision"), self.script) for name, call in calls.items()}
 
     @cached_property
+    def plain_accelerators(self) -> set[str]:
+        """Accelerators that scale nothing, unless somebody asks for it: `mixed_precision` is "no" by default."""
+        found = set()
+        for name, values in self.script.assigned.items():
+            for call in (v for v in values if name in self.accelerators and isinstance(v, ast.Call)):
+                word = self.script.default(keyword(call, "mixed_precision"))
+                found |= {name} if isinstance(word, ast.Constant) and word.value == "no" else set()
+        return found
+
+    @cached_property
     def may_scale(self) -> bool:
         """Whether anything could scale a loss: a scaler that is used or comes from elsewhere, or a scale by hand."""
         if self.scalers and not any(getattr(call.func, "attr", "") == "scale" for call in self.script.calls):
@@ -176,7 +186,8 @@ def runs_without_amp(event: Event) -> bool:
 def is_plain_backward(event: Event) -> bool:
     """`loss.backward()` without a scaler and without a framework that would scale it."""
     is_method = isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute)
-    by_framework = last(event.receiver) in map(last, FRAMEWORKS)
+    # `engine.backward(loss)`, `optim.backward(loss)`: somebody's own; torch's takes a gradient, or nothing.
+    by_framework = last(event.receiver) in map(last, FRAMEWORKS) or any("loss" in last(a) for a in event.arguments)
     return event.method == "backward" and is_method and not event.scaled_by and not by_framework
 
 

@@ -16,12 +16,14 @@ from halfstep.align.lint.amp import (
     passed,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name
+from halfstep.align.lint.script import dotted_name, parameters_of
 
 CLEARS = re.compile(
     r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*([-+*/]?=[^=]|\.\w+_\()", re.IGNORECASE
 )
 """Whatever could clear a gradient, or change it by hand; reading one clears nothing."""
+MAY_CLEAR = re.compile(r"zero|clear|reset|train|optim|step_|_step", re.IGNORECASE)
+"""In the name of a function of another file that may clear gradients."""
 WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
 
 
@@ -34,17 +36,29 @@ def find(amp: Amp) -> Iterator[Finding]:
 
 
 def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """backward and step in one loop, and nothing in the file clears a gradient."""
-    if CLEARS.search(amp.script.text):
-        return
+    """backward and step in one loop, and nothing that runs in it clears a gradient."""
     backwards = [e for e in trace.events if e.loops and (is_plain_backward(e) or is_scaled_backward(e))]
     for step in trace.calls("step"):
-        made = steps_alone(amp, trace, step)
-        if made and any(e.loops == step.loops and e.index < step.index for e in backwards):
-            message = f"nothing clears the gradients that {last(step.optimizer)} steps with: each step adds to the last"
-            fix = f"{last(step.optimizer)}.zero_grad() after the step"
-            yield amp.script.finding("gradients-not-cleared", step.node, message, fix=fix)
+        before = any(e.loops == step.loops and e.index < step.index and not e.excludes(step) for e in backwards)
+        if before and steps_alone(amp, trace, step) and not CLEARS.search(text_of_loop(amp, step)):
+            name = last(step.optimizer)
+            message = f"nothing in this loop clears the gradients that {name} steps with: each step adds to the last"
+            yield amp.script.finding(
+                "gradients-not-cleared", step.node, message, fix=f"{name}.zero_grad() after the step"
+            )
             return
+
+
+def text_of_loop(amp: Amp, step: Event) -> str:
+    """The loop around a step and all functions of this file that it may call, as code."""
+    found: list[ast.AST] = [n for n in amp.script.nodes if id(n) == step.loops[-1]]
+    for node in found:  # grows as it goes
+        names = {
+            last(dotted_name(call.func)) or getattr(call.func, "attr", "") for call in amp.script.calls_below(node)
+        }
+        called = [f for name in names for f in amp.script.named_functions.get(name, [])]
+        found += [function for function in called if function not in found]
+    return "\n".join(ast.unparse(node) for node in found)
 
 
 def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -75,11 +89,20 @@ def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 
 def steps_alone(amp: Amp, trace: Trace, step: Event) -> bool:
-    """Whether torch.optim made the optimizer, and nobody else in the loop gets hold of it."""
+    """Whether torch.optim made the optimizer, or the caller hands it over, and nobody else in the loop has it."""
     name = step.optimizer
     own = {"step", "unscale_", "clip_grad_norm_", "clip_grad_value_"}
     inside = [e for e in trace.events if e.loops[: len(step.loops)] == step.loops and e.method not in own]
-    return bool(name) and made_by_torch(amp, name) and not any(name in passed(e) for e in inside)
+    handed = name in parameters_of(trace.root)
+    unknown = any(is_unknown_method(amp, e) or MAY_CLEAR.search(e.method) for e in inside)
+    alone = not unknown and not any(name in passed(e) for e in inside)
+    return bool(name) and alone and (handed or made_by_torch(amp, name))
+
+
+def is_unknown_method(amp: Amp, event: Event) -> bool:
+    """`self.prepare()` of a base in another file; `self.model(x)` calls what an attribute holds."""
+    held = amp.script.values(event.called) or event.method in amp.script.model_names
+    return event.receiver == "self" and not held and amp.script.function_named(event.method) is None
 
 
 def made_by_torch(amp: Amp, name: str) -> bool:

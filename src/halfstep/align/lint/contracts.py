@@ -63,7 +63,8 @@ def broken_contracts(script: Script, call: ast.Call) -> Iterator[Finding]:
     name = script.name_of(call.func)
     for contract in CONTRACTS:
         value = argument(call, contract.position, contract.argument) if name in contract.names else None
-        if value is not None and kind_of(script, value) in contract.refused:
+        by_position = len(call.args) > contract.position
+        if value is not None and kind_of(script, value, by_name=by_position) in contract.refused:
             message = f"{last(name)}() gets `{ast.unparse(value)}` where it wants {contract.wants}"
             yield script.finding("launch-refused", call, message, fix=contract.fix)
 
@@ -81,8 +82,8 @@ def missing_device(script: Script, call: ast.Call) -> Iterator[Finding]:
         yield script.finding("launch-refused", call, "GradScaler() takes device, not device_type", fix='device="cuda"')
 
 
-def kind_of(script: Script, node: ast.expr) -> str:
-    """bool, str, device, dtype or model, where the script leaves no doubt; a flag's name counts as bool."""
+def kind_of(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
+    """bool, str, device or dtype, where the script leaves no doubt; `by_name`, a flag's name counts as bool."""
     asked, node = node, script.constant(node) or node
     if isinstance(node, ast.Constant):
         return {bool: "bool", str: "str"}.get(type(node.value), "")
@@ -99,7 +100,7 @@ def kind_of(script: Script, node: ast.expr) -> str:
         [v for v in values if isinstance(v, ast.Call | ast.Constant | ast.Compare)]
     ):
         return made.pop()
-    return "bool" if not values and FLAG.search(last(dotted_name(asked))) else ""
+    return "bool" if by_name and not values and FLAG.search(last(dotted_name(asked))) else ""
 
 
 def scaler_arguments(amp: Amp, call: ast.Call) -> Iterator[Finding]:
@@ -137,10 +138,10 @@ def is_no_optimizer(script: Script, node: ast.expr) -> bool:
 def never_entered(script: Script) -> Iterator[Finding]:
     """`autocast("cuda")` as a statement, or `with autocast:`: nothing is switched on."""
     for node in script.nodes:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            if script.name_of(node.value.func) in AUTOCASTS:
-                message = "autocast() alone switches nothing on: it is a context"
-                yield script.finding("model-outside-autocast", node, message, fix="with autocast(…): around the model")
+        called = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        if called is not None and script.name_of(called) in AUTOCASTS:
+            message = "autocast() alone switches nothing on: it is a context"
+            yield script.finding("model-outside-autocast", node, message, fix="with autocast(…): around the model")
         for item in node.items if isinstance(node, ast.With) else ():
             context = item.context_expr
             if isinstance(context, ast.Name | ast.Attribute) and script.name_of(context) in AUTOCASTS - {"autocast"}:

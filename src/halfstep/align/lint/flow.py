@@ -407,6 +407,7 @@ def leaves(body: list[ast.stmt]) -> bool:
 
 STEP_WORDS = {
     *("backward", "unscale_", "scale", "clip_grad_norm_", "clip_grad_value_", "zero_grad", "eval", "get_scale"),
+    "autograd",
     *("autocast", "GradScaler", "no_grad", "inference_mode", "binary_cross_entropy", "BCELoss"),
 }
 STEPPED_WORDS = ("scaler", "optim", "sched", "ema", "opt")

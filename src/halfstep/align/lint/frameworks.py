@@ -1,4 +1,4 @@
-"""Who runs backward and step: Trainer, Lightning, Accelerate, DeepSpeed and apex scale and unscale in their own calls."""
+"""Who runs backward and step: Trainer, Lightning, Accelerate, DeepSpeed and apex scale in their own calls."""
 
 from __future__ import annotations
 
@@ -143,7 +143,10 @@ def beside_deepspeed(amp: Amp, trace: Trace) -> Iterator[Finding]:
         ):
             message = "the engine's step() unscales, clips and counts the window: optimizer.step() leaves all that out"
             yield amp.script.finding(RULE, step.node, message, fix=f"{last(min(names))}.step()")
-    for backward in (e for e in trace.events if is_plain_backward(e) and stepped):
+    steps = [e for e in own if e.method == "step"]
+    for backward in (e for e in trace.events if is_plain_backward(e)):
+        if not any(s.loops == backward.loops and s.conditions <= backward.conditions for s in steps):
+            continue
         message = "loss.backward() goes round the DeepSpeed engine: before 0.18 nothing scales or reduces its gradients"
         found = amp.script.finding(RULE, backward.node, message, fix=f"{last(min(names))}.backward(loss)")
         yield dataclasses.replace(found, severity=Severity.WARNING)
@@ -165,6 +168,8 @@ def beside_apex(amp: Amp, trace: Trace) -> Iterator[Finding]:
             return
     for clip in filter(is_clip, trace.events):
         works_on = ast.unparse(clip.node)
+        if any(e.excludes(clip) for e in trace.events if e.name == "apex.amp.scale_loss"):
+            continue  # the branch without apex
         if isinstance(level, ast.Constant) and level.value == "O2" and ".parameters()" in works_on:
             message = "with O2 the optimizer steps on master copies: clipping the model's own gradients changes nothing"
             yield amp.script.finding(RULE, clip.node, message, fix="clip amp.master_params(optimizer)", related=made[0])

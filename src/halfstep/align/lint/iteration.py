@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 
-from halfstep.align.findings import Finding
+from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, last, runs_without_amp
 from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.script import dotted_name
 
 HARMLESS = {
     *("unscale_", "update", "step", "zero_grad", "get_scale", "get_last_lr", "item", "detach", "cpu", "append"),
@@ -35,13 +37,52 @@ MAY_TRAIN = re.compile(r"back|grad|closure|train|step|optim|scal|fit", re.IGNORE
 
 
 def find(amp: Amp) -> Iterator[Finding]:
+    yield from replaced_step(amp)
     for trace in amp.traces:
+        yield from scaled_value_read(amp, trace)
+        yield from unscaled_penalty(amp, trace)
         for step in (e for e in trace.calls("step") if e.optimizer and not takes_closure(e)):
             yield from cleared_before_step(amp, trace, step)
             yield from clipped_after_step(amp, trace, step)
             if step.arguments and step.receiver and not amp.is_disabled(step.receiver):
                 yield from never_scaled(amp, trace, step)
                 yield from scaler_out_of_order(amp, trace, step)
+
+
+def replaced_step(amp: Amp) -> Iterator[Finding]:
+    """`optimizer.step = lambda: None` to skip one step: nothing puts the method back."""
+    for node in amp.script.nodes:
+        target = dotted_name(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        owner, _, name = target.rpartition(".")
+        if name == "step" and amp.script.is_optimizer(owner) and isinstance(node.value, ast.Lambda):  # type: ignore[union-attr]
+            message = f"{owner}.step is replaced for good: no later step changes a weight"
+            yield amp.script.finding("step-never-due", node, message, fix="leave the step out this once: continue")
+
+
+def scaled_value_read(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`loss = scaler.scale(loss)` and then `loss.item()`: what is logged is 65536 times the loss."""
+    for event in trace.calls("item"):
+        if event.scaled_by and not amp.is_disabled(event.scaled_by) and event.receiver:
+            message = f"{last(event.receiver)} is scaled here: what is read is the loss times the scale"
+            found = amp.script.finding("scaler-misused", event.node, message, fix="keep the unscaled loss for the log")
+            yield dataclasses.replace(found, severity=Severity.WARNING)
+            return
+
+
+def unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """A gradient of a gradient under fp16: autograd.grad() of an output that nobody scaled."""
+    if not any(is_scaled_backward(e) and not amp.is_disabled(e.scaled_by) for e in trace.events):
+        return
+    for event in trace.events:
+        region = event.region
+        if event.name != "torch.autograd.grad" or region is None or not region.may_be_on or region.dtype != "fp16":
+            continue
+        text = ast.unparse(event.node)
+        if region.device != "cpu" and "create_graph=True" in text and "scale" not in text and "float()" not in text:
+            message = "the inner gradient comes from fp16 autocast and is not scaled: small entries of it become zero"
+            fix = "grad(scaler.scale(out), …), then divide by scaler.get_scale(); or compute the penalty in fp32"
+            yield amp.script.finding("penalty-unscaled", event.node, message, fix=fix)
+            return
 
 
 def takes_closure(step: Event) -> bool:
@@ -129,8 +170,14 @@ def scaler_out_of_order(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding
             message = "update() before step(): no inf check was recorded yet, and GradScaler raises"
             fix = f"{last(step.receiver)}.step({last(step.optimizer)}), then update()"
             yield amp.script.finding("scaler-misused", first.node, message, fix=fix, related=step.node)
+    windows = {text for text, holds in step.conditions if holds and text in trace.windows}
+    ungated = [e for e in own if not any(text in windows for text, _ in e.conditions) and e.loops == step.loops]
     for event in (e for e in own if e.index > step.index and e.loops == step.loops):
         if event.method == "update":
+            if windows and {e.method for e in ungated} & {"update", "step", "unscale_"} == {"update"}:
+                message = f"update() at every micro-batch, step() only where `{min(windows)}`: without one it raises"
+                fix = "update() right after step(), under the same condition"
+                yield amp.script.finding("scaler-misused", event.node, message, fix=fix, related=step.node)
             return
         same = event.method == "unscale_" and event.arguments[:1] == step.arguments[:1]
         if same and step.conditions <= event.conditions:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward, last, same_object
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import SCALERS, Function
+from halfstep.align.lint.script import SCALERS, Function, parameters_of
 from halfstep.align.lint.weights import models_of
 
 FSDP = (
@@ -98,10 +98,6 @@ def clipped_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
             message = "every rank clips by the norm of its own shard: the ranks scale one gradient differently"
             fix = f"{min(models)}.clip_grad_norm_(max_norm), FSDP's own"
             yield amp.script.finding("clip-not-sharded", clip.node, message, fix=fix)
-
-
-def parameters_of(root: ast.AST) -> set[str]:
-    return {a.arg for a in ast.walk(root.args) if isinstance(a, ast.arg)} if isinstance(root, Function) else set()
 
 
 def is_fsdp(amp: Amp, value: ast.expr) -> bool:

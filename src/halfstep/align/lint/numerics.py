@@ -17,6 +17,7 @@ from halfstep.align.lint.dtypes import (
     is_model_call,
     tensor_argument,
 )
+from halfstep.align.lint.flow import Event
 from halfstep.align.lint.script import Function, Script, argument, dotted_name, keyword, methods_of
 from halfstep.formats import BF16, FP16, Format, round_value
 
@@ -234,13 +235,29 @@ def refused_bce(amp: Amp) -> Iterator[Finding]:
                 continue
             called = f"{event.receiver}.{event.method}" if event.receiver else event.method
             by_function = event.name.endswith("functional.binary_cross_entropy")
-            if by_function or any(
-                last(called) == last(name) and ("." in name or amp.script.share_scope(value, event.node))
-                for name, value in made
+            if (
+                by_function
+                or in_a_loss_module(amp, event)
+                or any(
+                    last(called) == last(name) and ("." in name or amp.script.share_scope(value, event.node))
+                    for name, value in made
+                )
             ):
                 message = "binary_cross_entropy raises under CUDA autocast: its gradient can leave fp16's range"
                 fix = "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits"
                 yield amp.script.finding("bce-under-autocast", event.node, message, fix=fix)
+
+
+def in_a_loss_module(amp: Amp, event: Event) -> bool:
+    """Whether the loss that is called is a class of this file whose forward() runs binary_cross_entropy."""
+    owner = amp.script.class_of(event.called) if event.called else None
+    forward = amp.script.methods(owner).get("forward") if owner is not None else None
+    if forward is None or "autocast" in ast.unparse(forward) or "cuda.amp" in ast.unparse(forward):
+        return False
+    names = [amp.script.name_of(call.func) for call in amp.script.calls_below(forward)]
+    held = {n for n, values in amp.script.assigned.items() if any(is_bce_loss(v, amp.script) for v in values)}
+    own = {n for n in held if n.startswith("self.") and all(is_bce_loss(v, amp.script) for v in amp.script.values(n))}
+    return any(name.endswith("functional.binary_cross_entropy") or name in own for name in names)
 
 
 def is_bce_loss(value: ast.expr, script: Script) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from halfstep.align.findings import Finding
+from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import (
     Amp,
     ScalerMade,
@@ -18,7 +18,7 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.regions import format_of
+from halfstep.align.lint.regions import format_of, region_of
 from halfstep.align.lint.script import AUTOCASTS, dotted_name, is_constant, keyword, names_in
 from halfstep.align.spellings import dtype_of
 
@@ -32,6 +32,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from scaler_with_bf16(amp)
     yield from scaler_beside_bf16(amp)
     yield from inverted_scaler(amp)
+    yield from scaler_off(amp)
     yield from unscaled_fallback(amp)
     yield from unscaled_bf16_branch(amp)
 
@@ -49,8 +50,11 @@ def backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 
 def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    for backward in filter(is_plain_backward, trace.events):
-        forward = origin(trace, backward)
+    for backward in trace.calls("backward"):
+        framework = amp.script.canonical(backward.receiver) in amp.plain_accelerators
+        if not framework and not is_plain_backward(backward):
+            continue
+        forward = origin(trace, backward) or model_under_its_own(amp, trace, backward)
         region = forward.region if forward is not None else None
         if forward is None or region is None or forward.grad_off or runs_without_amp(backward):
             continue
@@ -58,14 +62,29 @@ def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
             not region.may_be_fp16
             or not region.may_be_on
             or region.device == "cpu"
-            or may_be_scaled(amp, trace, backward)
+            or not framework
+            and may_be_scaled(amp, trace, backward)
         ):
             continue
         how = "" if region.explicit_dtype else " (autocast without a dtype is fp16 on CUDA)"
         how = how if region.dtype == "fp16" else " on one of its paths"
         message = f"the loss comes from fp16 autocast{how}, and nothing scales it: small gradients become zero"
         fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
-        yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
+        found = amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
+        yield found if region.dtype == "fp16" else dataclasses.replace(found, severity=Severity.WARNING)
+
+
+def model_under_its_own(amp: Amp, trace: Trace, backward: Event) -> Event | None:
+    """The model's call before a backward, as one under the autocast that the model's own forward() opens."""
+    for event in reversed(trace.events[: backward.index]):
+        owner = amp.script.class_of(event.called) if event.called and event.loops == backward.loops else None
+        forward = amp.script.methods(owner).get("forward") if owner is not None else None
+        if forward is not None and not event.regions and not event.grad_off:
+            items = [i.context_expr for n in forward.body if isinstance(n, ast.With) for i in n.items]
+            opened = [region_of(node, amp.script) for node in (*forward.decorator_list, *items)]
+            regions = tuple(region for region in opened if region is not None and region.may_be_on)
+            return dataclasses.replace(event, regions=regions) if regions else None
+    return None
 
 
 def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
@@ -78,7 +97,8 @@ def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
 
 def origin(trace: Trace, backward: Event) -> Event | None:
     """The assignment under autocast that the loss of this backward is made from, however many steps back."""
-    wanted = {backward.receiver} if backward.receiver else computed_from(backward)
+    given = {backward.receiver} if is_plain_backward(backward) else set(backward.arguments)
+    wanted = given if backward.receiver else computed_from(backward)
     for event in reversed(trace.events[: backward.index]):
         if not wanted.intersection(event.targets) or event.excludes(backward):
             continue
@@ -118,6 +138,15 @@ def inverted_scaler(amp: Amp) -> Iterator[Finding]:
             message = f"{last(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
             fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
             yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)
+
+
+def scaler_off(amp: Amp) -> Iterator[Finding]:
+    """GradScaler(enabled=False) in a file whose every autocast is fp16 and on."""
+    fp16 = bool(amp.regions) and all(r.dtype == "fp16" and r.enabled and r.device != "cpu" for r in amp.regions)
+    for made in amp.scalers if fp16 and all(made.enabled is False for made in amp.scalers) else ():
+        if any(is_scaled_backward(e) for t in amp.traces for e in t.events):
+            message = f"{last(made.key)} is switched off, and autocast is fp16: nothing scales the loss"
+            yield amp.script.finding("fp16-without-scaler", made.call, message, fix="enabled=True")
 
 
 def unscaled_fallback(amp: Amp) -> Iterator[Finding]:
@@ -182,7 +211,9 @@ def scaler_condition(amp: Amp, made: ScalerMade) -> ast.expr | None:
 
 
 def is_for_bf16(test: ast.expr) -> bool:
-    """`dtype == torch.bfloat16`, `precision != "fp16"`: true for bf16, false for fp16; nothing else is certain."""
+    """`dtype == torch.bfloat16`, `precision != "fp16"`, `args.bf16`: true for bf16, false for fp16."""
+    if isinstance(test, ast.Name | ast.Attribute):
+        return bool(re.fullmatch(r"(use_?|enable_?|is_?)?(bf16|bfloat16)", last(dotted_name(test)), re.IGNORECASE))
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return False
     word = test.comparators[0]

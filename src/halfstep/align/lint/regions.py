@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from halfstep.align.lint.script import AUTOCASTS, Function, Script, argument, dotted_name, is_constant
+from halfstep.align.lint.script import AUTOCASTS, Function, Script, argument, dotted_name, is_constant, last
 from halfstep.align.spellings import dtype_of
 
-DEFAULT_DTYPE = {"cuda": "fp16", "cpu": "bf16"}
+DEFAULT_DTYPE = {"cuda": "fp16", "cpu": "bf16", "mps": "fp16"}
 """What autocast computes in without a dtype (aten/src/ATen/autocast_mode.cpp)."""
 
 
@@ -50,15 +50,17 @@ def region_of(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
     name = script.name_of(node.func)
     if name in AUTOCASTS:
         return read_call(node, name, script)
-    own = script.functions.get(name) or script.method_named(name.removeprefix("self.")) if name else None
-    makers = [*script.values(dotted_name(node.func)), *returned_by(own)]
+    own = script.function_named(last(name)) if name.startswith("self.") or name in script.local_names else None
+    makers = [*script.values(dotted_name(node.func)), *handed_out(own, script)]
     return one_of([made_region(maker, node, script, depth + 1) for maker in makers])
 
 
-def returned_by(function: Function | None) -> list[ast.expr]:
-    """What a helper of this module hands out: `def amp_context(): return torch.autocast(…)`."""
-    ends = [s for s in (function.body if function is not None else []) if isinstance(s, ast.Return)]
-    return [end.value for end in ends if end.value is not None]
+def handed_out(function: Function | None, script: Script) -> list[ast.expr]:
+    """What a helper returns, `return torch.autocast(…)`, or opens around its yield."""
+    inside = script.below(function) if function is not None else []
+    ends = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+    opened = [n for n in inside if isinstance(n, ast.With) and any(isinstance(y, ast.Yield) for y in ast.walk(n))]
+    return [*ends, *(item.context_expr for block in opened for item in block.items)]
 
 
 def made_region(maker: ast.expr, call: ast.Call, script: Script, depth: int) -> Region | None:
@@ -88,18 +90,31 @@ def one_of(choices: list[Region | None]) -> Region | None:
     dtypes = {region.dtype for region in regions}
     explicit = all(region.explicit_dtype for region in regions)
     dtype = dtypes.pop() if len(dtypes) == 1 else ""
-    return Region(device=regions[0].device, dtype=dtype, enabled=None, explicit_dtype=explicit)
+    on_a_path = not dtype and any(region.may_be_fp16 and region.device != "mps" for region in regions)
+    return Region(
+        device=regions[0].device, dtype=dtype, enabled=None, explicit_dtype=explicit, fp16_on_a_path=on_a_path
+    )
 
 
 def may_be_fp16(node: ast.expr | None, script: Script) -> bool:
-    """`torch.float16` as one arm of a choice, or one of the values a local name is given."""
+    """`torch.float16` as one arm of a choice, in a table of dtypes, or one of the values a local name is given."""
     name = dotted_name(node)
     values = script.values(name) if name and name not in script.parameters else []
-    for value in values or ([node] if node is not None else []):
-        arms = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-        if any(format_of(arm, script) == "fp16" for arm in arms):
-            return True
-    return False
+    return any(format_of(arm, script) == "fp16" for v in values or ([node] if node else []) for arm in arms(v, script))
+
+
+def arms(node: ast.expr | None, script: Script) -> list[ast.expr]:
+    """What a choice chooses from: `a if test else b`, `{"fp16": a, "bf16": b}[name]`, `table.get(name, c)`."""
+    if isinstance(node, ast.IfExp):
+        return [*arms(node.body, script), *arms(node.orelse, script)]
+    getter = node.func if isinstance(node, ast.Call) else None
+    table = node.value if isinstance(node, ast.Subscript) else None
+    if isinstance(getter, ast.Attribute) and getter.attr == "get":
+        table = getter.value
+    table = script.constant(table)
+    if isinstance(table, ast.Dict):
+        return table.values
+    return [node] if node is not None else []
 
 
 def read_call(call: ast.Call, name: str, script: Script) -> Region:
@@ -157,7 +172,10 @@ def format_of(node: ast.expr | None, script: Script) -> str:
 
 
 def written_format(node: ast.expr | None, script: Script) -> str:
-    """fp16, bf16, … where it is written out as `torch.bfloat16`."""
+    """fp16, bf16, … where it is written out as `torch.bfloat16`, or `getattr(torch, "bfloat16")`."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and len(node.args) > 1:
+        word = script.default(node.args[1]) if script.name_of(node.args[0]) == "torch" else None
+        return dtype_of(word.value) or "" if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
     known = isinstance(node, ast.Attribute) and script.name_of(node).startswith("torch.")
     return dtype_of(node.attr) or "" if known and isinstance(node, ast.Attribute) else ""
 

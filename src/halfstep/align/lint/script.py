@@ -26,6 +26,9 @@ SCALERS = {
     "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
 }
 
+WRAPPER = re.compile(r"(FSDP|FullyShardedDataParallel|DDP|DistributedDataParallel|DataParallel|torch\.compile)$")
+"""What holds a model and calls it."""
+
 
 @dataclass(kw_only=True)
 class Script:
@@ -37,6 +40,7 @@ class Script:
     imports: dict[str, str] = field(default_factory=dict)
     stored: dict[int, frozenset[str]] = field(default_factory=dict)
     nested: dict[int, dict[str, Function]] = field(default_factory=dict)
+    held: dict[str, ast.ClassDef | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for node in self.nodes:
@@ -120,25 +124,53 @@ class Script:
             found |= methods_of(node)
         return found
 
-    def class_of(self, key: str, depth: int = 0) -> ast.ClassDef | None:
+    def class_of(self, key: str) -> ast.ClassDef | None:
         """The class of this module whose instance a name holds, where it holds nothing else (None aside)."""
-        values = self.values(key)
-        arms = [arm for v in values for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
-        held = [arm for arm in arms if not is_constant(arm, None)]
-        made = {self.class_made(value, depth) for value in held} or {self.annotated.get(key.rsplit(":", 1)[-1])}
-        return made.pop() if len(made) == 1 else None
+        if key not in self.held:
+            self.held[key] = None  # a name that is made from itself
+            arms = [arm for v in self.values(key) for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
+            made = {self.class_made(arm) for arm in arms if not is_constant(arm, None)}
+            made = made or {self.annotated.get(key.rsplit(":", 1)[-1])}
+            self.held[key] = made.pop() if len(made) == 1 else None
+        return self.held[key]
 
-    def class_made(self, value: ast.expr, depth: int) -> ast.ClassDef | None:
-        if isinstance(value, ast.Call):
-            return self.class_by_name.get(dotted_name(value.func))
+    def class_made(self, value: ast.expr) -> ast.ClassDef | None:
+        while isinstance(value, ast.Call):
+            if (found := self.class_by_name.get(dotted_name(value.func))) is not None:
+                return found
+            wraps = WRAPPER.search(dotted_name(value.func)) and value.args
+            chained = isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call)
+            # `Net().cuda()` and `DDP(net)` hold a Net.
+            value = value.args[0] if wraps else value.func.value if chained else ast.Constant(value=None)  # type: ignore[attr-defined]
         name = dotted_name(value)
-        return self.class_of(name, depth + 1) if name and depth < 3 else None
+        return self.class_of(name) if name else None
 
     @cached_property
     def annotated(self) -> dict[str, ast.ClassDef | None]:
         """Parameters that are said to be an instance of a class of this module, by name."""
         named = [(node.arg, dotted_name(node.annotation)) for node in self.nodes if isinstance(node, ast.arg)]
         return {name: self.class_by_name[kind] for name, kind in named if kind in self.class_by_name}
+
+    @cached_property
+    def named_functions(self) -> dict[str, list[Function]]:
+        """All functions and methods by name."""
+        found: dict[str, list[Function]] = {}
+        for node in self.nodes:
+            if isinstance(node, Function):
+                found.setdefault(node.name, []).append(node)
+        return found
+
+    @cached_property
+    def local_names(self) -> set[str]:
+        """Names of this module's functions, also with an object of this module before them: `amp.context`."""
+        dotted = {dotted_name(call.func) for call in self.calls}
+        held = {n for n in dotted if "." in n and self.class_of(n.rpartition(".")[0]) is not None}
+        return held | {node.name for node in self.nodes if isinstance(node, Function)}
+
+    def function_named(self, name: str) -> Function | None:
+        """The function or method of this name, when there is one alone."""
+        found = self.named_functions.get(name, [])
+        return found[0] if len(found) == 1 else None
 
     def method_named(self, name: str) -> Function | None:
         """The method of this name, when one class alone has it."""
@@ -277,6 +309,26 @@ class Script:
             self.stored[id(function)] = frozenset(node.id for node in stores)
         return self.stored[id(function)]
 
+    @cached_property
+    def defaults(self) -> dict[str, list[ast.expr]]:
+        """What a setting is unless somebody says otherwise: `add_argument("--dtype", default=…)`, a class's fields."""
+        found: dict[str, list[ast.expr]] = {}
+        for call in self.calls:
+            flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            value = keyword(call, "default")
+            if getattr(call.func, "attr", "") == "add_argument" and flags and value is not None:
+                found.setdefault(flags[-1].lstrip("-").replace("-", "_"), []).append(value)
+        for node in (n for c in self.classes for n in c.body if isinstance(n, ast.Assign | ast.AnnAssign) and n.value):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found.setdefault(dotted_name(target), []).append(node.value)  # type: ignore[arg-type]
+        return found
+
+    def default(self, node: ast.expr | None) -> ast.expr | None:
+        """The default of `args.dtype`, where the file has one alone; anything else stays as it is."""
+        fixed = self.constant(node)
+        values = self.defaults.get(fixed.attr, []) if isinstance(fixed, ast.Attribute) else []
+        return values[0] if len(values) == 1 else fixed
+
     def constant(self, node: ast.expr | None) -> ast.expr | None:
         """The expression a name stands for when it is assigned exactly once; anything else stays as it is."""
         for _ in range(4):
@@ -336,3 +388,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 def methods_of(class_node: ast.ClassDef) -> dict[str, Function]:
     return {node.name: node for node in class_node.body if isinstance(node, Function)}
+
+
+def parameters_of(root: ast.AST) -> set[str]:
+    return {a.arg for a in ast.walk(root.args) if isinstance(a, ast.arg)} if isinstance(root, Function) else set()

@@ -13,6 +13,7 @@ from halfstep.align.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, 
 from halfstep.align.spellings import dtype_of
 
 AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)
+NEGATED = re.compile(r"^(no|disable|without)_?(amp|fp16|bf16|half|mixed|autocast|scaler)", re.IGNORECASE)
 BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
 FP16 = re.compile(r"(?<!b)float16|(?<!b)fp16|\.half\b", re.IGNORECASE)
 
@@ -21,6 +22,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from bool_flags(amp.script)
     for test in amp_tests(amp.script):
         yield from fixed(amp.script, test)
+    yield from negated_flags(amp.script)
     yield from low_capability(amp.script)
     yield from always_on(amp.script)
     yield from chosen_word(amp.script)
@@ -39,6 +41,19 @@ def bool_flags(script: Script) -> Iterator[Finding]:
             message = f"type=bool makes every value true: `{flag} False` turns it on"
             fix = "action=argparse.BooleanOptionalAction"
             yield script.finding("amp-switch-stuck", call, message, fix=fix)
+
+
+def negated_flags(script: Script) -> Iterator[Finding]:
+    """`enabled=args.no_amp`: on where it is asked to be off."""
+    for call in script.calls:
+        enabled = keyword(call, "enabled")
+        name = last(dotted_name(enabled))
+        if script.name_of(call.func) not in AUTOCASTS | SCALERS or not NEGATED.search(name):
+            continue
+        flags = [c for c in script.calls if getattr(c.func, "attr", "") == "add_argument" and name in boolean_flags(c)]
+        if enabled is not None and not any("store_false" in ast.unparse(flag) for flag in flags):
+            message = f"enabled={ast.unparse(enabled)} switches it on where it is asked to be off"
+            yield script.finding("amp-switch-stuck", call, message, fix=f"enabled=not {ast.unparse(enabled)}")
 
 
 def always_on(script: Script) -> Iterator[Finding]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfstep.align.findings import Finding
+from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp, last
 from halfstep.align.lint.dtypes import explicit_cast
 from halfstep.align.lint.regions import format_of
-from halfstep.align.lint.script import Script, argument, dotted_name, keyword
+from halfstep.align.lint.script import WRAPPER, Script, argument, dotted_name, keyword, paired
+from halfstep.align.spellings import dtype_of
 
 PLAIN_OPTIMIZERS = {
     "SGD",
@@ -34,7 +36,6 @@ TRAINED_IN_PART = re.compile(
 )
 """Part of the model is frozen, or somebody keeps fp32 copies."""
 
-WRAPPER = re.compile(r"(FSDP|FullyShardedDataParallel|DDP|DistributedDataParallel|DataParallel|torch\.compile)$")
 EVALUATION_WORDS = ("eval", "infer", "test", "predict", "deploy", "export")
 
 
@@ -50,8 +51,8 @@ class HalfModel:
 def find(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     optimized = [pair for call in script.calls if is_plain_optimizer(amp, call) for pair in optimized_by(script, call)]
-    if not amp.goes_backward:
-        return
+    handed = [pair for call in script.calls for pair in trained_by(script, call)]
+    optimized = [*(optimized if amp.goes_backward else []), *handed]
     seen: set[tuple[str, str]] = set()
     for model in half_models(amp):
         # `self.model` is one object in all methods, a plain name only in its own function.
@@ -65,7 +66,10 @@ def find(amp: Amp) -> Iterator[Finding]:
             and (model.name, model.dtype) not in seen
         ):
             seen.add((model.name, model.dtype))
-            yield lost_updates(script, model)
+            found = lost_updates(script, model)
+            # A Trainer in bf16 is common, and loses updates all the same.
+            mild = model.dtype == "bf16" and {name for name, _ in known} <= {name for name, _ in handed}
+            yield dataclasses.replace(found, severity=Severity.WARNING if mild else None)
     if optimized and (default := half_default(script)) is not None:
         yield lost_updates(script, default)
 
@@ -123,7 +127,9 @@ def stored_dtype(call: ast.Call, script: Script) -> str:
 
 def half_choice(node: ast.expr | None, script: Script) -> str:
     """bf16 of `torch.bfloat16 if supported else torch.float16`: half either way."""
-    node = script.constant(node)
+    node = script.default(node)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return dtype_of(node.value) or ""
     if not isinstance(node, ast.IfExp):
         return format_of(node, script)
     both = [format_of(part, script) for part in (node.body, node.orelse)]
@@ -134,7 +140,8 @@ def half_choice(node: ast.expr | None, script: Script) -> str:
 
 def loaded_dtype(script: Script, call: ast.Call) -> str:
     """`from_pretrained(…, torch_dtype=torch.bfloat16)` of a model that is trained as a whole."""
-    if getattr(call.func, "attr", "") not in ("from_pretrained", "from_config") or TRAINED_IN_PART.search(script.code):
+    loads = getattr(call.func, "attr", "") in ("from_pretrained", "from_config", "from_single_file")
+    if not loads or TRAINED_IN_PART.search(script.code):
         return ""
     return half_choice(keyword(call, "torch_dtype") or keyword(call, "dtype"), script)
 
@@ -174,6 +181,16 @@ def optimized_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]
                     yield dotted_name(argument(use, taken.index(name), name)), use
 
 
+def trained_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+    """The model that transformers' or trl's Trainer is given: it makes a plain AdamW for its weights as they are."""
+    name = script.name_of(call.func)
+    model = argument(call, 0, "model")
+    own = script.class_by_name.get(name)
+    bases = [script.name_of(base) for base in own.bases] if own is not None else [name]
+    if any(base.startswith(("transformers.", "trl.")) and base.endswith("Trainer") for base in bases):
+        yield dotted_name(model), call
+
+
 def models_of(node: ast.AST) -> Iterator[str]:
     """`model` of model.parameters(), also inside lists and generators."""
     for inner in ast.walk(node):
@@ -199,10 +216,15 @@ def handed_out(script: Script, call: ast.Call, model: str) -> list[tuple[str, as
     if builder is None or "." in model:
         return []
     returns = [n.value for n in script.below(builder) if isinstance(n, ast.Return) and n.value is not None]
-    if not any(root(value) == model for value in returns):
-        return []
-    given = [(name, value) for name, values in script.assigned.items() for value in values]
-    return [(n, v) for n, v in given if isinstance(v, ast.Call) and dotted_name(v.func) == builder.name]
+    parts = [value.elts if isinstance(value, ast.Tuple) else [value] for value in returns]
+    places = {i for listed in parts for i, part in enumerate(listed) if root(part) == model}
+    stores = [(t, v) for n in script.nodes if isinstance(n, ast.Assign) for t, v in paired(n)]
+    found: list[tuple[str, ast.AST]] = []
+    for target, value in stores if places else ():
+        calls = [c for c in chain(value) if isinstance(c, ast.Call) and last(dotted_name(c.func)) == builder.name]
+        takers = target.elts if isinstance(target, ast.Tuple) else [target]
+        found += [(dotted_name(t), call) for call in calls for i, t in enumerate(takers) if i in places]
+    return found
 
 
 def with_wrappers(script: Script, known: list[tuple[str, ast.AST]]) -> list[tuple[str, ast.AST]]:

@@ -178,6 +178,16 @@ SCALER_RULES = (
         good="engine.backward(loss)\nengine.step()",
     ),
     Rule(
+        name="penalty-unscaled",
+        severity=Severity.WARNING,
+        title="a gradient penalty's inner gradient is not scaled",
+        why="torch.autograd.grad() under fp16 autocast gives fp16 gradients, and the scaler has no part in it: what is "
+        "below 6e-8 is zero before the penalty sees it.",
+        bad="grads = torch.autograd.grad(out.sum(), x, create_graph=True)[0]",
+        good="scaled = torch.autograd.grad(scaler.scale(out.sum()), x, create_graph=True)[0]\n"
+        "grads = scaled / scaler.get_scale()",
+    ),
+    Rule(
         name="scaler-misused",
         severity=Severity.ERROR,
         title="the scaler is asked for what it does not have",
