@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint import (
@@ -29,14 +30,17 @@ from halfstep.align.lint import (
     weights,
 )
 from halfstep.align.lint.amp import Amp
+from halfstep.align.lint.linking import with_imports
 from halfstep.align.lint.script import Script
 from halfstep.errors import ConfigError
 
-FAMILIES = (
-    *(scaler_order, iteration, reached, regimes, skips, accumulation, numerics, weights),
-    *(scaler_use, contracts, frameworks, clearing, coverage, switches),
-    *(checkpoints, lifetimes, api, hiding, evaluation, hints),
+OF_LINES = (numerics, contracts, switches, api, hints, evaluation)
+"""Families that judge lines of this file as they stand."""
+OF_FLOW = (
+    *(scaler_order, iteration, reached, regimes, skips, accumulation, weights),
+    *(scaler_use, frameworks, clearing, coverage, checkpoints, lifetimes, hiding),
 )
+"""Families that follow objects, also into helpers imported from files beside it."""
 RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(")
 """What every rule needs one of; other files are not analysed."""
 
@@ -46,9 +50,14 @@ def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
     if not RELEVANT.search(text):
         return []
     try:
-        amp = Amp(Script(tree=tree, text=text, path=path))
-        found = [finding for family in FAMILIES for finding in family.find(amp)]
+        alone = Amp(Script(tree=tree, text=text, path=path))
+        whole, linked_text = with_imports(tree, text, path)
+        linked = alone if whole is tree else Amp(Script(tree=whole, text=linked_text, path=path))
+        found = [f for family in OF_LINES for f in family.find(alone)]
+        found += [f for family in OF_FLOW for f in family.find(linked)]
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply to be read", fix="check the scripts it was made from") from error
-    first = {(f.rule, f.place.line): f for f in reversed(found)}
+    end = text.count("\n") + 1
+    here = [replace(f, related=tuple(p for p in f.related if p.line <= end)) for f in found if f.place.line <= end]
+    first = {(f.rule, f.place.line): f for f in reversed(here)}
     return sorted(first.values(), key=lambda f: (f.place, f.rule))

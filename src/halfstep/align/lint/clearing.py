@@ -8,15 +8,9 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.accumulation import modulus, windows
-from halfstep.align.lint.amp import (
-    Amp,
-    is_plain_backward,
-    is_scaled_backward,
-    last,
-    passed,
-)
+from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, parameters_of
+from halfstep.align.lint.script import dotted_name, last, parameters_of
 
 CLEARS = re.compile(
     r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*([-+*/]?=[^=]|\.\w+_\()", re.IGNORECASE

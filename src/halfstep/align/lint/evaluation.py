@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, last
+from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import Function
+from halfstep.align.lint.script import Function, last
 
 
 def find(amp: Amp) -> Iterator[Finding]:

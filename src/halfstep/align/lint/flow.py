@@ -421,7 +421,7 @@ def trains(function: ast.AST, script: Script) -> bool:
             return True
         if name in ("step", "update") and isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value).lower()
-            if any(word in owner for word in STEPPED_WORDS):
+            if any(word in owner for word in (*STEPPED_WORDS, *script.scaler_names)):
                 return True
     return False
 

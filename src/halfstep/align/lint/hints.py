@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, last
+from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.flow import Trace
+from halfstep.align.lint.script import last
 
 
 def find(amp: Amp) -> Iterator[Finding]:

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding, Severity
-from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, last, runs_without_amp
+from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, runs_without_amp
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name
+from halfstep.align.lint.script import dotted_name, last
 
 HARMLESS = {
     *("unscale_", "update", "step", "zero_grad", "get_scale", "get_last_lr", "item", "detach", "cpu", "append"),
@@ -52,9 +52,10 @@ def find(amp: Amp) -> Iterator[Finding]:
 def replaced_step(amp: Amp) -> Iterator[Finding]:
     """`optimizer.step = lambda: None` to skip one step: nothing puts the method back."""
     for node in amp.script.nodes:
-        target = dotted_name(node.targets[0]) if isinstance(node, ast.Assign) else ""
-        owner, _, name = target.rpartition(".")
-        if name == "step" and amp.script.is_optimizer(owner) and isinstance(node.value, ast.Lambda):  # type: ignore[union-attr]
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Lambda):
+            continue
+        owner, _, name = dotted_name(node.targets[0]).rpartition(".")
+        if name == "step" and amp.script.is_optimizer(owner):
             message = f"{owner}.step is replaced for good: no later step changes a weight"
             yield amp.script.finding("step-never-due", node, message, fix="leave the step out this once: continue")
 

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_scaled_backward, last, same_object
+from halfstep.align.lint.amp import Amp, is_scaled_backward, same_object
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import SCALERS, Function, parameters_of
+from halfstep.align.lint.script import SCALERS, Function, last, parameters_of
 from halfstep.align.lint.weights import models_of
 
 FSDP = (

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, last
+from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.dtypes import (
     NEUTRAL,
     Inference,
@@ -18,7 +18,7 @@ from halfstep.align.lint.dtypes import (
     tensor_argument,
 )
 from halfstep.align.lint.flow import Event
-from halfstep.align.lint.script import Function, Script, argument, dotted_name, keyword, methods_of
+from halfstep.align.lint.script import Function, Script, argument, dotted_name, keyword, last, methods_of
 from halfstep.formats import BF16, FP16, Format, round_value
 
 FORMATS = {"fp16": FP16, "bf16": BF16}

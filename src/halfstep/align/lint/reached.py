@@ -13,12 +13,11 @@ from halfstep.align.lint.amp import (
     is_constant_true,
     is_scaled_backward,
     is_scaler_step,
-    last,
     plain,
     same_object,
 )
 from halfstep.align.lint.flow import Condition, Event, Trace
-from halfstep.align.lint.script import dotted_name, keyword, names_in
+from halfstep.align.lint.script import dotted_name, keyword, last, names_in
 
 BAD_GRADIENT = re.compile(
     r"(nan|inf\b|inf_|finite|overflow|bad|invalid).*(grad|norm)|(grad|norm).*(nan|inf\b|finite|overflow)", re.IGNORECASE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
@@ -14,20 +15,20 @@ from halfstep.align.lint.amp import (
     is_plain_backward,
     is_scaled_backward,
     is_scaler_step,
-    last,
     rescales_gradients,
     runs_without_amp,
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name
+from halfstep.align.lint.script import dotted_name, last
 
 
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
+        helped = [dataclasses.replace(e, scaled_by=e.receiver) for e in trace.events if is_helper_backward(e)]
+        yield from clip_before_unscale(amp, trace, sorted([*scaled, *helped], key=lambda e: e.index))
         if scaled:
-            yield from clip_before_unscale(amp, trace, scaled)
             yield from unscale_twice(amp, trace)
             yield from bypassed_scaler(amp, trace, scaled)
             yield from updated_between_steps(amp, trace)
@@ -70,7 +71,7 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             continue
         between = trace.events[backward.index + 1 : clip.index]
         steps_later = any(
-            is_scaler_step(e, backward.scaled_by) and not e.excludes(clip) for e in trace.events[clip.index :]
+            steps_through(e, backward.scaled_by) and not e.excludes(clip) for e in trace.events[clip.index :]
         )
         unscaled = any(
             (e.method.startswith("unscale") or e.method == "get_scale" or rescales_gradients(e))
@@ -82,6 +83,19 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             message = f"gradients are clipped while still multiplied by {last(backward.scaled_by)}'s scale"
             fix = f"call {last(backward.scaled_by)}.unscale_(optimizer) before clipping"
             yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+
+
+AMP_HELPER = re.compile(r"(^|_)(amp|mp|mixed|mixed_precision|precision|scaler|fp16)(_|$)", re.IGNORECASE)
+
+
+def is_helper_backward(event: Event) -> bool:
+    """`self.amp.backward(loss)` of a helper from another file, which scales as its name says."""
+    return event.method == "backward" and bool(event.arguments) and bool(AMP_HELPER.search(last(event.receiver)))
+
+
+def steps_through(event: Event, scaler: str) -> bool:
+    """`scaler.step(optimizer)`, and a helper's `step_optimizer(optimizer)`."""
+    return "step" in event.method and len(event.arguments) >= 1 and bool(scaler) and event.receiver == scaler
 
 
 def latest_before(events: list[Event], event: Event) -> Event | None:

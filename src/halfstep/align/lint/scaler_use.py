@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_scaled_backward, last
+from halfstep.align.lint.amp import Amp, is_scaled_backward
 from halfstep.align.lint.flow import Trace, is_none
-from halfstep.align.lint.script import dotted_name, paired
+from halfstep.align.lint.script import dotted_name, last, paired
 
 
 def find(amp: Amp) -> Iterator[Finding]:

@@ -269,6 +269,12 @@ class Script:
         return named or bool(re.match(r"opt[A-Z]", name)) or name in self.optimizer_names
 
     @cached_property
+    def scaler_names(self) -> set[str]:
+        """Last names, in lower case, of what is given a GradScaler."""
+        made = ((n, v) for n, values in self.assigned.items() for v in values if isinstance(v, ast.Call))
+        return {last(name).lower() for name, value in made if self.name_of(value.func) in SCALERS}
+
+    @cached_property
     def optimizer_names(self) -> set[str]:
         """Last names of what torch.optim makes here, and of what somebody unscales the gradients of."""
         made = {n for n, values in self.assigned.items() if any(map(self.makes_optimizer, values))}

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.align.findings import Finding, Severity
-from halfstep.align.lint.amp import Amp, last
+from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.dtypes import explicit_cast
 from halfstep.align.lint.regions import format_of
-from halfstep.align.lint.script import WRAPPER, Script, argument, dotted_name, keyword, paired
+from halfstep.align.lint.script import WRAPPER, Script, argument, dotted_name, keyword, last, paired
 from halfstep.align.spellings import dtype_of
 
 PLAIN_OPTIMIZERS = {
