@@ -85,6 +85,21 @@ def test_a_run_is_running_while_its_process_lives_and_stopped_afterwards(
     assert json.loads(look(capsys, str(tmp_path), "--json")[1])["state"] == "ended"
 
 
+def test_a_record_that_comes_while_it_looks_is_for_the_next_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+
+    def trained_meanwhile(folder: Path) -> bool:
+        (folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "epoch": 1, "loss": 0.5, "skipped": 0}\n')
+        return True
+
+    monkeypatch.setattr("halfstep.report.top_view.is_owned", trained_meanwhile)
+    code, text = look(capsys, str(tmp_path), "--once")
+    assert code == 0
+    assert "none on record yet" in text
+
+
 def test_a_sparkline_follows_the_values_and_leaves_out_what_is_not_finite() -> None:
     assert sparkline([0.0, 1.0, float("nan"), 0.0]) == "▁█▁"
     assert sparkline([3.0]) == ""

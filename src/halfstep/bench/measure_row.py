@@ -10,10 +10,12 @@ and at the end.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -68,29 +70,25 @@ def schedule_for(timed_steps: int, device: torch.device) -> Schedule:
     return Schedule(warm_up=2, ramp=0, window=timed_steps // NUM_WINDOWS)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timings:
-    """What the clock found."""
+class StepTimer:
+    """Called after each step; `found()` once all of them are made. Memory is None on a CPU."""
 
     start_s: float
     """From nothing to the end of the first step."""
     cache: Found
     """What the compilers found until then: a capture, steps later, has kernels of its own."""
-    window_s: tuple[float, ...]
-    """Seconds a step, of each window."""
-    peak_bytes: int | None
-    """While it trains, a graph's own memory included; None on a CPU."""
     start_peak_bytes: int | None
     """Up to the end of the warm-up, when kernels are chosen and graphs captured."""
+    window_s: tuple[float, ...] = ()
+    """Seconds a step, of each window."""
+    peak_bytes: int | None
+    """While it trains, a graph's own memory included."""
     reserved_bytes: int | None
-    """The most that torch held while it trains, its caches included; None on a CPU."""
+    """The most that torch held while it trains, its caches included."""
     joules_a_step: float | None
+    _energy: EnergyMeter
     clock_limits: tuple[str, ...]
     """What held the device's clocks down."""
-
-
-class StepTimer:
-    """Called after each step; `found()` once all of them are made."""
 
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
         """`pause` is called once, early in the warm-up: what is timed may wait there for its turn."""
@@ -98,12 +96,7 @@ class StepTimer:
         self._compilers = CacheWatch()
         self.began = time.perf_counter()
         self.count = 0
-        self.start_s = 0.0
-        self.cache: Found = ""
-        self.start_peak_bytes: int | None = None
         self.marks: list[Mark] = []
-        self._energy: EnergyMeter | None = None
-        self._timings: Timings | None = None
         reset_peak(device)
 
     def __call__(self) -> None:
@@ -122,9 +115,9 @@ class StepTimer:
         if self.count == self.schedule.steps:
             self._end()
 
-    def found(self) -> Timings:
-        assert self._timings is not None, f"the runner made {self.count} of {self.schedule.steps} steps"
-        return self._timings
+    def found(self) -> Self:
+        assert self.window_s, f"the runner made {self.count} of {self.schedule.steps} steps"
+        return self
 
     def _end_warm_up(self) -> None:
         wait_for(self.device)
@@ -146,20 +139,13 @@ class StepTimer:
 
     def _end(self) -> None:
         """Inside the last call: a graph's memory is gone once its owner is."""
-        limits = clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
+        self.clock_limits = clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
-        joules = self._energy.joules() if self._energy is not None else None
-        window_s = [_between(a, b) / self.schedule.window for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        self._timings = Timings(
-            start_s=self.start_s,
-            cache=self.cache,
-            window_s=tuple(window_s),
-            peak_bytes=self._peak_bytes(),
-            start_peak_bytes=self.start_peak_bytes,
-            reserved_bytes=torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None,
-            joules_a_step=joules / (self.schedule.steps - self.schedule.warm_up) if joules is not None else None,
-            clock_limits=limits,
-        )
+        joules = self._energy.joules()
+        self.joules_a_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
+        self.peak_bytes = self._peak_bytes()
+        self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+        self.window_s = tuple(_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
 
 
 def _between(start: Mark, end: Mark) -> float:

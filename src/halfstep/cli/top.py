@@ -24,20 +24,25 @@ def command(
 
         halfstep top runs/unet-20250101-120000
     """
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
+    from rich.text import Text
 
     from halfstep.report.metrics_file import as_json
-    from halfstep.report.top_view import top_facts, top_panel, top_table
+    from halfstep.report.page.read_run import read_run
+    from halfstep.report.top_view import top_facts, top_table
 
+    record, console = read_run(run), Console()
+    facts = top_facts(record)
     if wants_json:
-        typer.echo(json.dumps(as_json(top_facts(run)), indent=2))
-        return
-    console = Console()
+        return typer.echo(json.dumps(as_json(facts), indent=2))
     if once or not console.is_terminal:
-        console.print(top_table(run))
-        return
-    with Live(top_panel(run), console=console, auto_refresh=False) as live:
-        while top_facts(run)["state"] != "ended":
+        return console.print(top_table(record, facts))
+    hint = Text("Ctrl-C leaves; the run goes on", style="dim")
+    with Live(Group(top_table(record, facts), hint), console=console, auto_refresh=False) as live:
+        while facts["state"] != "ended":
             time.sleep(every)
-            live.update(top_panel(run), refresh=True)
+            record = read_run(run)
+            facts = top_facts(record)
+            live.update(Group(top_table(record, facts), hint), refresh=True)
+    return None

@@ -96,18 +96,10 @@ def from_foreign(document: Document, overrides: Sequence[str], flags: Mapping[st
     return replace(loaded, notes=(*found.notes, *loaded.notes))
 
 
-def from_dict(
-    workload: str,
-    values: Mapping[str, object],
-    *,
-    kinds: Schemas,
-    overrides: Sequence[str] = (),
-    preset: str | None = None,
-) -> Loaded:
+def from_dict(workload: str, values: Mapping[str, object], *, kinds: Schemas) -> Loaded:
     """The config for a Python dict, flat as in guide 0 (`use_amp`, `num_epochs`) or nested as in a file."""
-    said = [*override_statements(overrides), *flag_statements({"preset": preset})]
     named = Statement(path="workload", value=workload, origin=Origin(layer="flag", where=workload, key="WORKLOAD"))
-    return resolve([*layer_statements(values, "file", "config dict"), named, *said], kinds)
+    return resolve([*layer_statements(values, "file", "config dict"), named], kinds)
 
 
 def is_file(target: str, workloads: Iterable[str]) -> bool:

@@ -18,8 +18,6 @@ from halfstep.workloads.guiding import Guiding, Opened, spread
 from halfstep.workloads.other_data import any_folder
 
 DataOrigin = Literal["folder", "demo"]
-SIZED_FILES = 256
-"""Pictures whose size is looked up, over the whole set."""
 DECODE_FILES, DECODE_S = 32, 1.0
 """At most this many files and seconds to learn how fast pictures decode."""
 GRID_SAMPLES, GRID_COLUMNS = 12, 4

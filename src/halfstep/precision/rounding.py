@@ -8,37 +8,30 @@ rounding up to the next power of two means.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 
-from halfstep.errors import FormatError, PrecisionError
+from halfstep.errors import PrecisionError
 from halfstep.formats import FP32, Format, format_named
-
-Overflow = Literal["saturate", "inf", "nan"]
 
 SIGN, MAGNITUDE = -0x8000_0000, 0x7FFF_FFFF
 
 
-def round_to(tensor: torch.Tensor, format: str | Format, overflow: Overflow | None = None) -> torch.Tensor:
-    """Round fp32 values to `format`; too large ones become ±inf, NaN or ±largest, by default what the format defines.
-
-    `saturate` takes infinities too, as the saturating casts of the hardware do.
-    """
+def round_to(tensor: torch.Tensor, format: str | Format) -> torch.Tensor:
+    """Round fp32 values to `format`; too large ones become ±inf, or NaN where the format has no infinity."""
     fmt = format if isinstance(format, Format) else format_named(format)
-    overflow = overflow or ("inf" if fmt.has_infinity else "nan")
-    _check(tensor, fmt, overflow)
+    if tensor.dtype != torch.float32:
+        raise PrecisionError(f"round_to takes fp32, got {tensor.dtype}", fix="tensor.float()")
     if fmt.mantissa_bits >= FP32.mantissa_bits:
         rounded = tensor
     else:
         rounded = _round_bits(tensor, FP32.mantissa_bits - fmt.mantissa_bits)
         if fmt.exponent_bits < FP32.exponent_bits:
             rounded = torch.where(tensor.abs() < fmt.smallest_normal, _round_subnormal(tensor, fmt), rounded)
-    if overflow == "inf" and fmt.exponent_bits >= FP32.exponent_bits:
+    if fmt.exponent_bits >= FP32.exponent_bits:
         return rounded  # fp32's own exponent: the carry has made infinities already
-    too_large = rounded.abs() > min(fmt.largest, FP32.largest)
-    limit = {"inf": math.inf, "nan": math.nan, "saturate": fmt.largest}[overflow]
-    return torch.where(too_large, torch.copysign(torch.full_like(rounded, limit), tensor), rounded)
+    limit = torch.full_like(rounded, math.inf if fmt.has_infinity else math.nan)
+    return torch.where(rounded.abs() > fmt.largest, torch.copysign(limit, tensor), rounded)
 
 
 def _round_bits(tensor: torch.Tensor, dropped_bits: int) -> torch.Tensor:
@@ -55,12 +48,3 @@ def _round_subnormal(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
     # Both factors are powers of two. An fp32 subnormal that a GPU flushes to zero would round to zero anyway.
     steps = torch.round(tensor * (1.0 / fmt.smallest_subnormal)) * fmt.smallest_subnormal
     return torch.copysign(steps, tensor)
-
-
-def _check(tensor: torch.Tensor, fmt: Format, overflow: Overflow) -> None:
-    if tensor.dtype != torch.float32:
-        raise PrecisionError(f"round_to takes fp32, got {tensor.dtype}", fix="tensor.float()")
-    if overflow not in ("saturate", "inf", "nan"):
-        raise FormatError(f"unknown overflow {overflow!r}", fix="one of saturate, inf, nan")
-    if overflow == "inf" and not fmt.has_infinity:
-        raise FormatError(f"{fmt.name} has no infinity to overflow to", fix="overflow='nan' or 'saturate'")

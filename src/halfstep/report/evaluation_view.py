@@ -65,20 +65,15 @@ def json_text(value: Any) -> str:
 
 def show_evaluation(found: Evaluation, console: Console) -> None:
     """Facts, scores, classes, files."""
-    simulated = " (simulated)" if found.simulated else ""
-    console.print(
-        pairs_table(
-            [
-                ("run", found.run),
-                ("checkpoint", f"{found.checkpoint}, weights {found.weights}"),
-                ("data", f"{found.data}, {counted(found.samples, 'sample')}"),
-                ("precision", f"{found.precision}{simulated} on {found.device}"),
-                *([("scores", found.scoring)] if found.scoring else []),
-                *([("scored at", found.scored_at)] if found.scored_at else []),
-            ]
-        ),
-        soft_wrap=True,
-    )
+    facts = {
+        "run": found.run,
+        "checkpoint": f"{found.checkpoint}, weights {found.weights}",
+        "data": f"{found.data}, {counted(found.samples, 'sample')}",
+        "precision": f"{found.precision}{' (simulated)' if found.simulated else ''} on {found.device}",
+        "scores": found.scoring,
+        "scored at": found.scored_at,
+    }
+    console.print(pairs_table(pair for pair in facts.items() if pair[1]), soft_wrap=True)
     console.print()
     whole = {name: value for name, value in found.metrics.items() if "/" not in name}
     console.print(Text("   ".join(f"{name} {value:.4f}" for name, value in whole.items()), style="bold"))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from halfstep.disk import is_owned
 from halfstep.errors import suggested
-from halfstep.report.page.read_run import RunRecord, read_run
+from halfstep.report.page.read_run import RunRecord
 from halfstep.report.tables import pairs_table
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -21,12 +18,11 @@ RECORDED = ("step", "epoch", "loss", "samples_per_s", "memory_bytes", "skipped")
 GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 
 
-def top_facts(path: Path) -> dict[str, Any]:
+def top_facts(run: RunRecord) -> dict[str, Any]:
     """What there is to know of a run now, as numbers; what is not on record is left out."""
-    run = read_run(path)
     train, val, events = run.of_kind("train"), run.of_kind("val"), run.of_kind("event")
     latest: dict[str, Any] = train[-1] if train else {}
-    facts: dict[str, Any] = {"run": str(path), "state": _state(run, path)}
+    facts: dict[str, Any] = {"run": str(run.path), "state": _state(run)}
     facts |= {key: latest[key] for key in RECORDED if latest.get(key) is not None}
     metric = run.metric or _first_metric(val)
     if val and metric in val[-1]:
@@ -35,16 +31,13 @@ def top_facts(path: Path) -> dict[str, Any]:
         facts |= {key: run.monitor[-1][key] for key in GPU if run.monitor[-1].get(key) is not None}
     if events:
         last = events[-1]
-        facts["last_fault"] = {
-            "step": last.get("bad_step", last["step"]),
-            "reason": last.get("reason", last["event"]),
-        }
+        step, reason = last.get("bad_step", last["step"]), last.get("reason", last["event"])
+        facts["last_fault"] = {"step": step, "reason": reason}
     return facts
 
 
-def top_lines(path: Path) -> dict[str, str]:
+def top_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     """The same for people, with curves."""
-    facts, run = top_facts(path), read_run(path)
     train, val = run.of_kind("train"), run.of_kind("val")
     metric = run.metric or _first_metric(val)
     lines = {"run": facts["run"], "state": facts["state"], "step": "none on record yet"}
@@ -61,15 +54,7 @@ def top_lines(path: Path) -> dict[str, str]:
     lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
     if fault := facts.get("last_fault"):
         lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
-    return {name: text for name, text in lines.items() if text}
-
-
-def top_panel(path: Path) -> Group:
-    return Group(top_table(path), Text("Ctrl-C leaves; the run goes on", style="dim"))
-
-
-def top_table(path: Path) -> Table:
-    return pairs_table(top_lines(path).items())
+    return pairs_table(pair for pair in lines.items() if pair[1])
 
 
 def sparkline(values: list[float]) -> str:
@@ -81,12 +66,12 @@ def sparkline(values: list[float]) -> str:
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in finite)
 
 
-def _state(run: RunRecord, path: Path) -> str:
-    file, is_live = path / "metrics.jsonl", is_owned(path)
+def _state(run: RunRecord) -> str:
+    file, is_live = run.path / "metrics.jsonl", is_owned(run.path)
     if run.has_ended and not is_live:  # a resumed run still has the summary of its first end
         return "ended"
     if is_live is False:
-        return f"stopped or killed; go on with: {suggested('train', '--resume', path)}"
+        return f"stopped or killed; go on with: {suggested('train', '--resume', run.path)}"
     if not file.exists():
         return "starting"
     seconds = max(time.time() - file.stat().st_mtime, 0)

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -76,18 +76,24 @@ class Interrupts:
 
 @contextmanager
 def interrupts(*, answers: bool = True) -> Iterator[Interrupts]:
-    """Listen while inside; the former handlers come back afterwards."""
+    """Listen while inside."""
     found = Interrupts(answers=answers)
     if threading.current_thread() is not threading.main_thread():
         yield found  # Python allows signal handlers in the main thread only
         return
-    former: dict[int, Any] = {number: signal.signal(number, found._note) for number in SIGNALS if _is_ours(number)}
+    with _handled(SIGNALS, found._note), _listening(found):
+        yield found
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """The former handlers come back afterwards."""
+    former: dict[int, Any] = {number: signal.signal(number, handler) for number in numbers if _is_ours(number)}
     try:
-        with _listening(found):
-            yield found
+        yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for number, own in former.items():
+            signal.signal(number, own)
 
 
 @contextmanager
@@ -127,13 +133,8 @@ def raised_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [number for number in SIGNALS if number != signal.SIGINT and _is_ours(number)]
-    former: dict[int, Any] = {number: signal.signal(number, _raise_interrupted) for number in numbers}
-    try:
+    with _handled((number for number in SIGNALS if number != signal.SIGINT), _raise_interrupted):
         yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def _raise_interrupted(number: int, frame: FrameType | None) -> None:

@@ -42,26 +42,26 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     islands = [row.module for row in plan.rows if row.kind == "island"]
     rows = [
         ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
-        *([("its own precision", some_of(apart, 4))] if apart else []),
-        *([("always fp32", some_of(islands, 4))] if islands else []),
+        ("its own precision", some_of(apart, 4)),
+        ("always fp32", some_of(islands, 4)),
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
         *described(parts.workload.frozen, plan),
         ("data", f"{num_train:,} training, {counted(num_val, 'validation sample')}"),
-        *([("data folder", _with_origin(str(config.data.dir), loaded, "data.dir"))] if config.data.dir else []),
+        ("data folder", _with_origin(config.data.dir or "", loaded, "data.dir")),
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
-        *_processes(parts),
+        ("processes", _processes(parts)),
         ("steps", _length(parts)),
-        *([("phases", ", ".join(own.phase.when for own in parts.phases))] if parts.phases else []),
+        ("phases", ", ".join(own.phase.when for own in parts.phases)),
         ("optimizer", ", ".join(commits)),
-        *([("scores", parts.workload.scoring)] if parts.workload.scoring else []),
+        ("scores", parts.workload.scoring),
         ("run", str(folder.path)),
     ]
     own = rounding_warnings(parts.step.optimizers)
     warnings = (*loaded.warnings, *plan.warnings, *own, *_first(parts.workload.notes))
-    report.header(f"halfstep {config.workload}", rows, warnings=warnings)
+    report.header(f"halfstep {config.workload}", [row for row in rows if row[1]], warnings=warnings)
     for line in header_lines(loaded):
         report.notice(line)
 
@@ -97,12 +97,12 @@ def show_summary(
     report.finish("done", rows)
 
 
-def _processes(parts: Assembly) -> list[tuple[str, str]]:
+def _processes(parts: Assembly) -> str:
     if (world := parts.world) is None:
-        return []
+        return ""
     train = parts.config.train
     each = f"{world.rows(train.batch_size)} samples of a batch each" if world.size > 1 else "the whole batch"
-    return [("processes", f"{world.size}, {each}, gradients summed in {train.reduce}")]
+    return f"{world.size}, {each}, gradients summed in {train.reduce}"
 
 
 def _length(parts: Assembly) -> str:
@@ -118,7 +118,7 @@ def _length(parts: Assembly) -> str:
 def _with_origin(value: str, loaded: Loaded, key: str) -> str:
     """A value, and who said it: a folder that was typed as `data` is shown in full beside it."""
     origin = loaded.origins.get(key, DEFAULT)
-    return value if origin.layer == "default" else f"{value} ({origin})"
+    return f"{value} ({origin})" if value and origin.layer != "default" else value
 
 
 def _duration(seconds: float) -> str:

@@ -43,7 +43,6 @@ class Verdict:
     high: float
     """The interval that was judged."""
     margin: float
-    num_seeds: int
     seeds_needed: int | None = None
     """Seeds that would show "same" if mean and deviation stay; None where no number would, or none is needed."""
     why: str = ""
@@ -115,7 +114,7 @@ def verdicts(
 
 def _verdict(differences: NDArray[np.float64], margin: float, level: float) -> Verdict:
     count = len(differences)
-    nothing = Verdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin, num_seeds=count)
+    nothing = Verdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin)
     if count < FEWEST_SEEDS:
         return replace(nothing, why=f"{count} paired seeds; {FEWEST_SEEDS} are the fewest")
     if not np.isfinite(differences).all():
