@@ -340,3 +340,23 @@ def summed_in_fp32() -> Planted:
 def test_fp64_is_run_though_the_code_casts_to_fp32(tmp_path: Path, plant: Callable[[], Planted]) -> None:
     in_fp64 = replayed(tmp_path, plant(), "fp32").diagnosis.attempts[-1]
     assert (in_fp64.name, in_fp64.error) == ("fp64", "")
+
+
+def test_what_refuses_half_is_mended_by_an_island_though_the_loss_scale_is_still_searched(tmp_path: Path) -> None:
+    model, batch = Shaped(lambda x: 60 * x), {"x": numbers(4, 8)}
+
+    def summed(b: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.binary_cross_entropy(model(b["x"]).sigmoid(), b["x"].gt(0).float(), reduction="sum")
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
+    step = hs.Step(model, optimizer, "fp16", simulate=True, capsules=tmp_path)
+    with (
+        pytest.warns(UserWarning, match=r"is kept; find the cause with: hs\.replay\(.*, model, loss_fn\)"),
+        pytest.raises(RuntimeError, match="unsafe to autocast"),
+    ):
+        step(summed, [batch])
+    found: Any = hs.replay(all_in(tmp_path)[0], model, summed)
+    assert found.cause == causes.REFUSED
+    assert found.remedy.works, str(found)
+    assert "hs.fp32_island()" in found.remedy.change
+    assert ".float() on what it takes" in found.remedy.change

@@ -50,6 +50,7 @@ class IslandAt(TorchFunctionMode):
     def __init__(self, line: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.line, self.dtype = line, dtype
+        self.has_widened = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,6 +64,7 @@ class IslandAt(TorchFunctionMode):
     def _wide(self, tree: Any) -> Any:
         def wide(x: Any) -> Any:
             is_narrow = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize < self.dtype.itemsize
+            self.has_widened |= is_narrow
             return x.to(self.dtype) if is_narrow else x
 
         return tree_map(wide, tree)

@@ -167,7 +167,9 @@ class Recorder:
             capsule.write(path, about, window=window, rng=rng, state=state, config=self.context.config)
         except HalfstepError as error:  # a by-product: the run itself goes on
             return self.notice(f"{error.what} ({error.why})")
-        return self.notice(f"step {reading.attempted} is kept; find the cause with: {suggested('replay', path)}")
+        is_run = bool(self.context.config)
+        replay = suggested("replay", path) if is_run else f'hs.replay("{path}", model, loss_fn)'
+        return self.notice(f"step {reading.attempted} is kept; find the cause with: {replay}")
 
     def _committed(self, phase: str) -> Tensor:
         return self.step.steps[phase].committed if isinstance(self.step, PhasedStep) and phase else self.step.committed

@@ -54,6 +54,9 @@ class Remedy:
 def remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
     """What was tried, in order of size, up to the first that works."""
     tried: list[Remedy] = []
+    if found.cause == causes.REFUSED:
+        # It raised before any gradient: one that overflows at the loss scale of that moment is routine.
+        subject = replace(subject, scale=1.0)
     for remedy in _proposed(subject, found, rate, is_run=is_run):
         tried.append(remedy)
         if remedy.works:
@@ -95,13 +98,18 @@ def _wider(subject: Subject, found: Diagnosis, *, is_run: bool, without_casts: b
 
 
 def _island(subject: Subject, line: str, dtype: torch.dtype, *, without_casts: bool = False) -> Remedy:
+    at = IslandAt(line, dtype)
+
     @contextlib.contextmanager
     def island() -> Iterator[None]:
-        with IslandAt(line, dtype), WithoutCasts(HALF) if without_casts else contextlib.nullcontext():
+        with at, WithoutCasts(HALF) if without_casts else contextlib.nullcontext():
             yield
 
-    words = "an fp32 island (hs.fp32_island()) around" if dtype == torch.float32 else "fp64 (.double()) at"
-    return Remedy(change=f"{words} {line}", outcome=attempt(subject, "island", around=island()))
+    outcome = attempt(subject, "island", around=island())
+    if dtype != torch.float32:
+        return Remedy(change=f"fp64 (.double()) at {line}", outcome=outcome)
+    taken = ", .float() on what it takes" if at.has_widened else ""
+    return Remedy(change=f"an fp32 island (hs.fp32_island()) around {line}{taken}", outcome=outcome)
 
 
 def _and_around(module: str) -> Iterator[str]:

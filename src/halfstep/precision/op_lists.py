@@ -188,7 +188,7 @@ def _refusing(op: Any, device_type: str) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"{op} is unsafe to autocast, and CUDA autocast refuses it.\n"
-            "  fix: binary_cross_entropy_with_logits on the logits, or an fp32_island()"
+            "  fix: binary_cross_entropy_with_logits on the logits, or hs.fp32_island() with .float() on its inputs"
         )
 
     return kernel
