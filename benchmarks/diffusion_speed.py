@@ -181,7 +181,13 @@ def latent_of(config: DiffusionConfig) -> tuple[int, int, int]:
 
 
 SD_UNET = Kind(
-    builder=sd_over, config=DiffusionConfig, random_store=sd_store, random_batch=sd_batch, over=sd_over, unit="image"
+    takes_channels_last=True,
+    builder=sd_over,
+    config=DiffusionConfig,
+    random_store=sd_store,
+    random_batch=sd_batch,
+    over=sd_over,
+    unit="image",
 )
 
 

@@ -295,7 +295,7 @@ IN_FAMILIES = {
 
 def kind_of(cause: Cause) -> Kind:
     schema = KINDS[cause.workload].schema(cause.workload)
-    return Kind(builder=lambda config, store=None: build(cause, config, store), config=schema)
+    return Kind(builder=lambda config, store=None: build(cause, config, store), config=schema, takes_channels_last=True)
 
 
 def __getattr__(name: str) -> Kind:

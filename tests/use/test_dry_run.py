@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.cli.main import main
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, PrecisionError
 from halfstep.evidence.attempts import Subject, attempt
 from halfstep.evidence.capsule import state_of
 from halfstep.evidence.dry_run import Judged, Magnitudes, judged, lost_updates
@@ -166,3 +166,20 @@ def test_the_command_prints_json_draws_and_ends_with_1_where_something_does_not_
     rows = json.loads(capsys.readouterr().out)
     assert any(row["verdict"] == "overflows" and row["headroom_bits"] < 0 for row in rows)
     assert picture.stat().st_size > 1000
+
+
+def test_a_step_that_is_bad_in_fp32_judges_no_format() -> None:
+    model = net(plain=1.0)
+    subject = subject_of(model, [torch.full((4, 16), float("nan"))])
+    with pytest.raises(PrecisionError, match="bad without fp16 already: fp32: loss nan"):
+        judged(subject, "fp16", [subject.window])
+
+
+def test_an_operation_that_refuses_the_format_is_a_row_of_its_own() -> None:
+    model = net(plain=1.0)
+    subject = subject_of(model, [torch.randn(4, 16)])
+    subject.loss = lambda batch: F.binary_cross_entropy(model(batch).sigmoid(), torch.zeros_like(batch))
+    row = judged(subject, "fp16", [subject.window])[-1]
+    assert (row.verdict, row.is_bad, row.is_saved) == ("refuses the format", True, False)
+    assert "binary_cross_entropy" in row.remedy
+    assert "fp32_island" in row.remedy

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halfstep.evidence.attempts import Subject, attempt
-from halfstep.evidence.ranges import Operation, Trace
+from halfstep.errors import PrecisionError
+from halfstep.evidence.attempts import Attempt, Subject, attempt
+from halfstep.evidence.ranges import ROOT, Operation, Trace
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
 from halfstep.precision.rounding import round_to
 
@@ -72,7 +73,7 @@ class Judged:
     module: str
     kind: str
     verdict: str
-    """"fits", "overflows", "flushes to zero" or "loses updates"."""
+    """"fits", "overflows", "flushes to zero", "loses updates" or "refuses the format"."""
     headroom_bits: float
     lost: float
     """The share that becomes zero, or of updates that change nothing."""
@@ -109,13 +110,21 @@ class Histograms(Trace):
 def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> list[Judged]:
     """Weights, activations and gradients of each module."""
     in_fp32 = subject.plan_for("fp32", {})
-    held = _held(subject, target) if target != "fp8" else {}
+    in_target = None if target == "fp8" else _in_format(subject, target)
+    held = _held(in_target, target) if in_target is not None else {}
     cast = {module for (module, name, *_), is_held in held.items() if is_held and name in (*PRODUCTS, "convolution")}
     """Modules whose weights autocast brings into the format, which no fp32 step shows."""
     found: dict[tuple[str, str], Magnitudes] = {}
     for window in windows:
-        trace = attempt(subject, "fp32", in_fp32, window=window, traced=Histograms).trace
+        run = attempt(subject, "fp32", in_fp32, window=window, traced=Histograms)
+        trace = run.trace
         assert isinstance(trace, Histograms)
+        if not run.is_good:
+            raise PrecisionError(
+                f"a step is bad without {target} already: {run}",
+                why="what fails in fp32 cannot show what another format would do",
+                fix="train it with --precision fp32: the run keeps the step, and `halfstep replay` names the cause",
+            )
         for (module, is_backward), magnitudes in _of_target(trace, target, held, subject.model):
             kind = "gradients" if is_backward else "activations"
             found.setdefault((module, kind), Magnitudes()).join(magnitudes)
@@ -124,7 +133,21 @@ def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> li
         if target == "bf16-true" or module in cast and parameter.ndim > 1:
             found.setdefault((module, "weights"), Magnitudes()).add(parameter)
     scale = _best_scale(found) if target == "fp16" else 1.0
-    return [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
+    rows = [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
+    return [*rows, _refused(in_target)] if in_target is not None and in_target.error else rows
+
+
+def _in_format(subject: Subject, target: Target) -> Attempt:
+    return attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True)
+
+
+def _refused(run: Attempt) -> Judged:
+    """What raises in the format ends the step there: nothing behind it was judged."""
+    where = run.origin.module if run.origin is not None else ROOT
+    remedy = f"{run.error}: hs.fp32_island() around it; what runs behind it is not judged"
+    return Judged(
+        module=where, kind="operations", verdict="refuses the format", headroom_bits=math.inf, lost=0.0, remedy=remedy
+    )
 
 
 def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], saved_by: str = "") -> list[Judged]:
@@ -149,11 +172,10 @@ def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], save
     ]  # fmt: skip
 
 
-def _held(subject: Subject, target: Target) -> dict[tuple[Any, ...], bool]:
+def _held(run: Attempt, target: Target) -> dict[tuple[Any, ...], bool]:
     """Which operations give numbers in the format, by their n-th of a name in a module."""
-    trace = attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True).trace
-    assert trace is not None
-    return {key: op.output.dtype == DTYPES[target] for key, op in _counted(trace)}
+    assert run.trace is not None
+    return {key: op.output.dtype == DTYPES[target] for key, op in _counted(run.trace)}
 
 
 def _counted(trace: Trace) -> Iterable[tuple[tuple[Any, ...], Operation]]:

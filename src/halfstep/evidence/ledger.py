@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.errors import counted
 from halfstep.evidence.expected import Expected
 from halfstep.evidence.findings import Finding, findings, is_as_planned
 from halfstep.evidence.observer import OUTSIDE, Observer, Product, Seen
@@ -281,7 +282,7 @@ def rendered(ledger: Ledger) -> str:
         titles = (*titles, "time")
         body = [(*cells, percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
     hidden = len(ledger.rows) - len(rows)
-    more = [f"and {hidden} more modules as planned or without matmuls (--json has all)"] if hidden else []
+    more = [f"and {counted(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
     lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *_table([titles, *body]), *more]
     return "\n".join([*lines, *_listed(ledger.kernels), *_told(ledger.findings)])
 

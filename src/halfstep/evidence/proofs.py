@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +46,12 @@ def nan_is_dropped(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool, s
     return True, f"a NaN put into one step was dropped, {len(before)} tensors kept their bits"
 
 
-def clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool, str]:
+def clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool | None, str]:
     """Gradients far above the limit must come out at it. Nothing is committed."""
     limit, kind = step.clip.limit, step.clip.kind
     norm = _norms(step, loss_fn, window)[0]
+    if not math.isfinite(norm):
+        return None, f"the step itself is bad: its {kind} norm is {norm:g}, and it is dropped whole"
     wanted = 10 * limit / norm if norm > 0 else 1.0
     raised = max(wanted, 1.0)
     before, after = _norms(step, _times(loss_fn, raised), window)

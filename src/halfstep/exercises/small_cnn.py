@@ -116,4 +116,4 @@ def build(config: RunConfig, store: Any = None) -> Workload:
     )
 
 
-KIND = Kind(builder=build)
+KIND = Kind(builder=build, takes_channels_last=True)

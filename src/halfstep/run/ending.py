@@ -39,8 +39,9 @@ def ended_early(
     if isinstance(error, DataError):
         return _kept(error, loop, folder)
     if isinstance(error, TrainingStopped):
-        names = loop.journal.latest_files()
-        return _added(error, fix=f"files of that step: {names}") if names else error
+        names, capsules = loop.journal.latest_files(), all_in(folder.path / "capsules")
+        cause = f"find the cause with: {suggested('replay', capsules[0])}" if capsules else ""
+        error.fix = "; ".join(filter(None, [cause, error.fix, f"files of that step: {names}" if names else ""]))
     return error
 
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
+from halfstep.workloads import KINDS
 
 
 def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> bool:
-    """Asked for or found by trials; else yes on a CPU, and on CUDA where matrix units, which read images so, compute.
-    Never where nothing convolves images.
+    """Asked for or found by trials; else, where the model is known to take it, yes on a CPU, and on CUDA where matrix
+    units, which read images so, compute. Never where nothing convolves images.
 
     docs/log.md has U-Net's times: on an Arm CPU 0.137 s in it, 0.243 contiguous; in strict fp32 on an H200 no
     difference (362 and 365 ms) without cuDNN's trials, and with trials only contiguous was timed.
@@ -26,8 +27,16 @@ def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> b
         return bool(wish)
     if plan.channels_last is not None:
         return plan.channels_last
+    if not KINDS.of(config.workload).takes_channels_last:
+        return False
     kind = torch.device(plan.device).type
     return kind == "cpu" or kind == "cuda" and plan.compute != "fp32"
+
+
+def is_only_tried(config: RunConfig, plan: Plan) -> bool:
+    """Whether a step in this layout may fail by it, in a run that has another."""
+    is_open = config.train.channels_last == "auto" and not KINDS.of(config.workload).takes_channels_last
+    return is_open and bool(plan.channels_last)
 
 
 def convolves_images(*modules: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from halfstep.measure.live_bytes import LiveBytes
 from halfstep.measure.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.layout import is_only_tried
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
@@ -119,7 +120,7 @@ class Trial:
         except CannotRun:
             raise
         except Exception as error:
-            if mode == "eager":
+            if mode == "eager" and not is_only_tried(self.parts.config, self.parts.plan):
                 raise  # the run itself would fail with it
             raise CannotRun(f"{type(error).__name__}: {first_line(error)}") from error
         finally:

@@ -61,6 +61,8 @@ class Kind:
     """Other ones, by workload name."""
     kept: tuple[str, ...] = ()
     """Settings, or sections (`model.first_stage.`), that a run reads once: its store holds what came of them."""
+    takes_channels_last: bool = False
+    """Whether its model runs on images in that layout: `x.view(len(x), -1)` behind a convolution raises there."""
     reads_packs: bool = False
     """Whether `data.cache_file` may be what `halfstep pack` made of an image folder."""
     pack: Part | None = None
@@ -119,7 +121,7 @@ class Kind:
         named: dict[str, Any] = {}
         for name, part in {**USUAL, **parts}.items():
             named[name] = folder + part if isinstance(part, str) and part.startswith(".") else part
-        return cls(**named)
+        return cls(takes_channels_last=True, **named)
 
     def schema(self, workload: str) -> type[RunConfig]:
         return self.schemas.get(self.model_of(workload), self.config)

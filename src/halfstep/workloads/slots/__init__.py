@@ -9,6 +9,7 @@ HERE = "halfstep.workloads.slots"
 
 slot_kind = partial(
     Kind,
+    takes_channels_last=True,
     demo=f"{HERE}.demo:write_demo",
     random_store=f"{HERE}.random_data:random_store",
     random_batch=f"{HERE}.random_data:random_batch",
