@@ -146,8 +146,8 @@ class PlannedStep:
         plan = dataclasses.replace(decided, device="cpu", simulated=False)
         plan.apply(model)
         apply_frozen_(plan, frozen)
-        wish, takes_it = self.config.train.channels_last, KINDS.of(self.config.workload).takes_channels_last
-        if wish is True or wish == "auto" and takes_it and precision != "fp32":
+        layout, takes_it = self.config.train.channels_last, KINDS.of(self.config.workload).takes_channels_last
+        if layout is True or layout == "auto" and takes_it and precision != "fp32":
             for module in self.workload.modules():
                 _lay_out_(module)
         if not (self.config.train.activation_checkpointing and recompute == "none"):
