@@ -271,19 +271,37 @@ def four_models() -> str:
 
 
 def slotcontrast_lines() -> str:
-    """Guide 3's models: a line of the table per row that was measured."""
-    slots, steve = result("slotcontrast_speed"), result("steve_speed")
-    titles = {"slotcontrast": "SlotContrast, MOVi-E's size", "steve": "STEVE, published settings"}
+    """Guide 3's models."""
+    return beside_peers(
+        {
+            "SlotContrast, MOVi-E's size": result("slotcontrast_speed"),
+            "STEVE, published settings": result("steve_speed"),
+        }
+    )
+
+
+def radiodiff_lines() -> str:
+    """Guide 4's second stage."""
+    return beside_peers({"RadioDiff, second stage, 256 pixels, batch 8": result("radiodiff2_speed")})
+
+
+def beside_peers(found: dict[str, Any]) -> str:
+    """A line of the table per step that was measured."""
+    device, commands = next(iter(found.values()))["device"], [f"`{one['command']}`" for one in found.values()]
     lines = [
-        f"One step in {slots['precision']} on one {slots['device']} (`{slots['command']}`, `{steve['command']}`):\n",
+        f"One step in bf16 on one {device} ({', '.join(commands)}):\n",
         "| step | plain loop | + fused + compile | halfstep |",
         "|---|---|---|---|",
     ]
-    for name, found in (("slotcontrast", slots), ("steve", steve)):
-        rows = {row["row"]: f"{row['ms']:.1f} ms, {row['peak_gb']:.1f} GB" for row in found["rows"] if row.get("ms")}
-        cells = " | ".join(rows.get(row, "not run") for row in ("plain", "plain_tuned", "halfstep"))
-        lines.append(f"| {titles[name]} | {cells} |")
+    for title, one in found.items():
+        rows = {row["row"]: _time_and_memory(row) for row in one["rows"]}
+        cells = [rows.get("plain"), rows.get("plain_tuned", rows.get("tuned")), rows.get("halfstep")]
+        lines.append(f"| {title} | {' | '.join(cell or 'not run' for cell in cells)} |")
     return "\n".join(lines)
+
+
+def _time_and_memory(row: dict[str, Any]) -> str:
+    return f"{row['ms']:.1f} ms, {row['peak_gb']:.1f} GB" if row.get("ms") else row.get("problem", "")
 
 
 GUIDES = HERE.parent / "docs" / "guides"
@@ -294,6 +312,7 @@ MADE = {
     GUIDES / "guide_1.md": resnet_lines,
     GUIDES / "guide_2.md": four_models,
     GUIDES / "guide_3.md": slotcontrast_lines,
+    GUIDES / "guide_4.md": radiodiff_lines,
 }
 """What stands between the markers of each page."""
 
