@@ -64,6 +64,7 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tm
     found = json.loads(printed(*words, "--fit", "1GB", "--json", "--picture", str(picture)))
     assert [row["memory"] for row in found["rows"]][:2] == ["normal", "8-bit optimizer"]
     assert all(row["peak_bytes"] == sum(row["components"].values()) for row in found["rows"])
+    assert all(list(row["peak_bytes_by_mode"]) == ["eager"] for row in found["rows"])  # and no time for other modes
     assert found["fits"][0]["largest_batch"] > 4
     assert found["fits"][0]["batch_size"] == 4
     assert picture.stat().st_size > 10_000
@@ -90,7 +91,7 @@ def test_mistakes_in_a_memory_plan_are_clear_errors(
 
 def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager", "--fit", "1GB")
+    said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--fit", "1GB")
     assert "…" not in said
     assert "activations" not in said
     assert "fits 1.0 GB, in order of predicted speed" in said

@@ -21,7 +21,7 @@ def command(
     simulate: Simulate = None,
     memory: Annotated[bool, option("Peak memory by component, before anything runs.", "--memory")] = False,
     fit: Annotated[str | None, option("With --memory: the largest batch in so much memory: 24GB.")] = None,
-    mode: Annotated[str | None, option("With --memory: eager, compile or graph.")] = None,
+    mode: Annotated[str | None, option("With --memory: only eager, compile or graph; default: all.")] = None,
     picture: Annotated[Path | None, option("With --memory: stacked bars in this file.")] = None,
     as_json: Json = False,
 ) -> None:

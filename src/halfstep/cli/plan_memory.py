@@ -97,7 +97,9 @@ def _planned(words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | 
     wish = flags["precision"]
     name = precision_name(str(wish), "--precision") if wish else "auto"
     precisions = precisions_of(hardware) if name == "auto" else (name,)
-    rows = [_row(planner, config, shown, p, setting) for p in precisions for setting in levels_of(planner, config)]
+    modes = (shown,) if mode else MODES
+    levels = levels_of(planner, config)
+    rows = [_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
     limit = usable_bytes(memory)
     fits = fitting(planner, config, limit, shown, precisions, hardware) if memory else []
     if memory and not fits:
@@ -115,8 +117,10 @@ def _planned(words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | 
     )
 
 
-def _row(planner: MemoryPlanner, config: RunConfig, mode: Mode, precision: str, setting: Any) -> MemoryRow:
-    found = {other: planner.predict(Cell.of(config, precision, other, setting)) for other in MODES}
+def _row(
+    planner: MemoryPlanner, config: RunConfig, mode: Mode, modes: Sequence[Mode], precision: str, setting: Any
+) -> MemoryRow:
+    found = {other: planner.predict(Cell.of(config, precision, other, setting)) for other in modes}
     totals: dict[str, int] = {other: prediction.total for other, prediction in found.items()}
     return MemoryRow(precision=precision, level=str(setting), components=found[mode].components, totals=totals)
 
@@ -156,8 +160,9 @@ def _mode(asked: str | None, config: RunConfig) -> Mode:
 def _print(plan: MemoryPlan) -> None:
     console = Console(soft_wrap=True, highlight=False)
     is_wide = console.width >= TABLE_WIDTH
-    parts = f"by component in {plan.mode} mode, and " if is_wide else ""
-    console.print(f"{plan.title}: predicted peak in GB, {parts}in each mode")
+    of_modes = "in each mode" if len(plan.rows[0].totals) > 1 else ""
+    parts = [f"by component in {plan.mode} mode" if is_wide else "", of_modes]
+    console.print(f"{plan.title}: predicted peak in GB{''.join(f', {part}' for part in parts if part)}")
     console.print(memory_table(told_once(plan.rows), with_components=is_wide))
     if not is_wide:
         console.print(f"components: a terminal of {TABLE_WIDTH} columns, --json or --picture FILE", style="dim")
@@ -167,8 +172,8 @@ def _print(plan: MemoryPlan) -> None:
         console.print(f"to take the first: {' '.join(plan.fits[0].words)}")
     for note in plan.notes:
         console.print(f"note: {note}")
-    for name, what in TRACED.items():
-        console.print(f"traced for {name}: {what}", style="dim")
+    for name in plan.rows[0].totals:
+        console.print(f"traced for {name}: {TRACED[name]}", style="dim")
 
 
 def _fit_table(fits: Sequence[Fit]) -> Table:
