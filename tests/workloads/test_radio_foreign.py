@@ -104,7 +104,7 @@ def test_each_key_of_stage_2_means_something_or_is_named(tmp_path: Path) -> None
     }  # fmt: skip
     notes = "\n".join(loaded.notes)
     assert "read as bf16; the public trainer computes it in fp16 without loss scaling" in notes
-    assert "model.image_size is not used" in notes
+    assert "model.image_size, model.first_stage.ddconfig.resolution are not used: maps have data.image_size" in notes
     assert "trainer.a_key_of_mine is not used: radiodiff has no such setting" in notes
     assert "model.unet.input_size is not used: the Fourier filter is sized from its map" in notes
     silent = [note for note in loaded.notes if "has no such setting" in note]

@@ -73,12 +73,13 @@ def notes_of(found: Foreign, values: Mapping[str, Any], document: Document, word
     unused = {key: why for key in keys if (why := below(found.unused, key)) is not None}
     used = dict.fromkeys(found.used, "")
     strange = [key for key in keys if key not in unused and below(used, key) is None]
+    unused |= dict.fromkeys(strange, f"{found.workload} has no such setting")
+    by_reason = {why: [key for key in unused if unused[key] == why] for why in unused.values()}
     changed = f", with {', '.join(words)}" if words else ""
     return [
         f"{document.name} is another project's: translated to {found.workload}{changed}",
         *found.notes,
-        *(f"{key} is not used: {why}" for key, why in unused.items()),
-        *(f"{key} is not used: {found.workload} has no such setting" for key in strange),
+        *(f"{', '.join(one)} {'is' if len(one) == 1 else 'are'} not used: {why}" for why, one in by_reason.items()),
     ]
 
 

@@ -94,12 +94,15 @@ def part_of(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, ba
     found = checked(tree.samples(numbers, most=wish.max_transmitters, bad_files=bad_files), bad_files)
     if not found:
         here = tree.numbers()
-        none = f"of its {counted(len(here), 'map')} ({some_of(here)}) none is one in {SPLIT_NAMES[wish.split]}'s split"
+        whose = "by data.val_maps and data.test_maps" if wish.val_maps else f"in {SPLIT_NAMES[wish.split]}'s split"
+        none = f"of its {counted(len(here), 'map')} ({some_of(here)}) none is one {whose}"
         left_out = f"files were left out: {some_of(error.what for error in bad_files.skipped)}"
         raise DataError(
             f"no {ROLE_NAMES[role]} map in {tree.gain_dir}",
             why=left_out if numbers else none,
-            fix="name maps yourself: data.val_maps=[...]",
+            fix="name them when training: data.test_maps=[...]"
+            if role == "test"
+            else "name maps yourself: data.val_maps=[...]",
         )
     return RadioMaps(found, size=(wish.image_size, wish.image_size))
 
