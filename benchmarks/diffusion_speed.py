@@ -33,9 +33,8 @@ from halfstep.models.diffusers_blocks import blocks_of
 from halfstep.models.diffusers_nets import build_net, unet_config, vae_config
 from halfstep.models.posterior import kl_divergence, posterior
 from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
-from halfstep.workloads.diffusion.conditions import Conditions
 from halfstep.workloads.diffusion.config import DiffusionConfig
-from halfstep.workloads.diffusion.networks import Parts, model_of
+from halfstep.workloads.diffusion.networks import Conditions, Parts, model_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.kind import Kind, Store
 from halfstep.workloads.workload import Batch, Workload

@@ -32,11 +32,10 @@ from halfstep.models.slotcontrast import SlotContrast
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load
-from halfstep.workloads.slots.build import build_backbone, build_model, prepare_of
+from halfstep.workloads.slots.build import build_backbone, build_model, prepare_of, random_batch
 from halfstep.workloads.slots.config import SlotContrastConfig
 from halfstep.workloads.slots.demo import write_demo
-from halfstep.workloads.slots.losses import slot_contrast
-from halfstep.workloads.slots.random_data import random_batch
+from halfstep.workloads.slots.metrics import slot_contrast
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

@@ -31,11 +31,11 @@ from torch.nn import functional as F
 from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.models.dvae import DVae
-from halfstep.models.slotcontrast_words import SlotContrastWords
+from halfstep.models.slotcontrast import SlotContrastWords
 from halfstep.models.steve import Steve
 from halfstep.models.word_decoder import WordDecoder
 from halfstep.workloads import KINDS
-from halfstep.workloads.slots.losses import slot_contrast
+from halfstep.workloads.slots.metrics import slot_contrast
 from halfstep.workloads.workload import Batch, Workload
 from recording import store
 from row_turns import Turn

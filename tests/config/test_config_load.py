@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from halfstep.config.keys import fields_of
 from halfstep.config.load import Loaded
@@ -231,7 +233,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["train.channels_last=maybe"], "expected 'auto' or true or false"),
         (["data.val_fraction=1"], "expected less than 1"),
         (["scaler.init_scale=0.5"], "init_scale 0.5 is below min_scale 1"),
-        (["model=my_pkg.models:Net"], "unet builds its own model"),
+        (["model=my_pkg.models:Net"], "builds its own model"),
         (["precision.defautl=bf16"], "did you mean precision.default"),
         (["data.dir="], "data.dir = '' (data.dir=): expected text that is not empty"),
         (["train=5"], "`train=5`: train holds settings, not a value"),
@@ -346,3 +348,21 @@ def test_any_words_give_a_config_or_a_config_error(words: list[str]) -> None:
 def test_any_value_for_any_setting_gives_a_config_or_a_config_error(key: str, value: str) -> None:
     with contextlib.suppress(ConfigError):
         load("unet", overrides=[f"{key}={value}"])
+
+
+class OtherDefaults(RunConfig):
+    defaults = {"optimizer.lr": 5e-4, "train.batch_size": 3}
+
+
+class StillOthers(OtherDefaults):
+    defaults = {"optimizer.weight_decay": 0.5}
+
+
+def test_a_config_class_names_defaults_that_differ_and_a_subclass_adds_its_own() -> None:
+    config = StillOthers(workload="x", optimizer={"eps": 1e-3})  # type: ignore[arg-type]
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.eps) == (5e-4, 0.5, 1e-3)
+    assert config.train.batch_size == OtherDefaults(workload="x").train.batch_size == 3
+    assert OtherDefaults(workload="x").optimizer.weight_decay == RunConfig(workload="x").optimizer.weight_decay
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(ValidationError, match="greater than 0"):
+        StillOthers(workload="x", optimizer={"lr": -1})  # type: ignore[arg-type]

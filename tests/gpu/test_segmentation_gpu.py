@@ -9,8 +9,8 @@ from torch import Tensor
 from halfstep.data.augment import Augmentation, augment
 from halfstep.data.prefetch import prefetch
 from halfstep.models.unet import UNet
+from halfstep.workloads.segmentation.predict import predict_image
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
-from halfstep.workloads.segmentation.tiles import predict_image
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu

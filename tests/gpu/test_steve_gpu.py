@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.models.dvae import DVae
-from halfstep.models.keyed_noise import gumbel_noise, random_words
+from halfstep.models.dvae import DVae, gumbel_noise, random_words
 from halfstep.models.steve import Steve, SteveSize
 
 pytestmark = pytest.mark.gpu

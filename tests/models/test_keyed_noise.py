@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from halfstep.models.keyed_noise import gumbel_noise, random_words
+from halfstep.models.dvae import gumbel_noise, random_words
 
 KEYS = torch.tensor([[5, 7], [5, 8], [6, 7], [2**31 - 1, 0]])
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.models import chunked, dvae, slot_decoder
 from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize
-from halfstep.models.slotcontrast_words import SlotContrastWords, WordsSize
+from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, SlotContrastWords, WordsSize
 from halfstep.models.steve import Steve, SteveSize
 
 SLOTS = SlotContrastSize(feature_dim=12, num_positions=16, num_slots=4, slot_dim=8, decoder_hidden=(32, 32))

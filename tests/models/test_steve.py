@@ -14,8 +14,7 @@ from halfstep.models import dvae as dvae_module
 from halfstep.models.cross_attention import Attention
 from halfstep.models.dvae import DVae
 from halfstep.models.recompute import set_recompute
-from halfstep.models.slot_video import RecurrentCell
-from halfstep.models.steve import Seen, Steve, SteveSize
+from halfstep.models.steve import RecurrentCell, Seen, Steve, SteveSize
 from halfstep.models.word_decoder import WordDecoder
 from halfstep.precision.simulate import simulate
 

@@ -21,8 +21,7 @@ from halfstep.use.predict import predict
 from halfstep.workloads.classification.config import ImageDataConfig
 from halfstep.workloads.classification.data import evaluation_share
 from halfstep.workloads.segmentation.config import UNetConfig
-from halfstep.workloads.segmentation.predict import MaskPredictor
-from halfstep.workloads.segmentation.tiles import smallest_good_tile
+from halfstep.workloads.segmentation.predict import MaskPredictor, smallest_good_tile
 from halfstep.workloads.using import Input, Wishes
 from tiny_runs import Told, copied, unet_run
 

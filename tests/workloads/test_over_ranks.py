@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.workloads.over_ranks import over_ranks
-from halfstep.workloads.slots.losses import slot_contrast
+from halfstep.workloads.slots.metrics import slot_contrast
 from ranks_together import together
 
 pytestmark = pytest.mark.ranks

@@ -125,9 +125,9 @@ def test_stage_1_is_translated_and_its_turns_are_explained(tmp_path: Path) -> No
     ("old", "new", "named"),
     [
         ("name: radio", "name: DPMK", "data.name: DPMK"),
-        ("cond_net: swin", "cond_net: effnet", "model.unet.cond_net: effnet"),
-        ("fix_bb: False", "fix_bb: True", "model.unet.fix_bb: True"),
-        ("start_dist: normal", "start_dist: uniform", "model.start_dist: uniform"),
+        ("cond_net: swin", "cond_net: effnet", "model.unet.cond_net is effnet"),
+        ("fix_bb: False", "fix_bb: True", "model.unet.fix_bb is True"),
+        ("start_dist: normal", "start_dist: uniform", "model.start_dist is uniform"),
         ("attn_resolutions: []", "attn_resolutions: [16]", "attn_resolutions"),
     ],
 )

@@ -15,12 +15,14 @@ from halfstep.data.latent_cache import open_latents, write_latents
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, DataError, ModelError, TrainingStopped
 from halfstep.models.radio_vae import RadioVAE
+from halfstep.models.weights import load_file_
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build
-from halfstep.workloads.radio.build import load_pyramid_, load_unet_, unet_of
+from halfstep.workloads.radio.build import pyramid_weights, unet_of, unet_weights
+from halfstep.workloads.sheets import CELL, GAP
 from halfstep.workloads.using import Wishes
 from tiny_radio import DIFFUSION, settings, train_diffusion, write_tiny_demo, write_tiny_vae
 from tiny_training import assert_same_bits
@@ -120,7 +122,7 @@ def test_predictions_are_drawn_beside_buildings_truth_and_error(trained: Path, d
     with Image.open(tmp_path / "out" / "maps" / antennas[0].name) as gain:
         assert gain.size == (16, 16)
     with Image.open(tmp_path / "out" / "pictures" / antennas[0].name) as picture:
-        assert picture.width == 6 + 4 * 198
+        assert picture.width == GAP + 4 * (CELL + GAP)
     again = predict(trained, antennas, report=RunReport(trained, quiet=True), wishes=Wishes(out=tmp_path / "again"))
     assert not again.failed
     one, other = (np.asarray(Image.open(tmp_path / name / "maps" / antennas[1].name)) for name in ("out", "again"))
@@ -144,7 +146,7 @@ def test_an_antenna_without_truth_is_predicted_and_one_without_buildings_is_name
     assert len(made.answers) == len(made.failed) == 1
     assert "700.png" in made.failed[0].why
     with Image.open(tmp_path / "out" / "pictures" / name) as picture:
-        assert picture.width == 6 + 2 * 198
+        assert picture.width == GAP + 2 * (CELL + GAP)
 
 
 def test_a_samples_noise_is_its_own_whatever_the_batch(data: Path, vae: Path) -> None:
@@ -241,9 +243,9 @@ def test_public_checkpoints_and_torchvisions_swin_load_by_their_own_names(
         name: value + 1 if value.is_floating_point() else value for name, value in model.condition.state_dict().items()
     }
     torch.save({**swin, "norm.weight": torch.ones(8), "head.weight": torch.ones(1000, 8)}, tmp_path / "swin.pth")
-    load_pyramid_(model.condition, str(tmp_path / "swin.pth"))
+    load_file_(model.condition, str(tmp_path / "swin.pth"), pyramid_weights)
     assert_same_bits(dict(model.condition.state_dict()), swin)
     other = unet_of(config, store)  # type: ignore[arg-type]
     torch.save({"model": {f"model.{name}": value for name, value in model.state_dict().items()}}, tmp_path / "ours.pt")
-    load_unet_(other, str(tmp_path / "ours.pt"))
+    load_file_(other, str(tmp_path / "ours.pt"), unet_weights)
     assert_same_bits(dict(other.state_dict()), dict(model.state_dict()))

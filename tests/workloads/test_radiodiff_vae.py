@@ -20,6 +20,7 @@ from halfstep.workloads import build
 from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
 from halfstep.workloads.radio.build_vae import loss_parts
 from halfstep.workloads.radio.guide import Guide
+from halfstep.workloads.sheets import CELL, GAP
 from halfstep.workloads.using import Wishes
 from tiny_radio import SIDE, SIZES, VAE, settings, train_vae, write_tiny_demo
 from tiny_training import assert_same_bits
@@ -127,7 +128,7 @@ def test_maps_are_reconstructed_and_drawn_beside_the_truth(tmp_path: Path, data:
     with Image.open(tmp_path / "out" / "maps" / gains[0].name) as gain:
         assert gain.size == (SIDE, SIDE)
     with Image.open(tmp_path / "out" / "pictures" / gains[0].name) as picture:
-        assert picture.width == 6 + 3 * 198, "map, truth and error"
+        assert picture.width == GAP + 3 * (CELL + GAP), "map, truth and error"
 
 
 def test_the_guide_shows_cities_with_their_gains_and_takes_sides_that_can_be_halved(data: Path) -> None:

@@ -13,7 +13,6 @@ from halfstep.data.masks import IGNORED
 from halfstep.errors import ConfigError
 from halfstep.models.unet import UNet
 from halfstep.workloads.segmentation.pictures import (
-    CELL,
     CLASS_COLOURS,
     COLUMNS,
     CONFUSED,
@@ -26,7 +25,8 @@ from halfstep.workloads.segmentation.pictures import (
     error_picture,
     overlay,
 )
-from halfstep.workloads.segmentation.tiles import predict_file, predict_image
+from halfstep.workloads.segmentation.predict import predict_file, predict_image
+from halfstep.workloads.sheets import CELL
 
 DEPTH = 2
 CPU = torch.device("cpu")

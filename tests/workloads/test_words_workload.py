@@ -11,7 +11,7 @@ import torch
 
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
-from halfstep.models.slotcontrast_words import SlotContrastWords
+from halfstep.models.slotcontrast import SlotContrastWords
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload

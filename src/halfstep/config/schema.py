@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
 from halfstep.config.aliases import precision_name
 from halfstep.config.foreign import Translator
@@ -18,9 +18,11 @@ from halfstep.config.training import EmaConfig, GuardConfig, OptimizerConfig, Sc
 from halfstep.errors import ConfigError, nearest
 
 __all__ = [
+    "BuiltModelConfig",
     "DataConfig",
     "EmaConfig",
     "GuardConfig",
+    "LatentCaching",
     "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -104,6 +106,26 @@ class ModelConfig(Section):
     weights: str | None = Field(default=None, description="File with weights to start from")
 
 
+class BuiltModelConfig(ModelConfig):
+    """Of a workload that builds its own model."""
+
+    @model_validator(mode="after")
+    def builds_its_own_model(self) -> Self:
+        if self.path or self.options:
+            raise ValueError(
+                "this workload builds its own model; one of yours is a workload: halfstep train my_pkg.my_mod:build"
+            )
+        return self
+
+
+def off_by_any_name(value: object) -> object:
+    return "off" if value is None or value is False else value
+
+
+LatentCaching = Annotated[Literal["off", "latents"], BeforeValidator(off_by_any_name)]
+"""Whether what an autoencoder says of samples is kept on disk; `null` and `false` say off."""
+
+
 class LogConfig(Section):
     """What is written and shown besides metrics.jsonl."""
 
@@ -134,6 +156,8 @@ class RunConfig(Section):
     """Values by path that suit the workload's demo data; they count only where no data folder is given."""
     demo_replaces: ClassVar[frozenset[str]] = frozenset()
     """Paths of settings that name files of a data folder: without one they do not count."""
+    defaults: ClassVar[dict[str, Any]] = {}
+    """Defaults by path that differ from those of the class's sections; a subclass names its own alone."""
 
     workload: str = Field(description="What is trained: a workload's name, or an import path pkg.module:build")
     preset: str | None = Field(default=None, description=f"Values for a purpose: {', '.join(PRESET_NAMES)}")
@@ -156,6 +180,22 @@ class RunConfig(Section):
         """The same run with other values in some of its sections; nothing is checked again."""
         parts = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=parts)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """A section with other defaults is a class of its own, held by the config's class so that pickle finds it."""
+        given = [(*path.split("."), value) for path, value in vars(cls).get("defaults", {}).items()]
+        for section in dict.fromkeys(name for name, _, _ in given):
+            field = cls.model_fields[section]
+            kind: Any = field.annotation
+            names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}._{section}"}
+            made: Any = type(kind)(kind.__name__, (kind,), {**names, "__doc__": kind.__doc__})
+            for setting, value in ((setting, value) for name, setting, value in given if name == section):
+                made.model_fields[setting].default = value
+            made.model_rebuild(force=True)
+            setattr(cls, f"_{section}", made)
+            field.annotation, field.default = made, made()
+        cls.model_rebuild(force=True)
 
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -7,13 +7,15 @@ for `ema.enabled`), so unquoted text stays `Plain` until its field is known.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 
+Kind = TypeVar("Kind")
 DIGITS = r"\d+(_\d+)*"
 INTEGER = re.compile(rf"[-+]?{DIGITS}", re.ASCII)
 FLOAT = re.compile(rf"[-+]?(({DIGITS})?\.{DIGITS}|{DIGITS}\.?)(e[-+]?\d+)?|[-+]?\.?(inf|nan)", re.ASCII)
@@ -100,6 +102,12 @@ class Section(BaseModel):
         if isinstance(value, bool) and not means_off and bool not in kinds and kinds & {int, float}:
             raise ValueError("expected a number, not true or false")
         return value
+
+
+def of_settings(kind: type[Kind], section: Section, **more: Any) -> Kind:
+    """A dataclass filled from the settings of the same names, and with what has none."""
+    names = {field.name for field in dataclasses.fields(kind)} & type(section).model_fields.keys()  # type: ignore[arg-type]
+    return kind(**{name: getattr(section, name) for name in names} | more)
 
 
 MOST = 8

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+CACHE_BYTES = 2 << 30
 
 
 class SampleCache:

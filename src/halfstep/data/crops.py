@@ -80,7 +80,7 @@ def _steps(count: int) -> Array:
 def _mix(bits: Array) -> Array:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))  # type: ignore[no-any-return]
+    return bits ^ (bits >> np.uint64(31))
 
 
 def _between(draws: Array, low: float, high: float) -> Array:

@@ -38,6 +38,8 @@ UNREADABLE = (
     Image.DecompressionBombError,
 )
 
+TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("val", "valid", "validation", "test")
+"""Folders, files or shards of the two parts, in the order they are looked for."""
 OnBadFile = Literal["error", "skip"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -55,6 +57,11 @@ class BadFiles:
         if self.mode == "error":
             raise error
         self.skipped.append(error)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should read of those that are left out."""
+        return tuple(f"left out: {error.what}" + (f" ({error.why})" if error.why else "") for error in self.skipped)
 
     def refuse_empty_validation(self, num_before: int, num_left: int) -> None:
         """Without its validation a run has no best checkpoint and never stops early: not a thing to happen unseen."""
@@ -128,7 +135,7 @@ def load_array(path: Path) -> np.ndarray[Any, Any]:
     try:
         if path.suffix.lower() == ".npy":
             # Mapped, so that asking for the shape alone reads the header alone.
-            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+            return np.load(path, mmap_mode="r", allow_pickle=False)
         tensor = torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
         raise unreadable(path, error) from error

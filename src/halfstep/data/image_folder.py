@@ -19,13 +19,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.data.decode import check_picture, open_picture
-from halfstep.data.files import PICTURES, BadFiles, held_out, in_threads, natural_key, refuse_missing, some_of
+from halfstep.data.files import (
+    PICTURES,
+    TRAIN_NAMES,
+    VALIDATION_NAMES,
+    BadFiles,
+    held_out,
+    in_threads,
+    natural_key,
+    refuse_missing,
+    some_of,
+)
 from halfstep.data.layouts import pair_folders
 from halfstep.data.metadata_file import labels_in
 from halfstep.errors import DataError, counted, printable
 
-TRAIN_NAMES = ("train", "training")
-VALIDATION_NAMES = ("val", "valid", "validation", "test")
 KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Labels.json"
 
 

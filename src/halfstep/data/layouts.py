@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.data.files import some_of
+from halfstep.data.files import TRAIN_NAMES, VALIDATION_NAMES, some_of
 from halfstep.data.name_patterns import ID, NamePattern
 from halfstep.errors import DataError
 
@@ -109,8 +109,6 @@ FOLDER_NAMES = (
     ("images", "labels"),
     ("img", "mask"),
 )
-TRAIN_NAMES = ("train", "training")
-VALIDATION_NAMES = ("val", "valid", "validation", "test")
 DEPTH, MANY_FOLDERS = 2, 64
 """How far below data.dir a data set may start (VOCdevkit/VOC2012), and among how many folders it is looked for."""
 

@@ -81,7 +81,7 @@ def shared_bytes(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.uint8)
     # What torch's own collate does in a worker. New shared memory is zero, and costs only where it is written.
     storage = torch.UntypedStorage._new_shared(math.prod(shape))
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload]
 
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -254,8 +254,7 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         if isinstance(self.samples, WorkerBatches):
             return self.samples.filled(indices, seed=self.seed, epoch=epoch)
         rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for index in indices]
-        collated: Batch = default_collate(rows)  # in a worker, straight into shared memory
-        return collated
+        return default_collate(rows)  # in a worker, straight into shared memory
 
     def whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
         """The same at once, from samples that can."""

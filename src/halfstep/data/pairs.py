@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.data.files import BadFiles, held_out, natural_key, readable_files, refuse_missing, some_of
-from halfstep.data.layouts import VALIDATION_NAMES, Layout, Names, PairLayout, find_layout
+from halfstep.data.files import (
+    VALIDATION_NAMES,
+    BadFiles,
+    held_out,
+    natural_key,
+    readable_files,
+    refuse_missing,
+    some_of,
+)
+from halfstep.data.layouts import Layout, Names, PairLayout, find_layout
 from halfstep.data.name_patterns import ID, NamePattern
 from halfstep.errors import DataError, nearest
 

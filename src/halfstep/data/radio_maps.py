@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.cache import SampleCache
+from halfstep.data.cache import CACHE_BYTES, SampleCache
 from halfstep.data.files import BadFiles, in_threads, some_of
 from halfstep.data.images import image_facts, read_image
 from halfstep.data.seeds import generator_for
@@ -209,7 +209,7 @@ def _few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, in
 class RadioMaps:
     """Samples `gain` (1, H, W) and `condition` (3, H, W) of bytes: buildings, antenna, and cars or buildings again."""
 
-    def __init__(self, files: Sequence[RadioFiles], *, size: tuple[int, int], cache_bytes: int = 2 << 30) -> None:
+    def __init__(self, files: Sequence[RadioFiles], *, size: tuple[int, int]) -> None:
         self.items, self.size = tuple(files), size
         byte = np.dtype(np.uint8)
         # Versions of missing buildings are drawn again each epoch.
@@ -217,7 +217,7 @@ class RadioMaps:
         self._cache = SampleCache(
             len(self.items),
             fields={"gain": ((1, *size), byte), "condition": ((3, *size), byte)},
-            limit_bytes=cache_bytes if is_fixed else 0,
+            limit_bytes=CACHE_BYTES if is_fixed else 0,
         )
 
     def __len__(self) -> int:

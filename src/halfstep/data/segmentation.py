@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.cache import SampleCache
+from halfstep.data.cache import CACHE_BYTES, SampleCache
 from halfstep.data.files import BadFiles, Item, Result, in_threads
 from halfstep.data.images import ImageFacts, image_facts, raw_range, read_image, resize_image, scale_for
 from halfstep.data.masks import MaskTable, MaskValue, mask_facts, mask_files, read_mask, resize_mask, values_in
@@ -33,7 +33,7 @@ class SegmentationData:
     """Pairs as samples: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8; kept in RAM where all fit."""
 
     def __init__(
-        self, pairs: Sequence[Pair], *, table: MaskTable, image: ImageFormat, cache_bytes: int = 2 << 30
+        self, pairs: Sequence[Pair], *, table: MaskTable, image: ImageFormat, cache_bytes: int = CACHE_BYTES
     ) -> None:
         self.pairs, self.table, self.image = tuple(pairs), table, image
         image_dtype = np.dtype(np.float32 if image.is_float else np.uint8)

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.data.files import BadFiles, natural_key, some_of
+from halfstep.data.files import TRAIN_NAMES, VALIDATION_NAMES, BadFiles, natural_key, some_of
 from halfstep.errors import DataError, counted
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex")
 CODE = (".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
 """Taken from a folder that holds no prose: beside texts they are what made them, or a page about them."""
-TRAIN_NAMES, VAL_NAMES = ("train", "training"), ("val", "valid", "validation", "test")
 BYTE_ORDER_MARK = "\ufeff"
 
 
@@ -54,7 +53,7 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
         raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
     prose, code = _below(root, PROSE), _below(root, CODE)
     endings, beside = (PROSE, tuple(code)) if prose else (CODE, ())
-    train, val = _named_part(root, TRAIN_NAMES, endings), _named_part(root, VAL_NAMES, endings)
+    train, val = _named_part(root, TRAIN_NAMES, endings), _named_part(root, VALIDATION_NAMES, endings)
     if train and val:
         train, val = _check(train, bad_files), _check(val, bad_files)
         return TextFiles(root=root, train=tuple(train), val=tuple(val), source=_place(root, val), beside=beside)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageSequence
 
-from halfstep.data.files import UNREADABLE, BadFiles, natural_key, refuse_missing, some_of, unreadable
+from halfstep.data.files import UNREADABLE, VALIDATION_NAMES, BadFiles, natural_key, refuse_missing, some_of, unreadable
 from halfstep.data.frame_folders import FrameFolders
 from halfstep.data.videos import Array, ShardVideos, Video, Videos, what_was_left_out
 from halfstep.errors import DataError, counted
@@ -129,9 +129,6 @@ def _by_opencv(cv2, path: Path) -> Iterator[Array]:  # type: ignore[no-untyped-d
         capture.release()
 
 
-VALIDATION = ("val", "valid", "validation", "test")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoPart:
     """Some videos of a set."""
@@ -177,7 +174,7 @@ def find_videos(
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
     if tars:
         return _tars(root, tars, val_videos, val_fraction, bad_files)
-    val_folder = next((root / name for name in VALIDATION if (root / name).is_dir()), None)
+    val_folder = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
     if (root / "train").is_dir() and val_folder is not None:
         train_set, val_set = (open_videos(path, bad_files=bad_files) for path in (root / "train", val_folder))
         return _two(train_set, val_set, f"train/ and {val_folder.name}/")
@@ -198,7 +195,8 @@ def _tars(
     root: Path, tars: list[str], val_videos: Sequence[str], val_fraction: float, bad_files: BadFiles
 ) -> FoundVideos:
     train = [name for name in tars if "train" in Path(name).name.lower()]
-    val = [name for name in tars if name not in train and any(word in Path(name).name.lower() for word in VALIDATION)]
+    rest = [name for name in tars if name not in train]
+    val = [name for name in rest if any(word in Path(name).name.lower() for word in VALIDATION_NAMES)]
     if train and val:
         train_set, val_set = (ShardVideos(root, names, bad_files=bad_files) for names in (train, val))
         return _two(train_set, val_set, "shards by name")

@@ -82,10 +82,9 @@ def _weight_gradient_aside(
 def _library_gradients(
     dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+    return torch.ops.aten.convolution_backward(
         dy, z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, [*wants, False]
     )
-    return found
 
 
 class NormReluConv(torch.autograd.Function):
@@ -131,8 +130,7 @@ def cast_together(weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Ten
     """These weights in `dtype`, laid out as they are; their gradients come all at once, behind the last of them."""
     if all(weight.dtype == dtype for weight in weights):
         return weights
-    cast: tuple[Tensor, ...] = CastTogether.apply(dtype, *weights)  # type: ignore[no-untyped-call]
-    return cast
+    return CastTogether.apply(dtype, *weights)  # type: ignore[no-untyped-call]
 
 
 class CastTogether(torch.autograd.Function):

@@ -39,8 +39,7 @@ def linear_cross_entropy(
     """
     wants_gradients = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     chunk_rows = chunk_rows or rows_of_a_chunk(len(rows), len(weight), dtype)
-    found: Tensor = _LinearCrossEntropy.apply(rows, weight, targets, num_classes, dtype, chunk_rows, wants_gradients)  # type: ignore[no-untyped-call]
-    return found
+    return _LinearCrossEntropy.apply(rows, weight, targets, num_classes, dtype, chunk_rows, wants_gradients)  # type: ignore[no-untyped-call]
 
 
 def rows_of_a_chunk(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:

@@ -29,7 +29,7 @@ def is_plain_norm(norm: nn.Module) -> bool:
 
 def group_norm_silu(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> Tensor:
     """SiLU of the normalised map, in autocast's format. `between` is `added`, `scale` and `shift`, or nothing."""
-    return _GroupNormSilu.apply(*_given(norm, x, *between))  # type: ignore[no-any-return, no-untyped-call]
+    return _GroupNormSilu.apply(*_given(norm, x, *between))  # type: ignore[no-untyped-call]
 
 
 def _given(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> tuple[Any, ...]:
@@ -55,7 +55,7 @@ def convolved(norm: nn.GroupNorm, layer: nn.Conv2d, x: Tensor, *between: Tensor 
     """The layer's output, without its bias, of `group_norm_silu`, which is not kept: backward writes it once more."""
     form = (layer.stride, layer.padding, layer.dilation, layer.groups)
     given = _given(norm, x, *between)
-    return _NormalisedConvolution.apply(layer.weight.to(_format(x)), form, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _NormalisedConvolution.apply(layer.weight.to(_format(x)), form, *given)  # type: ignore[no-untyped-call]
 
 
 class _NormalisedConvolution(torch.autograd.Function):
@@ -124,7 +124,7 @@ def _gradients(ctx: Any, kept: tuple[Any, ...], table: Tensor, dy: Tensor) -> tu
 def add_branch(x: Tensor, branch: Tensor, bias: Tensor) -> Tensor:
     """x + branch + the branch's bias (channels), all maps channels_last: read once, and the bias' gradient summed by a
     kernel that reads rows as they lie."""
-    return _AddBranch.apply(x, branch, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _AddBranch.apply(x, branch, bias)  # type: ignore[no-untyped-call]
 
 
 class _AddBranch(torch.autograd.Function):

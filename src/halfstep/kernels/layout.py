@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 
@@ -13,3 +15,52 @@ def row_stride(x: Tensor) -> int:
     is_rows = all(size == 1 or have == want for size, have, want in zip(x.shape, x.stride(), dense, strict=True))
     assert is_rows, f"not rows of channels: shape {tuple(x.shape)}, strides {x.stride()}"
     return stride
+
+
+PIXEL = 4  # channels of a padded pixel: 8 bytes of a half format, the least that asynchronous copies move well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Where the windows of a square kernel lie on a padded image."""
+
+    height: int
+    width: int
+    kernel: int
+    stride: int
+    padding: int
+
+    @property
+    def rows(self) -> int:
+        """Of the convolution's result."""
+        return (self.height + 2 * self.padding - self.kernel) // self.stride + 1
+
+    @property
+    def columns(self) -> int:
+        """Of the convolution's result."""
+        return (self.width + 2 * self.padding - self.kernel) // self.stride + 1
+
+    @property
+    def row_taps(self) -> int:
+        """Values read for one row of the kernel: a power of two that matrix units take."""
+        return max(16, 1 << (PIXEL * self.kernel - 1).bit_length())
+
+    @property
+    def padded_height(self) -> int:
+        return self.height + 2 * self.padding
+
+    @property
+    def padded_width(self) -> int:
+        """With all that the last window reads; even, so that windows at stride 2 begin at multiples of 16 bytes."""
+        read = (self.columns - 1) * self.stride + self.row_taps // PIXEL
+        needed = max(self.width + 2 * self.padding, read)
+        return needed + needed % 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedImage:
+    """An image in a frame of zeros, [N, padded_height, padded_width, PIXEL], with as many channels as it had."""
+
+    values: Tensor
+    channels: int
+    windows: Windows

@@ -9,7 +9,6 @@ pooled one. Sides are known to the compiler, or divisions by them would take as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,20 +18,10 @@ from torch import Tensor
 
 from halfstep.kernels.layout import row_stride
 from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
+from halfstep.kernels.tiling import Tiling, tiles_of
 
-
-class Blocks(NamedTuple):
-    """Windows times channels of a tile, channels at most, and programs at most."""
-
-    values: int
-    channels: int
-    warps: int
-    programs: int
-
-
-POOLED = Blocks(512, 64, warps=4, programs=12 * 132)
-SUMS = Blocks(1024, 64, warps=4, programs=3 * 132)
-GRADIENT = Blocks(1024, 64, warps=4, programs=3 * 132)
+POOLED = Tiling(values=512, most_channels=64, num_warps=4, num_programs=12 * 132)
+SUMS = GRADIENT = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=3 * 132)
 """Four or eight values, up to 16 bytes, of each pixel a thread; an H200 has 132 multiprocessors. The fastest of those
 tried there on a U-Net's four levels."""
 
@@ -170,35 +159,32 @@ def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g,
         _store_pixel(out, channels, first + WIDTH + 1, right & below, columns, is_channel, d)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How windows × channels are cut: a grid of programs, each of which walks over tiles."""
+class Windows(NamedTuple):
+    """How windows × channels are cut."""
 
-    num_windows: int
+    num: int
     grid: tuple[int, int]
     options: dict[str, int]  # what every kernel of windows is compiled for
 
 
-def tiles_of(y: Tensor, blocks: Blocks) -> Tiles:
+def windows_of(y: Tensor, tiling: Tiling) -> Windows:
     """The cut for the windows of this map."""
     n, channels, height, width = y.shape
-    num_windows = n * triton.cdiv(height, 2) * triton.cdiv(width, 2)
-    columns = min(triton.next_power_of_2(channels), blocks.channels)
-    rows, across = blocks.values // columns, triton.cdiv(channels, columns)
-    programs = min(triton.cdiv(num_windows, rows), max(1, blocks.programs // across))
-    options = {"HEIGHT": height, "WIDTH": width, "ROWS": rows, "COLS": columns, "num_warps": blocks.warps}
-    return Tiles(num_windows, (programs, across), options)
+    count = n * triton.cdiv(height, 2) * triton.cdiv(width, 2)
+    tiles = tiles_of(count, channels, tiling)
+    sides = {"HEIGHT": height, "WIDTH": width, "ROWS": tiles.rows, "COLS": tiles.channels}
+    return Windows(count, tiles.grid[::-1], {**sides, "num_warps": tiles.num_warps})
 
 
 def pooled(y: Tensor, norm: Norm) -> Tensor:
     """2×2 max-pooling of relu(y normalised)."""
     n, channels, height, width = y.shape
-    tiles = tiles_of(y, POOLED)
+    tiles = windows_of(y, POOLED)
     out = torch.empty(
         (n, channels, height // 2, width // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last
     )
     pooled_kernel[tiles.grid](
-        *(y, norm.scale, norm.offset, out, tiles.num_windows, channels),
+        *(y, norm.scale, norm.offset, out, tiles.num, channels),
         **tiles.options,
     )
     return out
@@ -206,11 +192,11 @@ def pooled(y: Tensor, norm: Norm) -> Tensor:
 
 def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) -> GradientSums:
     """The sums that BatchNorm's gradient needs; `dskip` may be a slice of a wider map's channels."""
-    channels, tiles = y.shape[1], tiles_of(y, SUMS)
+    channels, tiles = y.shape[1], windows_of(y, SUMS)
     partials = y.new_empty((tiles.grid[0], 2, channels), dtype=torch.float32)
     pool_gradient_sums_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.scale, norm.offset, partials),
-        *(row_stride(dskip), tiles.num_windows, channels),
+        *(row_stride(dskip), tiles.num, channels),
         **tiles.options,
     )
     return finished_sums(partials, norm)
@@ -218,10 +204,10 @@ def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) ->
 
 def pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
     """The gradient of y."""
-    channels, tiles, out = y.shape[1], tiles_of(y, GRADIENT), dense_like(y)
+    channels, tiles, out = y.shape[1], windows_of(y, GRADIENT), dense_like(y)
     pool_gradient_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.inverse, norm.scale, norm.offset, sums.g, sums.gx, out),
-        *(row_stride(dskip), tiles.num_windows, channels, y.numel() // channels),
+        *(row_stride(dskip), tiles.num, channels, y.numel() // channels),
         **tiles.options,
     )
     return out

@@ -80,8 +80,7 @@ def _first_raw(image: Tensor, convolution: nn.Conv2d) -> Tensor:
         plain: Tensor = convolution(image)
         return plain.contiguous(memory_format=torch.channels_last)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else image.dtype
-    y: Tensor = StemConv.apply(image, weight, stride, weight.shape[2] // 2, dtype)  # type: ignore[no-untyped-call]
-    return y
+    return StemConv.apply(image, weight, stride, weight.shape[2] // 2, dtype)  # type: ignore[no-untyped-call]
 
 
 def _readers(block: Block, weights: Mapping[nn.Conv2d, Tensor]) -> list[Reader]:
@@ -90,10 +89,9 @@ def _readers(block: Block, weights: Mapping[nn.Conv2d, Tensor]) -> list[Reader]:
 
 def _pooled(y: Tensor, norm: nn.BatchNorm2d, readers: Sequence[Reader], *, keep: bool) -> tuple[Tensor, ...]:
     weights, strides = (w for w, _ in readers), tuple(stride for _, stride in readers)
-    found: tuple[Tensor, ...] = StemPool.apply(  # type: ignore[no-untyped-call]
+    return StemPool.apply(  # type: ignore[no-untyped-call]
         y, norm.weight, norm.bias, norm, keep, strides, *weights
     )
-    return found
 
 
 def _joined(
@@ -105,10 +103,9 @@ def _joined(
 ) -> tuple[Tensor, ...]:
     affine = (None, None) if shortcut_norm is None else (shortcut_norm.weight, shortcut_norm.bias)
     weights, strides = (w for w, _ in readers), tuple(stride for _, stride in readers)
-    found: tuple[Tensor, ...] = Join.apply(  # type: ignore[no-untyped-call]
+    return Join.apply(  # type: ignore[no-untyped-call]
         y, norm.weight, norm.bias, shortcut, *affine, norm, shortcut_norm, strides, *weights
     )
-    return found
 
 
 class Join(torch.autograd.Function):

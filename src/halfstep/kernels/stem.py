@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from halfstep.kernels.layout import PIXEL, PaddedImage, Windows
 from halfstep.kernels.normalise import GradientSums, Norm
-from halfstep.kernels.padded_image import PIXEL, PaddedImage, Windows
 
 OUT_CHANNELS_AT_ONCE = 16  # the least that matrix units take
 

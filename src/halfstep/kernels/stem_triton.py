@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.layout import row_stride
+from halfstep.kernels.layout import PIXEL, PaddedImage, row_stride
 from halfstep.kernels.normalise import GradientSums, Norm
-from halfstep.kernels.padded_image import PIXEL, PaddedImage
 
 
 class Blocks(NamedTuple):

@@ -21,8 +21,8 @@ from halfstep.kernels.chain import (
     convolved,
     weights_for,
 )
+from halfstep.kernels.layout import PaddedImage
 from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
-from halfstep.kernels.padded_image import PaddedImage
 from halfstep.kernels.stem import convolved_image, padded_image, stem_weight_gradient_through_norm
 
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256

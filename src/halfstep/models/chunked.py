@@ -17,8 +17,7 @@ Turn = TypeVar("Turn", bound=Callable[..., Any])
 
 def turn_of(function: Turn, *, is_compiled: bool) -> Turn:
     """One turn of a loop, to be called without gradients and with chunks of few shapes."""
-    turn: Turn = (_compiled if is_compiled else _plain)(function)
-    return turn
+    return (_compiled if is_compiled else _plain)(function)
 
 
 def _plain(function: Any) -> Any:

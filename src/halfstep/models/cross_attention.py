@@ -40,8 +40,7 @@ class Attention(nn.Module):
     def attend(self, x: Tensor, known: KeysAndValues, *, causal: bool = False) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(self._heads(self.proj_q(x)), *known, dropout_p=dropout, is_causal=causal)
-        out: Tensor = self.output_dropout(self.proj_o(mixed.transpose(1, 2).flatten(2)))
-        return out
+        return self.output_dropout(self.proj_o(mixed.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:
         apart: Tensor = x.unflatten(2, (self.heads, -1))
@@ -62,8 +61,7 @@ class EncoderBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attn_layer_norm(x)
         x = (normed if self.is_first else x) + self.attn(normed, normed)
-        out: Tensor = x + self.ffn(self.ffn_layer_norm(x))
-        return out
+        return x + self.ffn(self.ffn_layer_norm(x))
 
 
 class Encoder(nn.Module):
@@ -80,8 +78,7 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.layer_norm(x)
-        return out
+        return self.layer_norm(x)
 
 
 class Memory:
@@ -127,8 +124,7 @@ class DecoderBlock(nn.Module):
 
     def _rest(self, x: Tensor, source: KeysAndValues) -> Tensor:
         x = x + self.encoder_decoder_attn.attend(self.encoder_decoder_attn_layer_norm(x), source)
-        out: Tensor = x + self.ffn(self.ffn_layer_norm(x))
-        return out
+        return x + self.ffn(self.ffn_layer_norm(x))
 
 
 class Decoder(Recomputing):
@@ -144,8 +140,7 @@ class Decoder(Recomputing):
         self.recompute = "blocks" if checkpointing else "none"
 
     def forward(self, x: Tensor, source: Tensor) -> Tensor:
-        out: Tensor = self.layer_norm(region_runner(self.recompute)(self._one_by_one, x, source))
-        return out
+        return self.layer_norm(region_runner(self.recompute)(self._one_by_one, x, source))
 
     def _one_by_one(self, x: Tensor, source: Tensor) -> Tensor:
         run = block_runner(self.recompute)
@@ -161,8 +156,7 @@ class Decoder(Recomputing):
         for block, memory in zip(self.blocks, memories, strict=True):
             assert isinstance(block, DecoderBlock)
             x = block.next(x, memory)
-        out: Tensor = self.layer_norm(x)
-        return out
+        return self.layer_norm(x)
 
 
 def perceptron(dim: int, *, dropout: float, gain: float) -> nn.Sequential:

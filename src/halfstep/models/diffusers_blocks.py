@@ -23,8 +23,7 @@ def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
 
     def forward(block: Any, input_tensor: Tensor, temb: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
         if rest or more or not is_plain(block, input_tensor, temb):
-            found: Tensor = own(block, input_tensor, temb, *rest, **more)
-            return found
+            return own(block, input_tensor, temb, *rest, **more)
         return residual(block, input_tensor, temb)
 
     found: dict[type[nn.Module], Callable[..., Any] | None] = {ResnetBlock2D: forward}

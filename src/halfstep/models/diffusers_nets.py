@@ -24,14 +24,12 @@ Net = Any
 """A network of diffusers', which has no types."""
 
 
-def vae_config(
-    *, channels: Sequence[int], layers: int, latent_channels: int, image_size: int, image_channels: int = 3
-) -> dict[str, Any]:
+def vae_config(*, channels: Sequence[int], layers: int, latent_channels: int, image_size: int) -> dict[str, Any]:
     """AutoencoderKL of this size; Stable Diffusion's is (128, 256, 512, 512) with two layers and four channels."""
     return {
         "_class_name": VAE,
-        "in_channels": image_channels,
-        "out_channels": image_channels,
+        "in_channels": 3,
+        "out_channels": 3,
         "down_block_types": ["DownEncoderBlock2D"] * len(channels),
         "up_block_types": ["UpDecoderBlock2D"] * len(channels),
         "block_out_channels": list(channels),
@@ -99,8 +97,7 @@ def config_of(net: Net) -> dict[str, Any]:
     """What `build_net` needs to build it again; as JSON keeps it."""
     private = {"_name_or_path", "_diffusers_version", "_use_default_values"}
     found = {name: value for name, value in dict(net.config).items() if name not in private}
-    kept: dict[str, Any] = json.loads(json.dumps({"_class_name": type(net).__name__, **found}))
-    return kept
+    return json.loads(json.dumps({"_class_name": type(net).__name__, **found}))
 
 
 def net_folder(folder: str, part: str, setting: str) -> Path:
@@ -161,8 +158,7 @@ def halvings(net_config: Mapping[str, Any]) -> int:
 
 def encoded_moments(vae: Net, image: Tensor) -> Tensor:
     """Mean and log-variance of the latents (N, 2C, h, w)."""
-    moments: Tensor = vae.encode(image).latent_dist.parameters
-    return moments
+    return vae.encode(image).latent_dist.parameters
 
 
 def decoded(vae: Net, latents: Tensor) -> Tensor:

@@ -47,8 +47,7 @@ class FeatureEncoder(nn.Module):
 
     def forward(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
         tokens = tokens + resized_positions(self.pos_embedding, rows, columns, antialias=True)
-        out: Tensor = self.layers(tokens)
-        return out
+        return self.layers(tokens)
 
 
 class DinoV2(nn.Module):
@@ -70,8 +69,7 @@ class DinoV2(nn.Module):
         rows, columns = checked_grid(images.shape[2], images.shape[3], self.patch)
         patches = self.conv_proj(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
-        out: Tensor = self.encoder(tokens, rows, columns)
-        return out
+        return self.encoder(tokens, rows, columns)
 
 
 def dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, grid: int = TABLE_GRID) -> DinoV2:
@@ -85,8 +83,7 @@ def dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, grid: int
 
 def load_backbone_(model: DinoV2, path: str) -> None:
     """Weights from a local file under any of the names; another architecture is an error that says how it differs."""
-    weights, _ = read_weights(Path(path))
-    load_backbone_weights_(model, weights, source=path)
+    load_backbone_weights_(model, read_weights(Path(path))[0], source=path)
 
 
 def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, source: str) -> None:

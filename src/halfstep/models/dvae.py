@@ -21,10 +21,9 @@ from torch.nn import functional as F
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island
 from halfstep.models.chunked import turn_of
-from halfstep.models.keyed_noise import gumbel_noise
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
 
-WIDTH = 64
+WIDTH, IMAGE_CHANNELS = 64, 3
 CHUNK_BYTES = 2**27
 """Of one fp32 tensor as wide as the vocabulary: eight frames of 1024 positions and 4096 words."""
 
@@ -45,7 +44,6 @@ class DVae(Recomputing):
         self,
         vocabulary: int,
         *,
-        image_channels: int = 3,
         downs: Sequence[tuple[int, int]] = ((4, 6),),
         ups: Sequence[int] = (2, 2),
         checkpointing: bool = False,
@@ -54,9 +52,9 @@ class DVae(Recomputing):
         super().__init__()
         self.recompute = "blocks" if checkpointing else "none"
         self.vocabulary = vocabulary
-        self.encoder = nn.Sequential(*_encoder_layers(image_channels, downs), convolution(WIDTH, vocabulary, 1))
+        self.encoder = nn.Sequential(*_encoder_layers(downs), convolution(WIDTH, vocabulary, 1))
         self.decoder = nn.Sequential(
-            ConvRelu(vocabulary, WIDTH, 1), *_decoder_layers(ups), convolution(WIDTH, image_channels, 1)
+            ConvRelu(vocabulary, WIDTH, 1), *_decoder_layers(ups), convolution(WIDTH, IMAGE_CHANNELS, 1)
         )
 
     def forward(
@@ -73,14 +71,12 @@ class DVae(Recomputing):
         """The decoder's first layer on softmax((logits + noise) / tau), before its bias: (N, positions, 64)."""
         paint = self._first_convolution().weight.flatten(1)
         tau = torch.as_tensor(tau, dtype=torch.float32, device=rows.device)
-        embedded: Tensor = _softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._to_logits(), paint)
-        return embedded
+        return _softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._to_logits(), paint)
 
     @torch.no_grad()
     def drawn_words(self, rows: Tensor, noise: Tensor) -> Tensor:
         """One word for each position, drawn by the logits' probabilities: the argmax of logits + Gumbel noise."""
-        words: Tensor = _argmax(torch.compiler.is_compiling(), rows, noise, *self._to_logits())
-        return words
+        return _argmax(torch.compiler.is_compiling(), rows, noise, *self._to_logits())
 
     def _to_logits(self) -> tuple[Tensor, Tensor]:
         last = self.encoder[-1]
@@ -141,10 +137,10 @@ def convolution(
     return made
 
 
-def _encoder_layers(image_channels: int, downs: Sequence[tuple[int, int]]) -> list[nn.Module]:
+def _encoder_layers(downs: Sequence[tuple[int, int]]) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for stride, num_pointwise in downs:
-        layers.append(ConvRelu(WIDTH if layers else image_channels, WIDTH, stride, stride))
+        layers.append(ConvRelu(WIDTH if layers else IMAGE_CHANNELS, WIDTH, stride, stride))
         layers += [ConvRelu(WIDTH, WIDTH, 1) for _ in range(num_pointwise)]
     return layers
 
@@ -159,8 +155,7 @@ def _decoder_layers(ups: Sequence[int]) -> list[nn.Module]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _softly(is_compiled: bool, hard: bool, *inputs: Tensor) -> Tensor:
-    embedded: Tensor = _Softly.apply(is_compiled, hard, *inputs)  # type: ignore[no-untyped-call]
-    return embedded
+    return _Softly.apply(is_compiled, hard, *inputs)  # type: ignore[no-untyped-call]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -256,3 +251,41 @@ def words_grid(height: int, width: int, factor: int) -> tuple[int, int]:
             fix=f"data.image_size={max(1, round(width / factor)) * factor}",
         )
     return height // factor, width // factor
+
+
+FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+"""Odd factors, as int32 holds them."""
+BITS = 31
+LARGEST_BELOW_ONE = 1 - 2**-24
+
+
+def gumbel_noise(source: Tensor, num_positions: int, num_words: int) -> Tensor:
+    """Noise (N, positions, words) in fp32 by keys (N, 2); noise that was drawn before passes through."""
+    if source.is_floating_point():
+        return source
+    # 31 bits and a half: never 0, and at most 1 - 2^-24, so that both logarithms are finite. Small numbers keep all
+    # their bits and become the largest noise, up to 22.
+    inside = ((random_words(source, num_positions, num_words) & (2**BITS - 1)).float() + 0.5) * 2.0**-BITS
+    return -torch.log(-torch.log1p(-inside.clamp(max=LARGEST_BELOW_ONE)))
+
+
+def random_words(keys: Tensor, num_positions: int, num_words: int) -> Tensor:
+    """32 random bits (N, positions, words) for keys (N, 2), as int32."""
+    first, second = keys.to(torch.int32).unsqueeze(-1).unbind(1)
+    position = torch.arange(num_positions, device=keys.device, dtype=torch.int32)
+    word = torch.arange(num_words, device=keys.device, dtype=torch.int32)
+    row = mixed(mixed(position + first) ^ second).unsqueeze(-1)
+    other = mixed(mixed(position + second) ^ first).unsqueeze(-1)
+    return mixed(mixed(word + row) ^ other)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A bijection of 32 bits in which every input bit flips every output bit about half the time."""
+    x = (x ^ _shifted(x, 16)) * FIRST
+    x = (x ^ _shifted(x, 15)) * SECOND
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """To the right, filled with zeros: torch's shift of a negative number fills with ones."""
+    return (x >> by) & ((1 << 32 - by) - 1)

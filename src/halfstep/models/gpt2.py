@@ -23,7 +23,7 @@ from halfstep.kernels.cross_entropy import linear_cross_entropy
 from halfstep.kernels.fast_forms import has_room_for_tiles
 from halfstep.kernels.transformer_chain import Block as Layers
 from halfstep.kernels.transformer_chain import Stream, through_blocks
-from halfstep.models.plain_layers import Checks, always, are_plain, consists_of, has_bias, has_gain_and_bias
+from halfstep.models.layers import Checks, always, are_plain, consists_of, has_bias, has_gain_and_bias
 from halfstep.models.recompute import Blocks
 from halfstep.models.vit import chain_wanted
 
@@ -85,8 +85,7 @@ class CausalAttention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=tokens > 1 and mask is None,
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        out: Tensor = self.resid_dropout(self.c_proj(attended.transpose(1, 2).reshape(batch, tokens, dim)))
-        return out
+        return self.resid_dropout(self.c_proj(attended.transpose(1, 2).reshape(batch, tokens, dim)))
 
 
 def _after_past(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
@@ -101,8 +100,7 @@ class Perceptron(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
-        return out
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
 
 
 class Block(nn.Module):
@@ -117,8 +115,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, memory: KeysAndValues | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), memory)
-        out: Tensor = x + self.mlp(self.ln_2(x))
-        return out
+        return x + self.mlp(self.ln_2(x))
 
     def layers_of_chain(self) -> Layers:
         """This block for `through_blocks`, which gives what `forward` does without a memory."""
@@ -149,13 +146,11 @@ class Transformer(nn.Module):
         else:
             for block, memory in zip(self.h, memories, strict=True):
                 x = block(x, memory)
-        features: Tensor = self.ln_f(x)
-        return features
+        return self.ln_f(x)
 
     def _through_blocks(self, x: Tensor) -> Tensor:
         if not (self.training and chain_wanted(self.h, x) and self._suits_chain()):
-            plain: Tensor = self.h(x)
-            return plain
+            return self.h(x)
         x, branch, bias = self._chained(x)
         return x if branch is None or bias is None else x + (branch + bias)
 
@@ -227,16 +222,14 @@ class GPT2(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         all_logits: Tensor = F.linear(features, self.transformer.wte.weight)
-        real: Tensor = all_logits[..., : self.size.vocab]
-        return real
+        return all_logits[..., : self.size.vocab]
 
     def loss(self, features: Tensor, targets: Tensor) -> Tensor:
         """The mean over the targets that count; 0 where none does."""
         dtype = matmul_dtype(features)
         with fp32_island():
             summed = _chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
-            mean: Tensor = summed / (targets >= 0).sum().clamp(min=1)
-            return mean
+            return summed / (targets >= 0).sum().clamp(min=1)
 
     def check_length(self, tokens: int) -> None:
         if tokens > self.size.context:

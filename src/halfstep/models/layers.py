@@ -6,10 +6,15 @@ momentum: then torch's own code runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as of_all_modules
 
 from halfstep.kernels.fast_forms import wanted
-from halfstep.kernels.patches import patches_conv2d
 
 
 class CentredConv2d(nn.Conv2d):
@@ -77,3 +82,72 @@ class HalvingMaxPool2d(nn.MaxPool2d):
     def is_as_built(self) -> bool:
         has_kernel = self.kernel_size == self.kernel and self.padding == (self.kernel - 1) // 2
         return has_kernel and self.stride == 2 and self.dilation == 1 and not (self.ceil_mode or self.return_indices)
+
+
+Checks = Mapping[type[nn.Module], Callable[[Any], bool]]
+
+
+def are_plain(modules: Iterable[nn.Module], known: Checks) -> bool:
+    """Whether all of these are in training, with forwards we know, no hooks, and parameters in fp32."""
+    return all(is_plain(module) and type(module) in known and known[type(module)](module) for module in modules)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """The same of one module, without what is in it; its class is looked at by `are_plain`, as a part that computes in
+    another format has a class of its own."""
+    has_fp32 = all(weight.dtype == torch.float32 for weight in module.parameters(recurse=False))
+    return module.training and has_fp32 and "forward" not in vars(module) and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to be told of its calls, or of all modules' calls."""
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    forward = of_all_modules._global_forward_hooks, of_all_modules._global_forward_pre_hooks
+    backward = of_all_modules._global_backward_hooks, of_all_modules._global_backward_pre_hooks
+    return any((*own, *forward, *backward))
+
+
+def always(_: nn.Module) -> bool:
+    """For a class that can be told nothing that matters, or whose owner looks at its parts."""
+    return True
+
+
+def consists_of(parts: Iterable[nn.Module], *classes: type[nn.Module]) -> bool:
+    """Whether the parts have these very classes, in order. Of a container they are its `children()`: what somebody has
+    put in its place need not be a sequence."""
+    return [type(part) for part in parts] == [*classes]
+
+
+CONVOLUTIONAL: Checks = {
+    CentredConv2d: CentredConv2d.is_as_built,
+    BatchNorm2d: BatchNorm2d.is_as_built,
+    **dict.fromkeys((nn.ReLU, nn.Sequential), always),
+}
+"""What both of the convolutional models' chains know."""
+
+
+def has_gain_and_bias(norm: nn.LayerNorm) -> bool:
+    """A LayerNorm of each token alone."""
+    return len(norm.normalized_shape) == 1 and norm.elementwise_affine and norm.bias is not None
+
+
+def has_bias(linear: nn.Linear) -> bool:
+    return linear.bias is not None
+
+
+def is_exact(gelu: nn.GELU) -> bool:
+    """By the error function, not by tanh."""
+    return gelu.approximate == "none"
+
+
+def patches_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution whose stride is its kernel size, as one matmul over patches; the result is channels_last."""
+    n, c, height, width = x.shape
+    out, _, p, q = weight.shape
+    grid = x.reshape(n, c, height // p, p, width // q, q)
+    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        # A patch's row of q pixels with their channels lies in one piece.
+        patches, weight = grid.permute(0, 2, 4, 3, 5, 1), weight.permute(0, 2, 3, 1)
+    else:
+        patches = grid.permute(0, 2, 4, 1, 3, 5)
+    return F.linear(patches.flatten(3), weight.reshape(out, -1), bias).permute(0, 3, 1, 2)

@@ -36,8 +36,7 @@ class PatchGan(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 4, 1, 1))
 
     def forward(self, image: Tensor) -> Tensor:
-        logits: Tensor = self.layers(image)
-        return logits
+        return self.layers(image)
 
 
 def refuse_too_small(side: int, num_halvings: int, setting: str) -> None:

@@ -22,7 +22,7 @@ class StandardisedConv2d(nn.Conv2d):
     """A convolution whose weights have mean 0 and variance 1 for each output (Qiao et al. 2019)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, standardised(self.weight), self.bias)  # type: ignore[no-any-return]
+        return self._conv_forward(input, standardised(self.weight), self.bias)
 
 
 @in_fp32
@@ -78,7 +78,7 @@ class TimedBlock(nn.Module):
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         scale, shift = self.mlp(time)[:, :, None, None].chunk(2, dim=1)
         h = self.block2(self.block1(x, (scale, shift)))
-        return h + self.res_conv(x)  # type: ignore[no-any-return]
+        return h + self.res_conv(x)
 
 
 HEADS, HEAD_DIM = 4, 32
@@ -97,7 +97,7 @@ class LinearAttention(nn.Module):
         batch, _, height, width = x.shape
         q, k, v = self.to_qkv(self.norm(x)).view(batch, 3, HEADS, HEAD_DIM, height * width).unbind(1)
         found = linear_attention(q, k, v).to(q.dtype)
-        return x + self.to_out(found.reshape(batch, HEADS * HEAD_DIM, height, width))  # type: ignore[no-any-return]
+        return x + self.to_out(found.reshape(batch, HEADS * HEAD_DIM, height, width))
 
 
 @in_fp32
@@ -123,7 +123,7 @@ class PositionAttention(nn.Module):
         qkv = self.to_qkv(self.norm(x)).view(batch, 3, HEADS, HEAD_DIM, height * width)
         q, k, v = qkv.transpose(-2, -1).unbind(1)
         found = F.scaled_dot_product_attention(q, k, v).transpose(-2, -1)
-        return x + self.to_out(found.reshape(batch, HEADS * HEAD_DIM, height, width))  # type: ignore[no-any-return]
+        return x + self.to_out(found.reshape(batch, HEADS * HEAD_DIM, height, width))
 
 
 class FourierFilter(nn.Module):
@@ -184,4 +184,4 @@ class TimeEmbedding(nn.Module):
         with fp32_island():
             angle = (time.float().log() / 4)[:, None] * self.W.float()[None, :] * (2 * math.pi)
             waves = torch.cat([angle.sin(), angle.cos()], dim=-1)
-        return self.mlp(waves)  # type: ignore[no-any-return]
+        return self.mlp(waves)

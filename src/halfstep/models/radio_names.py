@@ -7,6 +7,9 @@ and head) and the parts of its loss.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+
+from torch import Tensor
 
 _LEVEL = {"0": "block1", "1": "block2"}
 _ATTENTION = (("fn.norm.", "norm."), ("fn.fn.", ""))
@@ -62,6 +65,10 @@ _RULES = (
     (r"final_conv2\.", "decoders.1.final_conv."),
 )
 _UNUSED = re.compile(r"init_conv_carK\.|init_conv_mask\.(norm|head)\.")
+
+
+def in_our_names(name_of: Callable[[str], str | None], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {ours: value for name, value in weights.items() if (ours := name_of(name)) is not None}
 
 
 def unet_name(theirs: str) -> str | None:

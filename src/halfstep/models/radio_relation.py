@@ -23,7 +23,7 @@ class Relation(nn.Module):
         self.attention = WindowMeanAttention(dim, windows, dropout)
 
     def forward(self, condition: Tensor, features: Tensor) -> Tensor:
-        return self.attention(self.input_conv1(condition), self.input_conv2(features))  # type: ignore[no-any-return]
+        return self.attention(self.input_conv1(condition), self.input_conv2(features))
 
 
 def _normed_conv(inputs: int, outputs: int) -> nn.Sequential:
@@ -53,7 +53,7 @@ class WindowMeanAttention(nn.Module):
         answering = _window_means(features, self.windows[1])
         asking = asking + self._attended(asking, answering)
         asking = asking + self.mlp(asking)
-        return shortcut + self.out_conv(_resized(asking, size))  # type: ignore[no-any-return]
+        return shortcut + self.out_conv(_resized(asking, size))
 
     def _attended(self, asking: Tensor, answering: Tensor) -> Tensor:
         queries, known = _tokens(asking), _tokens(answering)
@@ -72,7 +72,7 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.fc2(self.drop(F.relu(self.fc1(x)))))  # type: ignore[no-any-return]
+        return self.drop(self.fc2(self.drop(F.relu(self.fc1(x)))))
 
 
 def _window_means(x: Tensor, window: tuple[int, int]) -> Tensor:

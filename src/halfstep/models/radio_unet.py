@@ -82,7 +82,7 @@ class Decoder(Recomputing):
             x = run(level.relation, condition, x)
             x = run(level.block2, torch.cat([x, left.pop()], dim=1), time)
             x = level.end(run(level.attention, x))
-        return self.final_conv(self.final_block(torch.cat([x, stem], dim=1), time))  # type: ignore[no-any-return]
+        return self.final_conv(self.final_block(torch.cat([x, stem], dim=1), time))
 
 
 def _up(inputs: int, outputs: int, *, doubles: bool) -> nn.Sequential:

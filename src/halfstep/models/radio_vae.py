@@ -44,7 +44,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(norm_silu(self.norm1, x))
         h = self.conv2(self.dropout(norm_silu(self.norm2, h)))
-        return self.nin_shortcut(x) + h  # type: ignore[no-any-return]
+        return self.nin_shortcut(x) + h
 
 
 class PositionAttention(nn.Module):
@@ -59,7 +59,7 @@ class PositionAttention(nn.Module):
         normed = self.norm(x)
         q, k, v = (part(normed).flatten(2).transpose(1, 2).unsqueeze(1) for part in (self.q, self.k, self.v))
         found = F.scaled_dot_product_attention(q, k, v).squeeze(1).transpose(1, 2)
-        return x + self.proj_out(found.reshape(x.shape))  # type: ignore[no-any-return]
+        return x + self.proj_out(found.reshape(x.shape))
 
 
 class Middle(nn.Module):
@@ -70,7 +70,7 @@ class Middle(nn.Module):
         self.block_2 = ResidualBlock(channels, channels, dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.attn_1(self.block_1(x)))  # type: ignore[no-any-return]
+        return self.block_2(self.attn_1(self.block_1(x)))
 
 
 class Halve(nn.Module):
@@ -81,7 +81,7 @@ class Halve(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 1, 0, 1)))  # type: ignore[no-any-return]
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 
 class Double(nn.Module):
@@ -90,7 +90,7 @@ class Double(nn.Module):
         self.conv = conv3(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))  # type: ignore[no-any-return]
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
 class DownLevel(nn.Module):
@@ -101,7 +101,7 @@ class DownLevel(nn.Module):
         self.downsample = nn.Identity() if is_last else Halve(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.downsample(self.block(x))  # type: ignore[no-any-return]
+        return self.downsample(self.block(x))
 
 
 class UpLevel(nn.Module):
@@ -112,7 +112,7 @@ class UpLevel(nn.Module):
         self.upsample = nn.Identity() if is_last else Double(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.upsample(self.block(x))  # type: ignore[no-any-return]
+        return self.upsample(self.block(x))
 
 
 class Encoder(Recomputing):
@@ -131,7 +131,7 @@ class Encoder(Recomputing):
         x, run = self.conv_in(x), block_runner(self.recompute)
         for level in self.down:
             x = run(level, x)
-        return self.conv_out(norm_silu(self.norm_out, self.mid(x)))  # type: ignore[no-any-return]
+        return self.conv_out(norm_silu(self.norm_out, self.mid(x)))
 
 
 class Decoder(Recomputing):
@@ -152,7 +152,7 @@ class Decoder(Recomputing):
         x, run = self.mid(self.conv_in(z)), block_runner(self.recompute)
         for level in reversed(self.up):
             x = run(level, x)
-        return self.conv_out(norm_silu(self.norm_out, x))  # type: ignore[no-any-return]
+        return self.conv_out(norm_silu(self.norm_out, x))
 
 
 class RadioVAE(nn.Module):
@@ -182,7 +182,7 @@ class RadioVAE(nn.Module):
         return posterior(self.quant_conv(self.encoder(maps)))
 
     def decode(self, latents: Tensor) -> Tensor:
-        return self.decoder(self.post_quant_conv(latents))  # type: ignore[no-any-return]
+        return self.decoder(self.post_quant_conv(latents))
 
     def forward(self, maps: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Reconstruction of a draw, and mean and log variance of the latents."""

@@ -14,8 +14,16 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
 from halfstep.kernels.resnet_chain import Block, Layer, resnet_map
-from halfstep.models.layers import BatchNorm2d, CentredConv2d, HalvingMaxPool2d
-from halfstep.models.plain_layers import CONVOLUTIONAL, Checks, always, are_plain, consists_of
+from halfstep.models.layers import (
+    CONVOLUTIONAL,
+    BatchNorm2d,
+    CentredConv2d,
+    Checks,
+    HalvingMaxPool2d,
+    always,
+    are_plain,
+    consists_of,
+)
 from halfstep.models.recompute import Blocks, how_it_recomputes
 
 Stem = Literal["imagenet", "small"]
@@ -38,8 +46,7 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        out: Tensor = self.relu(y + self.downsample(x))
-        return out
+        return self.relu(y + self.downsample(x))
 
     def layers(self) -> list[Layer]:
         """Convolutions with their norms in the order they run."""
@@ -66,8 +73,7 @@ class Bottleneck(nn.Module):
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))
-        out: Tensor = self.relu(y + self.downsample(x))
-        return out
+        return self.relu(y + self.downsample(x))
 
     def layers(self) -> list[Layer]:
         """Convolutions with their norms in the order they run."""
@@ -120,8 +126,7 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         is_chain = not x.requires_grad and chain_fits(x, is_training=self.training)
         x = self._chained(x) if is_chain and self._suits_chain() else self._layer_by_layer(x)
-        logits: Tensor = self.fc(x.mean(dim=(2, 3)))
-        return logits
+        return self.fc(x.mean(dim=(2, 3)))
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))

@@ -117,8 +117,7 @@ class PredictorAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** 0.5)
-        out: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
-        return out
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
 
 
 class PredictorBlock(nn.Module):
@@ -132,8 +131,7 @@ class PredictorBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.norm1(x))
-        out: Tensor = x + self.linear2(F.relu(self.linear1(self.norm2(x))))
-        return out
+        return x + self.linear2(F.relu(self.linear1(self.norm2(x))))
 
 
 class Predictor(nn.Module):

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.models.chunked import turn_of
-from halfstep.models.plain_layers import Checks, always, are_plain, has_bias
+from halfstep.models.layers import Checks, always, are_plain, has_bias
 from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled
 from halfstep.models.slot_attention import Mlp
 
@@ -118,8 +118,7 @@ class _Called(nn.Module):
         self.function = function
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        out: Tensor = self.function(*inputs)
-        return out
+        return self.function(*inputs)
 
 
 def even_chunk(total: int, limit: int) -> int:
@@ -216,12 +215,10 @@ def _chunk_step(
 def _relu_of_product(bias: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     """On CUDA the ReLU rides in the product's own kernel, which spares a pass over the map."""
     if x.is_cuda:
-        fused: Tensor = torch._addmm_activation(bias, x, matrix)
-        return fused
+        return torch._addmm_activation(bias, x, matrix)
     return torch.relu(torch.addmm(bias, x, matrix))
 
 
 def _through_relu(grad: Tensor, out: Tensor) -> Tensor:
     """The gradient where the output is positive, 0 elsewhere, whatever the gradient is there."""
-    passed: Tensor = torch.ops.aten.threshold_backward(grad, out, 0)
-    return passed
+    return torch.ops.aten.threshold_backward(grad, out, 0)

@@ -58,7 +58,7 @@ class WindowAttention(nn.Module):
         if any(shifts):
             logits = logits + shift_mask(size, self.window, shifts, windows.device).unsqueeze(1).to(logits.dtype)
         weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(v.dtype)
-        return self.proj((weights @ v).transpose(2, 3).reshape(windows.shape))  # type: ignore[no-any-return]
+        return self.proj((weights @ v).transpose(2, 3).reshape(windows.shape))
 
     def _bias(self) -> Tensor:
         """(heads, positions, positions)."""
@@ -118,7 +118,7 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.stochastic_depth(self.attn(self.norm1(x)))
-        return x + self.stochastic_depth(self.mlp(self.norm2(x)))  # type: ignore[no-any-return]
+        return x + self.stochastic_depth(self.mlp(self.norm2(x)))
 
 
 class PatchMerging(nn.Module):
@@ -131,7 +131,7 @@ class PatchMerging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
         corners = [x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
-        return self.reduction(self.norm(torch.cat(corners, dim=-1)))  # type: ignore[no-any-return]
+        return self.reduction(self.norm(torch.cat(corners, dim=-1)))
 
 
 class ToLastDim(nn.Module):
@@ -145,7 +145,6 @@ class SwinPyramid(nn.Module):
     def __init__(
         self,
         *,
-        channels: int = 3,
         dim: int = 128,
         depths: Sequence[int] = (2, 2, 18, 2),
         num_heads: Sequence[int] = (4, 8, 16, 32),
@@ -158,7 +157,7 @@ class SwinPyramid(nn.Module):
         last = max(1, sum(depths) - 1)
         drops = iter([stochastic_depth * place / last for place in range(sum(depths))])
         layers: list[nn.Module] = [
-            nn.Sequential(nn.Conv2d(channels, dim, patch, stride=patch), ToLastDim(), nn.LayerNorm(dim))
+            nn.Sequential(nn.Conv2d(3, dim, patch, stride=patch), ToLastDim(), nn.LayerNorm(dim))
         ]
         for stage, (width, depth, heads) in enumerate(zip(self.widths, depths, num_heads, strict=True)):
             if stage:

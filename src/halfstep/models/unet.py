@@ -14,13 +14,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
+from halfstep.islands import matmul_dtype
 from halfstep.kernels.chain import NormReluConv, cast_together
 from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
 from halfstep.kernels.normalise import normalisation
 from halfstep.kernels.stem import stem_fits
 from halfstep.kernels.unet_chain import MOST_CLASSES, MOST_HEAD_CHANNELS, Head, PoolConv, StemNormReluConv, UpConcatConv
-from halfstep.models.layers import BatchNorm2d, CentredConv2d, DoublingConvTranspose2d, HalvingMaxPool2d
-from halfstep.models.plain_layers import CONVOLUTIONAL, Checks, are_plain, consists_of, is_plain
+from halfstep.models.layers import (
+    CONVOLUTIONAL,
+    BatchNorm2d,
+    CentredConv2d,
+    Checks,
+    DoublingConvTranspose2d,
+    HalvingMaxPool2d,
+    are_plain,
+    consists_of,
+    is_plain,
+)
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
 
 
@@ -40,8 +50,7 @@ class DoubleConv(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.double_conv(x)
-        return y
+        return self.double_conv(x)
 
 
 class Down(nn.Module):
@@ -52,8 +61,7 @@ class Down(nn.Module):
         self.maxpool_conv = nn.Sequential(HalvingMaxPool2d(2), DoubleConv(in_channels, out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.maxpool_conv(x)
-        return y
+        return self.maxpool_conv(x)
 
     def convolutions(self) -> DoubleConv:
         block = self.maxpool_conv[1]
@@ -79,8 +87,7 @@ class Up(nn.Module):
         dy, dx = skip.shape[2] - x.shape[2], skip.shape[3] - x.shape[3]
         if dy or dx:
             x = F.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])
-        y: Tensor = self.conv(torch.cat([skip, x], dim=1))
-        return y
+        return self.conv(torch.cat([skip, x], dim=1))
 
     def transposed(self) -> nn.ConvTranspose2d:
         """What doubles the size, where that is not interpolation."""
@@ -96,8 +103,7 @@ class OutConv(nn.Module):
         self.conv = nn.Conv2d(in_channels, num_classes, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(x)
-        return y
+        return self.conv(x)
 
 
 class UNet(Recomputing):
@@ -143,8 +149,7 @@ class UNet(Recomputing):
             )
         is_chain = self.recompute != "blocks" and not x.requires_grad and chain_fits(x, is_training=self.training)
         if is_chain and self._suits_chain():
-            chained: Tensor = self._chained(x)
-            return chained
+            return self._chained(x)
         return region_runner(self.recompute)(self._down_and_up, x)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -177,8 +182,7 @@ class UNet(Recomputing):
         y = skips.pop()
         for level in range(1, self.depth + 1):
             y = run(self.get_submodule(f"up{level}"), y, skips.pop())
-        logits: Tensor = self.outc(y)
-        return logits
+        return self.outc(y)
 
 
 def has_small_head(outer: OutConv) -> bool:
@@ -249,7 +253,7 @@ def chained_logits(
     """Logits of a channels_last image that needs no gradient; `keep` less is slower and needs half the memory."""
     levels = [*downs, *(level for _, level in ups)]
     convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
-    cast = cast_together([convolution.weight for convolution in convolutions], compute_dtype(image))
+    cast = cast_together([convolution.weight for convolution in convolutions], matmul_dtype(image))
     weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
     level, skips = downs[0], []
     y = first_raw_map(image, level, weights, keep=keep)
@@ -266,8 +270,7 @@ def chained_logits(
         # Memory is highest in the last concatenation's backward. What is let go of before may stay until then.
         level, y = above, second_raw_map(u, above, weights, keep=keep or not skips)
     norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
-    logits: Tensor = Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
-    return logits
+    return Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
 
 
 Weights = Mapping[nn.Conv2d, Tensor]  # of convolutions, in the format they compute in
@@ -279,20 +282,12 @@ def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) 
         u: Tensor = convolution(image)
         return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
     parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
-    found: Tensor = StemNormReluConv.apply(  # type: ignore[no-untyped-call]
-        image, *parameters, norm, compute_dtype(image), keep
+    return StemNormReluConv.apply(  # type: ignore[no-untyped-call]
+        image, *parameters, norm, matmul_dtype(image), keep
     )
-    return found
 
 
 def second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
     _, norm, convolution, _ = level
     parameters = (norm.weight, norm.bias, weights[convolution])
-    found: Tensor = NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]
-    return found
-
-
-def compute_dtype(image: Tensor) -> torch.dtype:
-    """What autocast would cast the image to for a convolution."""
-    device = image.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else image.dtype
+    return NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.islands import fp32_island, to_fp32
+from halfstep.islands import fp32_island, matmul_dtype, to_fp32
 from halfstep.kernels.fast_forms import decided, has_half_autocast, has_room_for_tiles, has_triton, wanted
 from halfstep.kernels.transformer_chain import Block, Stream, through_blocks
-from halfstep.models.layers import PatchConv2d
-from halfstep.models.plain_layers import (
+from halfstep.models.layers import (
     Checks,
+    PatchConv2d,
     always,
     are_plain,
     consists_of,
@@ -69,8 +69,7 @@ class SelfAttention(nn.Module):
         else:
             (q,), (k, v) = self._projected(x[:, :num_queries], 0, 1), self._projected(x, 1, 3)
         attended = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.out_proj(attended.transpose(1, 2).reshape(len(x), num_queries, dim))
-        return out
+        return self.out_proj(attended.transpose(1, 2).reshape(len(x), num_queries, dim))
 
     def _projected(self, x: Tensor, first: int, end: int) -> Tensor:
         """Queries (0), keys (1) and values (2) from `first` to before `end`: (end - first, N, heads, tokens, dim)."""
@@ -116,8 +115,7 @@ class EncoderBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         num_read = 1 if self.is_last and wanted("class_token", x) else x.shape[1]
         x = x[:, :num_read] + self.ls_1(self.self_attention(self.ln_1(x), num_read))
-        out: Tensor = x + self.ls_2(self.mlp(self.ln_2(x)))
-        return out
+        return x + self.ls_2(self.mlp(self.ln_2(x)))
 
     def layers_of_chain(self) -> Block:
         """This block for `through_blocks`, which gives what `forward` does if there is no layer scale."""
@@ -152,17 +150,14 @@ class Encoder(nn.Module):
             registers = self.register_tokens.expand(len(tokens), -1, -1)
             tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
         # Only the class token is read, and a layer norm acts on each token alone.
-        features: Tensor = self.ln(self._through_layers(tokens)[:, 0])
-        return features
+        return self.ln(self._through_layers(tokens)[:, 0])
 
     def _through_layers(self, tokens: Tensor) -> Tensor:
         if not (self.training and chain_wanted(self.layers, tokens) and self._suits_chain()):
-            plain: Tensor = self.layers(tokens)
-            return plain
+            return self.layers(tokens)
         x, branch, bias = self._chained(tokens)
         # The last block is the compiler's: of its tokens one is read, so that between its matmuls little is left to do.
-        out: Tensor = self.layers[-1](x if branch is None or bias is None else x + (branch + bias))
-        return out
+        return self.layers[-1](x if branch is None or bias is None else x + (branch + bias))
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
@@ -177,10 +172,8 @@ class Encoder(nn.Module):
         blocks = list(self.layers)[:-1]
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*blocks)(tokens), None, None)
-        device = tokens.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tokens.dtype
         layers = [block.layers_of_chain() for block in blocks if isinstance(block, EncoderBlock)]
-        return through_blocks(layers, tokens, dtype, keep=self.layers.recompute == "none")
+        return through_blocks(layers, tokens, matmul_dtype(tokens), keep=self.layers.recompute == "none")
 
 
 def chain_wanted(blocks: nn.Module, tokens: Tensor) -> bool:
@@ -251,8 +244,7 @@ class ViT(nn.Module):
         rows, columns = checked_grid(x.shape[2], x.shape[3], self.patch)
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1)
-        logits: Tensor = self.heads(self.encoder(tokens, rows, columns))
-        return logits
+        return self.heads(self.encoder(tokens, rows, columns))
 
 
 def checked_grid(height: int, width: int, patch: int) -> tuple[int, int]:

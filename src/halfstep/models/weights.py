@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,14 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: st
             fix="an earlier checkpoint of that run",
         )
     model.load_state_dict({own_name: weights[name] for name, own_name in named.items()})
+
+
+Weights = dict[str, Tensor]
+
+
+def load_file_(model: nn.Module, path: str, named: Callable[[Weights], Weights] = dict) -> None:
+    """Copy a file's weights into `model`, under the names that `named` gives them."""
+    load_weights_(model, named(read_weights(Path(path))[0]), source=path)
 
 
 def _differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:

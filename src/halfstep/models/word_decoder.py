@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from halfstep.islands import fp32_island, matmul_dtype
+from halfstep.kernels.cross_entropy import linear_cross_entropy
 from halfstep.models.cross_attention import Decoder, linear
 
 
@@ -16,8 +18,7 @@ class Words(nn.Module):
         self.dictionary = nn.Embedding(vocabulary, dim)
 
     def forward(self, words: Tensor) -> Tensor:
-        out: Tensor = self.dictionary(words)
-        return out
+        return self.dictionary(words)
 
 
 class Positions(nn.Module):
@@ -30,8 +31,7 @@ class Positions(nn.Module):
         nn.init.trunc_normal_(self.pe)
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        out: Tensor = self.dropout(x + self.pe[:, start : start + x.shape[1]])
-        return out
+        return self.dropout(x + self.pe[:, start : start + x.shape[1]])
 
 
 class WordDecoder(nn.Module):
@@ -61,8 +61,7 @@ class WordDecoder(nn.Module):
     def forward(self, words: Tensor, slots: Tensor) -> Tensor:
         """What is known of each word before it is seen: (N, positions, dim); `head` makes logits of it."""
         before = torch.cat([self.bos.expand(len(words), -1, -1), self.dict(words[:, :-1])], dim=1)
-        out: Tensor = self.tf(self.pos(before), slots)
-        return out
+        return self.tf(self.pos(before), slots)
 
     @torch.no_grad()
     def greedy(self, slots: Tensor) -> Tensor:
@@ -74,3 +73,19 @@ class WordDecoder(nn.Module):
             words.append(logits.float().argmax(dim=-1))
             x = self.dict(words[-1])
         return torch.cat(words, dim=1)
+
+
+CHUNK_ROWS = 2**14
+"""Of 4096 words in bf16 128 MB: it comes on top of everything that backward needs."""
+
+
+def words_loss(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
+    """The sum over all positions of -log p(word), where logits are hidden (N, positions, dim) · weightᵀ; fp32."""
+    return _by_chunks(hidden.flatten(0, 1), weight, words.flatten(), matmul_dtype(hidden))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_chunks(rows: Tensor, weight: Tensor, words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Not compiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
+    with fp32_island():
+        return linear_cross_entropy(rows, weight, words, num_classes=len(weight), dtype=dtype, chunk_rows=CHUNK_ROWS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from halfstep.data.decode import open_picture
 from halfstep.data.loader import Samples
 
 SIZED_FILES = 32
@@ -46,6 +49,17 @@ class Guiding(Protocol):
     def for_side(self, config: Any, side: int) -> dict[str, Any]:
         """Settings by path for images of so many pixels a side."""
         ...
+
+
+def median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
+    """Median width and height of some of so many pictures, each (width, height)."""
+    width, height = np.median([size_of(index) for index in spread(total, SIZED_FILES)], axis=0)
+    return int(width), int(height)
+
+
+def file_size(path: Path) -> tuple[int, int]:
+    with open_picture(path) as picture:
+        return picture.size
 
 
 def spread(total: int, wanted: int) -> list[int]:

@@ -34,7 +34,7 @@ def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
         ]
         near = f"; {nearest(name, own)}" if own else ""
         raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}{near}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def refuse_other_form(function: Callable[..., Any], path: str, *arguments: object, form: str) -> None:

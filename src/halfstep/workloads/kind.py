@@ -29,9 +29,9 @@ Store = Mapping[str, Any]
 USUAL = {
     "builder": ".build:build",
     "demo": ".demo:write_demo",
-    "random_store": ".random_data:random_store",
-    "random_batch": ".random_data:random_batch",
-    "over": ".random_data:over",
+    "random_store": ".build:random_store",
+    "random_batch": ".build:random_batch",
+    "over": ".build:over",
     "guide": ".guide:Guide",
 }
 """Parts of a family that has a file for each."""
@@ -161,12 +161,10 @@ class Kind:
 
     def claim(self, document: Mapping[str, Any], name: str) -> Foreign | None:
         """Another project's config in our settings, where the family knows that project."""
-        found: Foreign | None = self.part("foreign")(document, name) if self.foreign else None
-        return found
+        return self.part("foreign")(document, name) if self.foreign else None
 
     def make_batch(self, config: RunConfig, store: Store) -> Batch:
-        batch: Batch = self.part("random_batch")(config, store)
-        return batch
+        return self.part("random_batch")(config, store)
 
 
 def loaded(part: Part, *, form: str) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.files import BadFiles, some_of
-from halfstep.data.image_folder import KAGGLE_TRAIN, TRAIN_NAMES, VALIDATION_NAMES
+from halfstep.data.files import TRAIN_NAMES, VALIDATION_NAMES, BadFiles, some_of
+from halfstep.data.image_folder import KAGGLE_TRAIN
 from halfstep.data.layouts import PairLayout, holds_folders
 from halfstep.data.masks import as_colour, table_of
 from halfstep.data.segmentation import SegmentationData, discover_values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,6 +165,15 @@ def failure_of(item: Input, error: DataError) -> Failure:
     about_the_file = error.what.removeprefix(f"{item.path} ")
     is_said = about_the_file != error.what or not error.why
     return Failure(file=str(item.path), why=about_the_file if is_said else error.why)
+
+
+def each_answered(inputs: Iterable[Input], answer: Callable[[Input], Answer]) -> Iterator[Answer | Failure]:
+    """An answer, or what is wrong with the file, for each."""
+    for item in inputs:
+        try:
+            yield answer(item)
+        except DataError as error:
+            yield failure_of(item, error)
 
 
 def saved_picture(picture: Image.Image, path: Path) -> Path:

@@ -8,7 +8,7 @@ KIND = Kind.in_folder(
     __name__,
     schemas=CLASSIFIER_SCHEMAS,
     reads_packs=True,
-    peer_prepare=".random_data:peer_prepare",
+    peer_prepare=".build:peer_prepare",
     evaluation=".evaluate:ClassificationEvaluation",
     predictor=".predict:ClassPredictor",
     predict_options=(Option("top_k", int, 5, "How many classes per file", least=1),),

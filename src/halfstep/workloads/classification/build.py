@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.data.classification_augment import ImageChanges, model_images
+from halfstep.config.section import of_settings
+from halfstep.data.classification_augment import SCALE, SHIFT, ImageChanges, model_images
 from halfstep.data.image_folder import check_same_classes
-from halfstep.data.loader import Batch
+from halfstep.data.loader import Batch, Samples
+from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError, ModelError
 from halfstep.models.classifiers import Classifier, load_classifier_
 from halfstep.models.resnet import resnet
@@ -24,7 +26,8 @@ from halfstep.workloads.classification.config import ClassifierConfig, ImageData
 from halfstep.workloads.classification.data import evaluation_size, open_image_data
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 from halfstep.workloads.import_path import imported
-from halfstep.workloads.workload import Loss, Workload
+from halfstep.workloads.kind import Store
+from halfstep.workloads.workload import Prepare, Workload
 
 FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of mixed labels",)
 
@@ -36,38 +39,44 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     if store is None:
         store = {"classes": list(data.classes), "titles": dict(data.titles), "eval_share": data.eval_share}
     check_same_classes(store["classes"], data.classes)
-    num_classes = len(data.classes)
     model = model_from_store(config, store)
     if is_new:
         check_last_batch(model, config, len(data.train))
     if is_new and config.model.weights:
         start_from_(model, config.model.weights, replace_head=config.model.replace_head)
 
-    return Workload(
-        name=config.workload,
-        model=model,
-        by_batch=("Mixup and CutMix",) if Prepared(config.data).mixing.is_on else (),
-        train_samples=data.train,
-        val_samples=data.val,
-        prepare=Prepared(config.data),
-        forward=lambda model, batch: model(batch["image"]),
-        loss=loss_of(config),
-        metrics=lambda: ClassificationMetrics(num_classes),
-        metric="top1",
-        mode="max",
-        fragile=FRAGILE,
-        store=store,
-        notes=data.notes,
-        val_names=data.val_names,
-        about=data.about,
-    )
+    prepare = Prepared(config.data)
+    about = {"notes": data.notes, "val_names": data.val_names, "about": data.about}
+    by_batch = ("Mixup and CutMix",) if prepare.mixing.is_on else ()
+    return workload_of(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
 
 
-def loss_of(config: ClassifierConfig) -> Loss:
+def workload_of(
+    config: ClassifierConfig,
+    model: nn.Module,
+    train: Samples,
+    val: Samples,
+    store: Store,
+    prepare: Prepare,
+    **about: Any,
+) -> Workload:
     def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
         return classification_loss(outputs, batch, smoothing=config.model.label_smoothing), len(outputs)
 
-    return loss
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=train,
+        val_samples=val,
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=loss,
+        metrics=lambda: ClassificationMetrics(len(store["classes"])),
+        metric="top1",
+        fragile=FRAGILE,
+        store=store,
+        **about,
+    )
 
 
 def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:
@@ -92,17 +101,8 @@ class Prepared:
     def __init__(self, config: ImageDataConfig) -> None:
         asked = config.augment
         self.train_size, self.eval_size = config.image_size, evaluation_size(config)
-        self.changes = ImageChanges(
-            flip=asked.flip,
-            brightness=asked.brightness,
-            contrast=asked.contrast,
-            saturation=asked.saturation,
-            trivial=asked.trivial,
-            erase=asked.erase,
-        )
-        self.mixing = Mixing(
-            mixup=asked.mixup, cutmix=asked.cutmix, cutmix_share=asked.cutmix_share, chance=asked.mix_chance
-        )
+        self.changes = of_settings(ImageChanges, asked)
+        self.mixing = of_settings(Mixing, asked, chance=asked.mix_chance)
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         others = {name: tensor for name, tensor in batch.items() if name != "box"}
@@ -200,3 +200,41 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
             why="logits of shape (1, classes) are needed",
             fix=f"model.options={{num_classes: {num_classes}}}, or what your function calls it",
         )
+
+
+IMAGENET_CLASSES = 1000
+
+
+def random_store(config: ClassifierConfig) -> dict[str, Any]:
+    return {"classes": [str(k) for k in range(IMAGENET_CLASSES)]}
+
+
+def random_batch(config: ClassifierConfig, store: Store) -> Batch:
+    """Bytes as a loader delivers them, and labels that no model can guess."""
+    generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
+    image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
+    label = torch.randint(len(store["classes"]), (size,), generator=generator)
+    return {"image": image, "label": label, "index": torch.arange(size)}
+
+
+def over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
+    """Without augmentation: it costs everybody the same and shows nothing."""
+
+    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        return batch | {"image": model_images(batch, batch["image"].shape[1], key=key)}
+
+    return workload_of(config, model_from_store(config, store), samples, samples, store, prepare)
+
+
+def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+    """The same numbers as `model_images`, as a peer's user would write it: nothing drawn, constants on the device.
+
+    Contiguous, for pictures are stored channels last: who does not ask for this layout must not get it by accident.
+    """
+    scale, shift = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
+
+    def prepare(batch: Batch) -> Batch:
+        image = batch["image"].permute(0, 3, 1, 2).float()
+        return batch | {"image": torch.addcmul(shift, image, scale).contiguous()}
+
+    return prepare

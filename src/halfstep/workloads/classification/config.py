@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from halfstep.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from halfstep.config.schema import DataConfig, ModelConfig, RunConfig
 from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
-from halfstep.config.training import OptimizerName
 from halfstep.workloads.classification.presets import RESNET_DEMO, RESNET_PRESETS, VIT_DEMO, VIT_PRESETS
 
 
@@ -113,70 +112,49 @@ class ViTModelConfig(ClassifierModelConfig):
     registers: OffCount = Field(default=0, description="Extra tokens that take the global work off the patches")
 
 
-class ResNetOptimizerConfig(OptimizerConfig):
-    """SGD with Nesterov momentum, as in guide 1."""
-
-    name: OptimizerName = Field(default="sgd", description="Which optimizer")
-    lr: Positive = Field(default=0.1, description="Learning rate at the top of the schedule")
-    weight_decay: float = Field(
-        default=1e-4, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
-    )
-    nesterov: bool | None = Field(default=True, description="Nesterov momentum; default: on")
-
-
-class ViTOptimizerConfig(OptimizerConfig):
-    """AdamW as in DeiT (Touvron et al. 2020)."""
-
-    lr: Positive = Field(default=5e-4, description="Learning rate at the top of the schedule")
-    lr_per: OffCount = Field(
-        default=512,
-        description="lr is meant for this many samples per step and grows with them; 0: lr is used as it is",
-    )
-    weight_decay: float = Field(default=0.05, ge=0, description="Weight decay, decoupled in adamw")
-
-
-class ClassifierScheduleConfig(ScheduleConfig):
-    """Five epochs of warmup, then a cosine, as in guide 1 and in DeiT."""
-
-    warmup_epochs: float = Field(default=5.0, ge=0, description="Linear warmup in epochs, fractions allowed")
-
-
-class ClassifierTrainConfig(TrainConfig):
-    """Guide 1's batch. A cosine run is best at its end, so it does not stop early unless asked to."""
-
-    batch_size: PositiveCount = Field(default=64, description="Samples of one micro-batch")
-    early_stopping_patience: OffCount = Field(
-        default=0, description="Validations without a better metric before the run ends; 0: off"
-    )
-
-
 class ClassifierConfig(RunConfig):
-    """One run of an image classifier."""
+    """One run of an image classifier: guide 1's batch, five epochs of warmup, then a cosine, as in guide 1 and in DeiT.
+
+    A cosine run is best at its end, so it does not stop early unless asked to.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "schedule.warmup_epochs": 5.0,
+        "train.batch_size": 64,
+        "train.early_stopping_patience": 0,
+    }
 
     data: ImageDataConfig = ImageDataConfig()
     model: ClassifierModelConfig = ClassifierModelConfig()
-    schedule: ClassifierScheduleConfig = ClassifierScheduleConfig()
-    train: ClassifierTrainConfig = ClassifierTrainConfig()
 
 
 class ResNetConfig(ClassifierConfig):
-    """One ResNet run."""
+    """One ResNet run: SGD with Nesterov momentum, as in guide 1."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = RESNET_PRESETS
     demo: ClassVar[dict[str, Any]] = RESNET_DEMO
+    defaults: ClassVar[dict[str, Any]] = {
+        "optimizer.name": "sgd",
+        "optimizer.lr": 0.1,
+        "optimizer.weight_decay": 1e-4,
+        "optimizer.nesterov": True,
+    }
 
     model: ResNetModelConfig = ResNetModelConfig()
-    optimizer: ResNetOptimizerConfig = ResNetOptimizerConfig()
 
 
 class ViTConfig(ClassifierConfig):
-    """One ViT run."""
+    """One ViT run: AdamW as in DeiT (Touvron et al. 2020)."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = VIT_PRESETS
     demo: ClassVar[dict[str, Any]] = VIT_DEMO
+    defaults: ClassVar[dict[str, Any]] = {
+        "optimizer.lr": 5e-4,
+        "optimizer.lr_per": 512,
+        "optimizer.weight_decay": 0.05,
+    }
 
     model: ViTModelConfig = ViTModelConfig()
-    optimizer: ViTOptimizerConfig = ViTOptimizerConfig()
 
 
 CLASSIFIER_SCHEMAS: dict[str, type[RunConfig]] = {

@@ -144,7 +144,7 @@ def _files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageD
         val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
         titles=folder.titles,
         about=_about(folder),
-        notes=(*(f"left out: {error.what} ({error.why})" for error in bad_files.skipped), *_unvalidated(folder)),
+        notes=(*bad_files.notes, *_unvalidated(folder)),
     )
 
 

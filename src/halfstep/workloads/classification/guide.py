@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.decode import open_picture
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples
 from halfstep.data.stored_images import TrainingImages
 from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import open_image_data
-from halfstep.workloads.guiding import SIZED_FILES, Opened, spread
+from halfstep.workloads.guiding import Opened, file_size, median_size
 
 SMALL_SIDE, PATCHES_A_SIDE = 64, 8
 """Up to here a ResNet must not quarter the image at once, and a ViT's patches of 16 pixels would be too few."""
@@ -63,15 +61,8 @@ def _counts(train: Samples, num_classes: int) -> tuple[int, ...]:
 
 def _sides(train: Samples) -> tuple[int, int] | None:
     if isinstance(train, TrainingImages):
-        sizes = train.images.sizes
-    elif isinstance(train, TrainingFiles):
-        sizes = np.array([_size_of(train.listing.paths[index]) for index in spread(len(train), SIZED_FILES)])
-    else:
-        return None
-    width, height = np.median(sizes, axis=0)
-    return int(width), int(height)
-
-
-def _size_of(path: Path) -> tuple[int, int]:
-    with open_picture(path) as picture:
-        return picture.size
+        width, height = np.median(train.images.sizes, axis=0)
+        return int(width), int(height)
+    if isinstance(train, TrainingFiles):
+        return median_size(len(train), lambda index: file_size(train.listing.paths[index]))
+    return None

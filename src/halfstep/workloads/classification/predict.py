@@ -54,8 +54,7 @@ class ClassPredictor:
 
     def _probabilities(self, pictures: list[Tensor], trained: Trained) -> list[list[float]]:
         batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
-        found: list[list[float]] = probabilities(trained(batch["image"])).tolist()
-        return found
+        return probabilities(trained(batch["image"])).tolist()
 
     def _answer(self, item: Input, chances: list[float], top_k: int) -> Answer:
         best = sorted(range(len(chances)), key=lambda k: (-chances[k], k))[:top_k]

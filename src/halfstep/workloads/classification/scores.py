@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from halfstep.data.seeds import batch_key
 from halfstep.data.trivial_augment import sent
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.workloads.sums import Sums
 
 TOP = 5
 MIX_STREAM = 0x6D6978
@@ -99,7 +100,7 @@ def ranks(logits: Tensor, label: Tensor) -> Tensor:
     return beats.sum(dim=1)
 
 
-class ClassificationMetrics:
+class ClassificationMetrics(Sums):
     """Top-1 and top-5 over a whole data set: samples are counted as integers on the device, divided once at the end.
 
     `confusion` also counts every pair of true and predicted class, C² numbers.
@@ -108,40 +109,33 @@ class ClassificationMetrics:
     def __init__(self, num_classes: int, *, confusion: bool = False) -> None:
         self.num_classes = num_classes
         shapes = {"counts": (3, num_classes)} | ({"pairs": (num_classes**2,)} if confusion else {})
-        self._state = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+        self.sums = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
 
     def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
         label, rank = batch["label"], ranks(outputs, batch["label"])
-        if self._state["counts"].device != label.device:
-            self._state = {name: sent(count, label.device) for name, count in self._state.items()}
+        if self.sums["counts"].device != label.device:
+            self.sums = {name: sent(count, label.device) for name, count in self.sums.items()}
         facts = torch.stack([torch.ones_like(rank), rank < 1, rank < TOP])
-        self._state["counts"].scatter_add_(1, label.expand(3, -1), facts)
-        if "pairs" in self._state:
+        self.sums["counts"].scatter_add_(1, label.expand(3, -1), facts)
+        if "pairs" in self.sums:
             pair = label * self.num_classes + torch.where(rank < 1, label, outputs.argmax(dim=1))
-            self._state["pairs"].scatter_add_(0, pair, torch.ones_like(pair))
+            self.sums["pairs"].scatter_add_(0, pair, torch.ones_like(pair))
 
     def compute(self) -> dict[str, float]:
         """`top1`, and `top5` where there are more than five classes; waits for the device."""
-        seen, first, among = (int(count) for count in self._state["counts"].sum(dim=1).tolist())
+        seen, first, among = (int(count) for count in self.sums["counts"].sum(dim=1).tolist())
         if seen == 0:
             return {}
         return {"top1": first / seen} | ({f"top{TOP}": among / seen} if self.num_classes > TOP else {})
 
     def per_class(self) -> list[tuple[int, int]]:
         """Samples and hits of each class; waits for the device."""
-        seen, first, _ = self._state["counts"].tolist()
+        seen, first, _ = self.sums["counts"].tolist()
         return list(zip(seen, first, strict=True))
 
     def confusion(self) -> Tensor:
         """Samples by true class (row) and predicted class (column), on the CPU."""
-        return self._state["pairs"].cpu().view(self.num_classes, self.num_classes)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The counts so far: several processes add theirs up."""
-        return dict(self._state)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._state = {name: state[name].clone() for name in self._state}
+        return self.sums["pairs"].cpu().view(self.num_classes, self.num_classes)
 
 
 # --- which classes are confused, and where the model is wrong and sure of it ---

@@ -8,7 +8,7 @@ DIFFUSION = Kind.in_folder(
     __name__,
     config=DiffusionConfig,
     kept=("model.channels", "model.layers", "model.attention", "model.dropout", "model.conditioning"),
-    pack=".pack:pack",
+    pack=".latents:pack",
     evaluation=".evaluate:DiffusionEvaluation",
     evaluate_options=(
         Option("features", str, None, "TorchScript file whose features FID and KID compare"),
@@ -40,7 +40,7 @@ VAE = Kind.in_folder(
     builder=".vae:build",
     config=VaeConfig,
     kept=("model.channels", "model.layers", "model.latent_channels"),
-    over=".random_data:vae_over",
+    over=".build:vae_over",
     evaluation=".evaluate:VaeEvaluation",
     predictor=".predict:ReconstructionPredictor",
     writes_files=True,

@@ -10,23 +10,25 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Samples
+from halfstep.data.seeds import generator_for
 from halfstep.models.diffusers_blocks import blocks_of
 from halfstep.models.diffusers_nets import Net, config_of
 from halfstep.models.noise_schedule import noised, target_of
-from halfstep.workloads.diffusion.config import DiffusionConfig
+from halfstep.workloads.diffusion import vae as autoencoder
+from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
-from halfstep.workloads.diffusion.latents import Encoder
-from halfstep.workloads.diffusion.make import Maker
+from halfstep.workloads.diffusion.latents import Encoder, open_samples
+from halfstep.workloads.diffusion.make import Maker, check_steps
 from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts
 from halfstep.workloads.diffusion.noising import Noising, schedule_of
-from halfstep.workloads.diffusion.samples import open_samples
-from halfstep.workloads.diffusion.sampling import check_steps
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
+from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Batch, Workload
 
 FRAGILE = (
@@ -130,3 +132,30 @@ class Forward:
             "prediction": model(x_t, batch["timestep"], **keywords, return_dict=False)[0],
             "target": target_of(self.target, x0, batch["noise"], signal, sigma),
         }
+
+
+NUM_CLASSES, NUM_TOKENS = 10, 77
+
+
+def random_store(config: DiffusionConfig | VaeConfig) -> dict[str, Any]:
+    return {"classes": [str(k) for k in range(NUM_CLASSES)]}
+
+
+def random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
+    """Bytes as a loader delivers them; with text, tokens."""
+    generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
+    image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
+    label = torch.randint(NUM_CLASSES, (size,), generator=generator)
+    batch = {"image": image, "label": label, "index": torch.arange(size)}
+    if isinstance(config, DiffusionConfig) and config.model.conditioning == "text":
+        batch["tokens"] = torch.randint(100, (size, NUM_TOKENS), generator=generator)
+    return batch
+
+
+def vae_over(config: VaeConfig, store: Store, samples: Samples) -> Workload:
+    return autoencoder.workload_of(config, autoencoder.model_of(config), samples, samples, store)
+
+
+def over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
+    parts = open_parts(config, tuple(store["classes"]))
+    return workload_of(config, parts, model_of(config, parts), samples, samples, store)

@@ -7,21 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from halfstep.config.schema import (
+    BuiltModelConfig,
     DataConfig,
-    EmaConfig,
-    ModelConfig,
-    OptimizerConfig,
+    LatentCaching,
     RunConfig,
-    ScheduleConfig,
-    TrainConfig,
 )
-from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
-from halfstep.config.training import Beta
-
-
-def null_is_zero(value: object) -> object:
-    return 0 if value is None or value is False else value
-
+from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section, zero_when_off
 
 Conditioning = Literal["none", "class", "text"]
 
@@ -49,7 +40,7 @@ class DiffusionDataConfig(PictureDataConfig):
         description="Text file with one class per line: their numbers; default: the folders' names, sorted",
     )
     text_column: str = Field(default="text", description="Column of metadata.jsonl or .csv with the captions")
-    cache: Literal["off", "latents"] = Field(
+    cache: LatentCaching = Field(
         default="off",
         description="latents: encode every picture once and train on what the VAE says of it; flips are cached too",
     )
@@ -57,13 +48,8 @@ class DiffusionDataConfig(PictureDataConfig):
         default=None, description="Where the latents are; default: in data.dir"
     )
 
-    @field_validator("cache", mode="before")
-    @classmethod
-    def off_by_any_name(cls, value: object) -> object:
-        return "off" if value is None or value is False else value
 
-
-class UNetSize(ModelConfig):
+class UNetSize(BuiltModelConfig):
     """What U-Net and VAE share: blocks of diffusers' networks."""
 
     channels: tuple[PositiveCount, ...] = Field(
@@ -75,14 +61,6 @@ class UNetSize(ModelConfig):
     weights: str | None = Field(
         default=None, description="Folder of diffusers' to start from: the network's own, or a pipeline's"
     )
-
-    @model_validator(mode="after")
-    def builds_its_own_model(self) -> Self:
-        if self.path or self.options:
-            raise ValueError(
-                "it builds diffusers' models; one of your own is a workload: halfstep train my_pkg.my_mod:build"
-            )
-        return self
 
 
 class VaeModelConfig(UNetSize):
@@ -191,57 +169,18 @@ class SampleConfig(Section):
     num: PositiveCount = Field(default=16, description="Images of the grid")
     steps: PositiveCount = Field(default=50, description="Sampling steps")
     sampler: Literal["ddim", "dpm"] = Field(default="ddim", description="DDIM or DPM-Solver++")
-    guidance: Annotated[float, Field(ge=0), BeforeValidator(null_is_zero)] = Field(
+    guidance: Annotated[float, Field(ge=0), BeforeValidator(zero_when_off)] = Field(
         default=3.0, description="Classifier-free guidance, where there are conditions; 1: none"
     )
 
 
-class AveragedConfig(EmaConfig):
-    """diffusers' EMAModel with its warm-up."""
-
-    enabled: bool = Field(default=True, description="Keep the average, and validate and save it")
-    warmup_power: Positive = Field(
-        default=3 / 4, description="Warmup: decay = min(decay, 1 - (1 + step / inv_gamma) ** -warmup_power)"
-    )
-
-
-class AdamWConfig(OptimizerConfig):
-    """diffusers' unconditional example."""
-
-    lr: Positive = Field(default=1e-4, description="Learning rate at the top of the schedule")
-    weight_decay: float = Field(default=1e-6, ge=0, description="Weight decay; decoupled in adamw")
-    betas: tuple[Beta, Beta] | None = Field(default=(0.95, 0.999), description="Decay of the two moments")
-
-
-class PictureTrainConfig(TrainConfig):
-    batch_size: PositiveCount = Field(default=16, description="Samples of one micro-batch")
-    early_stopping_patience: OffCount = Field(
-        default=0, description="Validations without a better metric before the run ends; 0: off"
-    )
-
-
-class VaeDataConfig(PictureDataConfig):
-    image_size: PositiveCount = Field(default=256, description="Side of the square images the model sees, in pixels")
-
-
-class VaeTrainConfig(PictureTrainConfig):
-    batch_size: PositiveCount = Field(default=4, description="Samples of one micro-batch")
-
-
-class VaeAveragedConfig(AveragedConfig):
-    enabled: bool = Field(default=False, description="Keep the average, and validate and save it")
-
-
-class VaeAdamWConfig(OptimizerConfig):
-    lr: Positive = Field(default=1e-4, description="Learning rate at the top of the schedule")
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay; decoupled in adamw")
-    betas: tuple[Beta, Beta] | None = Field(default=(0.5, 0.9), description="Decay of the two moments")
-
-
-class WarmScheduleConfig(ScheduleConfig):
-    warmup_steps: OffCount | None = Field(
-        default=500, description="Steps of linear warmup; when given it replaces warmup_epochs"
-    )
+PICTURES: dict[str, Any] = {
+    "optimizer.lr": 1e-4,
+    "schedule.warmup_steps": 500,
+    "train.early_stopping_patience": 0,
+    "ema.warmup_power": 3 / 4,
+}
+"""diffusers' examples: a warmup by steps, and EMAModel's own."""
 
 
 class VaeConfig(RunConfig):
@@ -265,12 +204,15 @@ class VaeConfig(RunConfig):
         "train.epochs": 10,
     }
 
-    data: VaeDataConfig = VaeDataConfig()
+    data: PictureDataConfig = PictureDataConfig()
     model: VaeModelConfig = VaeModelConfig()
-    optimizer: VaeAdamWConfig = VaeAdamWConfig()
-    schedule: WarmScheduleConfig = WarmScheduleConfig()
-    train: VaeTrainConfig = VaeTrainConfig()
-    ema: VaeAveragedConfig = VaeAveragedConfig()
+    defaults: ClassVar[dict[str, Any]] = {
+        **PICTURES,
+        "data.image_size": 256,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.betas": (0.5, 0.9),
+        "train.batch_size": 4,
+    }
 
 
 class DiffusionConfig(RunConfig):
@@ -315,10 +257,13 @@ class DiffusionConfig(RunConfig):
     model: DiffusionModelConfig = DiffusionModelConfig()
     noise: NoiseConfig = NoiseConfig()
     sample: SampleConfig = SampleConfig()
-    optimizer: AdamWConfig = AdamWConfig()
-    schedule: WarmScheduleConfig = WarmScheduleConfig()
-    train: PictureTrainConfig = PictureTrainConfig()
-    ema: AveragedConfig = AveragedConfig()
+    defaults: ClassVar[dict[str, Any]] = {
+        **PICTURES,
+        "optimizer.weight_decay": 1e-6,
+        "optimizer.betas": (0.95, 0.999),
+        "train.batch_size": 16,
+        "ema.enabled": True,
+    }
 
     @model_validator(mode="after")
     def latents_have_a_vae(self) -> Self:

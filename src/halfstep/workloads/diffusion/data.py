@@ -50,7 +50,7 @@ def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none"
         val=images.val,
         classes=images.classes if conditioning == "class" else (),
         captions=(captions[0], captions[1]),
-        notes=(*found.notes, *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
+        notes=(*found.notes, *bad_files.notes),
         about=(("validation", images.val_source),),
     )
 

@@ -23,8 +23,8 @@ from halfstep.workloads.diffusion.build import Forward
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
 from halfstep.workloads.diffusion.make import Maker
-from halfstep.workloads.diffusion.pictures import Array, grid
 from halfstep.workloads.diffusion.scores import DenoisingMetrics
+from halfstep.workloads.sheets import Array, grid
 from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.workload import Metrics, Workload
 
@@ -95,7 +95,7 @@ class DiffusionEvaluation(PlainEvaluation):
         made = []
         for start in range(0, num, size):
             with trained.inside():
-                made.append(maker.usual_images(trained.model, Key.of_sampling(seed, start), min(size, num - start)))
+                made.append(maker.images(trained.model, Key.of_sampling(seed, start), min(size, num - start))[0])
             for _ in range(len(made[-1])):
                 bar.advance()
         return distances(real, torch.cat(made), features, trained.device, size)

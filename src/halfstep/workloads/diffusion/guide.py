@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.decode import open_picture
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures
-from halfstep.workloads.guiding import SIZED_FILES, Opened, spread
+from halfstep.workloads.guiding import Opened, file_size, median_size
 
 SMALLEST_LEVEL = 4
 """Pixels a side at the deepest level that still have something to tell."""
@@ -22,18 +20,13 @@ class Guide:
 
     def open(self, config: DiffusionConfig | VaeConfig) -> Opened:
         data = open_pictures(config.data)
-        sizes = []
-        for index in spread(len(data.train), SIZED_FILES):
-            with open_picture(data.train.paths[index]) as picture:
-                sizes.append(picture.size)
-        width, height = np.median(np.array(sizes), axis=0)
         return Opened(
             train=square_pictures(data.train, config.data.image_size),
             val=square_pictures(data.val, config.data.image_size),
             store={"classes": []},
             classes=("picture",),
             notes=data.notes,
-            sides=(int(width), int(height)),
+            sides=median_size(len(data.train), lambda index: file_size(data.train.paths[index])),
         )
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.data.latent_cache import LatentCache, checksum_of, opened_or_written
+from halfstep.data.latent_cache import (
+    CachedLatents,
+    LatentCache,
+    WithColumn,
+    checksum_of,
+    opened_or_written,
+    told_of_pack,
+    told_of_resume,
+)
 from halfstep.data.loader import Samples
+from halfstep.data.pack_folder import PackingBar
 from halfstep.data.packed import fingerprint_of
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
 from halfstep.models.diffusers_nets import decoded, encoded_moments
 from halfstep.models.posterior import drawn, posterior
 from halfstep.workloads.diffusion.config import DiffusionConfig
-from halfstep.workloads.diffusion.data import PictureData, square_pictures, unit_images
-from halfstep.workloads.vae_format import computing_in
+from halfstep.workloads.diffusion.data import PictureData, open_pictures, square_pictures, unit_images
+from halfstep.workloads.diffusion.networks import Conditions, Parts, TextConditions, open_parts
+from halfstep.workloads.vae_format import Choice, chosen_format, computing_in, training_device
 from halfstep.workloads.workload import Batch
 
 TRIED_IMAGES = 8
@@ -120,3 +131,105 @@ def _encoded(
             done += len(places)
             progress(done, total)
             yield moments
+
+
+Store = Mapping[str, Any]
+Tokens = list[Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedSamples:
+    """Both splits, and what was found on the way."""
+
+    train: Samples
+    val: Samples
+    about: tuple[tuple[str, str], ...] = ()
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    store: Mapping[str, str] = field(default_factory=dict)
+    """Of latents on disk: their checksum, that of the VAE, and its format."""
+
+
+def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store: Store | None) -> OpenedSamples:
+    """As the config asks for them; the VAE's format is decided once, when a run is new."""
+    tokens = _tokens(data, parts.conditions)
+    train, val = (square_pictures(listing, config.data.image_size) for listing in (data.train, data.val))
+    plain: list[Samples] = [train, val]
+    if tokens is not None:
+        plain = [WithColumn(part, "tokens", words) for part, words in zip(plain, tokens, strict=True)]
+    if parts.vae is None:
+        return OpenedSamples(train=plain[0], val=plain[1], about=(("diffuses", "pixels"),))
+    about = [("diffuses", f"latents of {parts.vae_source}")]
+    modules = dict(config.precision.modules)
+    if store is None:
+        choice = vae_choice(config, data, parts)
+        modules.pop("vae", None)
+        about.append(("VAE's format", f"{choice.name}: {choice.why}"))
+        form = choice.name
+    else:
+        form = store.get("vae_format") or modules.pop("vae", "fp32")
+    if config.data.cache == "off":
+        settled = {"precision.modules": {**modules, "vae": form}}
+        return OpenedSamples(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
+    found = _cached(config, data, parts, form, store, tokens)
+    return replace(found, about=(*about, *found.about), settled={"precision.modules": modules})
+
+
+def vae_choice(config: DiffusionConfig, data: PictureData, parts: Parts) -> Choice:
+    """The VAE's format: as asked, fp32 in a run that computes so, else the better half one."""
+    is_full = config.precision.default in ("fp32", "tf32")
+    asked = config.precision.modules.get("vae", "fp32" if is_full else "auto")
+    device, simulated = training_device(config), config.precision.simulate
+    samples = square_pictures(data.train, config.data.image_size)
+    return chosen_format(
+        parts.vae, round_trip, lambda: some_images(samples, device), device, asked, simulated=simulated
+    )
+
+
+def _cached(
+    config: DiffusionConfig, data: PictureData, parts: Parts, form: str, store: Store | None, tokens: Tokens
+) -> OpenedSamples:
+    path, own = cache_path(config, data.root), checksum_of(parts.vae)
+    stored = {name: str((store or {}).get(name, "")) for name in ("latents_sha256", "vae_sha256")}
+    if stored["vae_sha256"] not in ("", own):
+        raise ModelError(
+            f"{parts.vae_source} is not the VAE of this run",
+            why=f"SHA-256 of its weights {own[:12]}… instead of {stored['vae_sha256'][:12]}…",
+            fix="put it back, or start a new run",
+        )
+    with PackingBar(path) as bar:
+        cache, is_new = opened_or_made(config, data, parts.vae, form, training_device(config), bar)
+    line = f"cached in {path}, " + ("with mirror images" if cache.moments.shape[1] > 1 else "without augmentation")
+    line += told_of_resume(cache, stored["latents_sha256"], is_new=is_new)
+    split = len(data.train)
+    extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
+    for part, words in zip(extra, tokens or (), strict=tokens is not None):
+        part["tokens"] = words
+    return OpenedSamples(
+        train=CachedLatents(cache.moments[:split], flip=config.data.flip, extra=extra[0]),
+        val=CachedLatents(cache.moments[split:], extra=extra[1]),
+        about=(("latents", line),),
+        store={"latents_sha256": cache.checksum, "vae_sha256": own, "vae_format": form},
+    )
+
+
+def _tokens(data: PictureData, conditions: Conditions) -> Tokens:
+    if not isinstance(conditions, TextConditions):
+        return None
+    return [conditions.tokens(captions) for captions in data.captions]
+
+
+def pack(config: DiffusionConfig) -> dict[str, object]:
+    """Encode every picture, unless that was done; what was made, for people and programs."""
+    if config.data.cache != "latents":
+        raise ConfigError(
+            "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
+        )
+    data = open_pictures(config.data, config.model.conditioning)
+    parts = open_parts(config, data.classes)
+    choice = vae_choice(config, data, parts)
+    path = cache_path(config, data.root)
+    with PackingBar(path) as bar:
+        cache, is_new = opened_or_made(config, data, parts.vae, choice.name, training_device(config), bar)
+    views = "with mirror images" if cache.moments.shape[1] > 1 else "without augmentation"
+    text = f"latents of {counted(len(cache.moments), 'picture')}, {views}, encoded in {choice.name} ({choice.why})"
+    return told_of_pack(cache, text, is_new=is_new, format=choice.name)

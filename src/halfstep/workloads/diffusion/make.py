@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from halfstep.data import noise
-from halfstep.models.diffusers_nets import decoded
+from halfstep.errors import ConfigError
+from halfstep.models.diffusers_nets import decoded, diffusers_class
+from halfstep.models.noise_schedule import NoiseSchedule, Target
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
-from halfstep.workloads.diffusion.networks import Parts
+from halfstep.workloads.diffusion.networks import Conditions, Parts
 from halfstep.workloads.diffusion.noising import schedule_of
-from halfstep.workloads.diffusion.pictures import Array, grid, path_picture
-from halfstep.workloads.diffusion.sampling import Sampler, check_steps, denoised, guided, scheduler_of
+from halfstep.workloads.sheets import Array, grid
 from halfstep.workloads.vae_format import computing_in
 from halfstep.workloads.workload import Batch
 
@@ -33,57 +36,39 @@ class Maker:
     def images(
         self,
         model: nn.Module,
-        told: Batch,
-        *,
         key: tuple[int, ...],
         num: int,
-        device: torch.device,
-        steps: int,
-        sampler: Sampler,
-        guidance: float,
+        *,
+        told: Batch | None = None,
+        steps: int | None = None,
+        sampler: Sampler | None = None,
+        guidance: float | None = None,
         kept: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Bytes (N, H, W, 3), and some states on the way."""
+        """Bytes (N, H, W, 3), and some states on the way; by default by the config, of classes in turn and no words."""
+        wish, device = self.config.sample, next(model.parameters()).device
+        steps, guidance = steps or wish.steps, wish.guidance if guidance is None else guidance
         check_steps(steps, self.schedule)
         start = noise.normal(key, num, self.parts.shape, device, stream="start")
-        scheduler = scheduler_of(sampler, self.schedule, self.config.model.target, clips=self.parts.vae is None)
-        denoise = guided(model, self.parts.conditions, told, guidance)
+        clips = self.parts.vae is None
+        scheduler = scheduler_of(sampler or wish.sampler, self.schedule, self.config.model.target, clips=clips)
+        denoise = guided(model, self.parts.conditions, told or self._usual(num, device), guidance)
         found, path = denoised(denoise, scheduler, start, steps, kept)
         return self._shown(found), [self._shown(state[:PATH_IMAGES]) for state in path]
 
     def sheet(self, model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
         """The grid of samples and the picture of their way, as training shows them."""
-        found, path = self._usual_images(model, key, self.config.sample.num, kept=PATH_STATES)
+        found, path = self.images(model, key, self.config.sample.num, kept=PATH_STATES)
         return {
             "samples": grid(found.numpy()),
             "path": path_picture([state.numpy() for state in (*path, found[:PATH_IMAGES])]),
         }
-
-    def usual_images(self, model: nn.Module, key: tuple[int, ...], num: int) -> Tensor:
-        """Samples with the config's settings: classes in turn, no words."""
-        return self._usual_images(model, key, num)[0]
 
     def decoded_means(self, means: Tensor) -> Tensor:
         """Bytes of pictures, of the means of their latents."""
         vae = self.parts.vae
         assert vae is not None
         return self._shown((means.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor)
-
-    def _usual_images(
-        self, model: nn.Module, key: tuple[int, ...], num: int, kept: int = 0
-    ) -> tuple[Tensor, list[Tensor]]:
-        wish, device = self.config.sample, next(model.parameters()).device
-        return self.images(
-            model,
-            self._usual(num, device),
-            key=key,
-            num=num,
-            device=device,
-            steps=wish.steps,
-            sampler=wish.sampler,
-            guidance=wish.guidance,
-            kept=kept,
-        )
 
     def _usual(self, num: int, device: torch.device) -> Batch:
         told = self.parts.conditions.nothing(num, device)
@@ -100,3 +85,82 @@ class Maker:
         if self._form:
             vae.to("cpu")
         return images
+
+
+Sampler = Literal["ddim", "dpm"]
+THEIR_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
+THEIR_TARGETS = {"eps": "epsilon", "v": "v_prediction", "sample": "sample"}
+Denoise = Callable[[Tensor, Tensor], Tensor]
+"""(x_t, timestep as a 0-dim tensor) -> prediction."""
+
+
+def scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, Any]:
+    """What all of diffusers' schedulers call these settings."""
+    return {
+        "num_train_timesteps": schedule.num_steps,
+        "beta_schedule": THEIR_SCHEDULES[schedule.name],
+        "beta_start": schedule.beta_start,
+        "beta_end": schedule.beta_end,
+        "prediction_type": THEIR_TARGETS[target],
+        "rescale_betas_zero_snr": schedule.zero_terminal_snr,
+        # The last timestep comes first: the model is not asked to start from what it never saw (Lin et al. 2023).
+        "timestep_spacing": "trailing",
+    }
+
+
+def scheduler_of(name: Sampler, schedule: NoiseSchedule, target: Target, *, clips: bool) -> Any:
+    """diffusers' scheduler; `clips` where samples are pixels, whose range is known."""
+    if name not in get_args(Sampler):
+        raise ConfigError(f"sampler {name!r} is not known", fix=" or ".join(get_args(Sampler)))
+    shared = scheduler_config(schedule, target)
+    if name == "ddim":
+        return diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
+    return diffusers_class("DPMSolverMultistepScheduler")(**shared, algorithm_type="dpmsolver++")
+
+
+def check_steps(steps: int, schedule: NoiseSchedule) -> None:
+    if steps > schedule.num_steps:
+        raise ConfigError(
+            f"{steps} sampling steps, the model knows {schedule.num_steps} timesteps",
+            fix=f"at most {schedule.num_steps}: sample.steps (--steps)",
+        )
+
+
+@torch.no_grad()
+def denoised(denoise: Denoise, scheduler: Any, start: Tensor, steps: int, kept: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """The samples, and `kept` states on the way there, evenly spread, the start first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # diffusers hands torch's tensors to numpy
+        scheduler.set_timesteps(steps, device=start.device)
+    state, path = start.float(), []
+    wanted = {round(k * len(scheduler.timesteps) / max(1, kept)) for k in range(kept)}
+    for number, timestep in enumerate(scheduler.timesteps):
+        if number in wanted:
+            path.append(state)
+        prediction = denoise(state, timestep).float()
+        state = scheduler.step(prediction, timestep, state).prev_sample.float()
+    return state, path
+
+
+def guided(model: nn.Module, conditions: Conditions, told: Batch, guidance: float) -> Denoise:
+    """The model's prediction, pushed away from what it would say if told nothing (Ho and Salimans 2022)."""
+
+    def predicted(state: Tensor, timestep: Tensor, batch: Batch) -> Tensor:
+        steps = timestep.to(state.device).expand(len(state))
+        found: Tensor = model(state, steps, **conditions.keywords(batch), return_dict=False)[0]
+        return found.float()
+
+    def denoise(state: Tensor, timestep: Tensor) -> Tensor:
+        own = predicted(state, timestep, told)
+        if guidance == 1 or not conditions.is_told:
+            return own
+        plain = predicted(state, timestep, conditions.nothing(len(state), state.device))
+        return plain + guidance * (own - plain)
+
+    return denoise
+
+
+def path_picture(states: Sequence[Array]) -> Array:
+    """A row for each sample, from noise on the left to the image on the right."""
+    steps = np.stack(states, axis=1)
+    return grid(steps.reshape(-1, *steps.shape[2:]), columns=len(states))

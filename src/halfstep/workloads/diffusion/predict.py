@@ -14,18 +14,24 @@ from halfstep.data.decode import open_picture
 from halfstep.data.files import PICTURES, some_of
 from halfstep.data.folder_samples import centre_square
 from halfstep.data.seeds import Key
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.diffusion import vae as autoencoder
-from halfstep.workloads.diffusion.conditions import ClassConditions, Conditions, TextConditions
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import to_bytes, unit_images
-from halfstep.workloads.diffusion.make import PATH_IMAGES, PATH_STATES, Maker
-from halfstep.workloads.diffusion.networks import frozen_parts, model_of, open_parts
-from halfstep.workloads.diffusion.pictures import grid, path_picture
+from halfstep.workloads.diffusion.make import PATH_IMAGES, PATH_STATES, Maker, path_picture
+from halfstep.workloads.diffusion.networks import (
+    ClassConditions,
+    Conditions,
+    TextConditions,
+    frozen_parts,
+    model_of,
+    open_parts,
+)
 from halfstep.workloads.kind import Store
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of, saved_picture
+from halfstep.workloads.sheets import grid
+from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 from halfstep.workloads.workload import Batch
 
 
@@ -60,18 +66,14 @@ class SamplePredictor:
         saved_picture(Image.fromarray(path_picture([state.numpy() for state in path])), out / "path.png")
 
     def _made(self, trained: Trained, asked: Mapping[str, Any], start: int, num: int) -> tuple[Tensor, list[Tensor]]:
-        wish = self.config.sample
         with trained.inside():
             return self.maker.images(
                 trained.model,
-                told(self.parts.conditions, asked, num, trained.device),
-                key=Key.of_sampling(int(asked["seed"]), start),
-                num=num,
-                device=trained.device,
-                steps=asked["steps"] or wish.steps,
-                sampler=asked["sampler"] or wish.sampler,
-                guidance=wish.guidance if asked["guidance"] is None else asked["guidance"],
+                Key.of_sampling(int(asked["seed"]), start),
+                num,
+                told=told(self.parts.conditions, asked, num, trained.device),
                 kept=PATH_STATES if start == 0 else 0,
+                **{name: asked[name] for name in ("steps", "sampler", "guidance")},
             )
 
 
@@ -107,12 +109,9 @@ class ReconstructionPredictor:
         self.config, self.model = config, autoencoder.model_of(config, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        assert wishes.out is not None
-        for item in inputs:
-            try:
-                yield self._answer(item, trained, wishes.out)
-            except DataError as error:
-                yield failure_of(item, error)
+        out = wishes.out
+        assert out is not None
+        return each_answered(inputs, lambda item: self._answer(item, trained, out))
 
     def _answer(self, item: Input, trained: Trained, out: Path) -> Answer:
         with open_picture(item.path) as picture:

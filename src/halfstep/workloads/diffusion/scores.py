@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.workloads.diffusion.noising import NUM_BUCKETS, bucket_names
+from halfstep.workloads.sums import Sums
 
 Outputs = Mapping[str, Tensor]
 
@@ -28,23 +29,23 @@ def denoising_loss(outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tenso
         return (errors * batch["loss_weight"]).mean(), len(errors)
 
 
-class DenoisingMetrics:
+class DenoisingMetrics(Sums):
     """Squared errors, unweighed, of all timesteps and of each bucket of them: sums on the device, divided once."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        self._sums = torch.zeros(2, NUM_BUCKETS, dtype=torch.float64)
+        self.sums = {"sums": torch.zeros(2, NUM_BUCKETS, dtype=torch.float64)}
 
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
         """Count one batch; no host wait."""
         errors = squared_errors(outputs).double()
         bucket = batch["timestep"] * NUM_BUCKETS // self.num_steps
-        self._sums = self._sums.to(errors.device)
-        self._sums.scatter_add_(1, bucket.expand(2, -1), torch.stack([errors, torch.ones_like(errors)]))
+        self.sums["sums"] = self.sums["sums"].to(errors.device)
+        self.sums["sums"].scatter_add_(1, bucket.expand(2, -1), torch.stack([errors, torch.ones_like(errors)]))
 
     def compute(self) -> dict[str, float]:
         """`mse`, and `mse/FIRST-LAST` of each bucket of timesteps that was seen; waits for the device."""
-        errors, counts = self._sums.tolist()
+        errors, counts = self.sums["sums"].tolist()
         if not sum(counts):
             return {}
         of_buckets = {
@@ -54,20 +55,11 @@ class DenoisingMetrics:
         }
         return {"mse": sum(errors) / sum(counts)} | of_buckets
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"sums": self._sums}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sums = state["sums"].clone()
-
-
-class ReconstructionMetrics:
+class ReconstructionMetrics(Sums):
     """How near reconstructions are, and how far latents are from a standard normal distribution."""
 
     NAMES = ("images", "pixels", "absolute", "squared", "kl", "latents", "latent", "latent_squared")
-
-    def __init__(self) -> None:
-        self._sums = torch.zeros(len(self.NAMES), dtype=torch.float64)
 
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
         """Count one batch; no host wait. Differences are of what can be shown: values cut to -1..1."""
@@ -86,13 +78,13 @@ class ReconstructionMetrics:
                 latent.square().sum(),
             ]
         )
-        self._sums = self._sums.to(sums.device) + sums
+        self.add(sums=sums)
 
     def compute(self) -> dict[str, float]:
         """`psnr` in dB, `l1` and `mse` of values in -1..1, `kl` of a latent, `latent_std`; waits for the device."""
-        found = dict(zip(self.NAMES, self._sums.tolist(), strict=True))
-        if not found["images"]:
+        if not self.sums:
             return {}
+        found = dict(zip(self.NAMES, self.sums["sums"].tolist(), strict=True))
         mse = found["squared"] / found["pixels"]
         mean = found["latent"] / found["latents"]
         return {
@@ -102,9 +94,3 @@ class ReconstructionMetrics:
             "kl": found["kl"] / found["images"],
             "latent_std": math.sqrt(max(0.0, found["latent_squared"] / found["latents"] - mean**2)),
         }
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"sums": self._sums}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sums = state["sums"].clone()

@@ -185,12 +185,10 @@ class Reconstruction:
 
 
 def reconstruct(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = model(batch["image"], batch["posterior_noise"])
-    return found
+    return model(batch["image"], batch["posterior_noise"])
 
 
 def _vgg(path: str) -> VggDistance:
     vgg = VggDistance()
     vgg.load_(read_weights(Path(path))[0], path)
-    found: VggDistance = freeze_(vgg)
-    return found
+    return freeze_(vgg)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.data.loader import Batch, Samples
-from halfstep.data.seeds import Key
-from halfstep.data.tokenizers import Tokenizer
+from halfstep.data.seeds import Key, generator_for
+from halfstep.data.tokenizers import Tokenizer, save_tokenizer
 from halfstep.data.tokens import Tokens, TokenSamples
 from halfstep.errors import ConfigError, DataError, ModelError
-from halfstep.models.gpt2 import GPT2, GPT2Size, size_of
-from halfstep.models.gpt2_weights import load_gpt2_
+from halfstep.models.gpt2 import GPT2, GPT2S, GPT2Size, size_of
+from halfstep.models.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep.workloads import model_of
-from halfstep.workloads.language.config import LanguageConfig
+from halfstep.workloads.kind import Store
+from halfstep.workloads.language.config import LanguageConfig, context_of
 from halfstep.workloads.language.data import LanguageData, open_language_data, stored_tokenizer
 from halfstep.workloads.language.scores import LanguageMetrics, num_counted
 from halfstep.workloads.language.writing import Sampling, continued
@@ -167,3 +168,37 @@ def _check_length(train: Tokens, context: int) -> None:
             why="a sample is a window of model.context tokens, each with its next one",
             fix=f"model.context={shorter}, or more text" if shorter >= 8 else "more text",
         )
+
+
+def random_store(config: LanguageConfig) -> dict[str, Any]:
+    return {"vocab": config.model.vocab or GPT2S[model_of(config)].vocab, "tokenizer": None}
+
+
+def random_batch(config: LanguageConfig, store: Store) -> Batch:
+    """Ids as a loader delivers them."""
+    generator, size = generator_for(config.train.seed), config.train.batch_size
+    ids = torch.randint(store["vocab"], (size, context_of(config) + 1), generator=generator)
+    return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
+
+
+def over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+    return over_samples(config, store, model_from_store(config, store), train=samples, val=samples)
+
+
+def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
+    return lambda batch: batch
+
+
+def flops_per_sample(config: LanguageConfig, store: Store) -> float:
+    """Six for each weight of a matmul and token, and attention's 12 · depth · dim · context (Chowdhery et al. 2022), of
+    which a causal mask leaves half to do; it is counted whole, as others count it."""
+    size, context = model_size(config, store), context_of(config)
+    in_blocks = 12 * size.depth * size.dim**2
+    return 6.0 * context * (in_blocks + size.vocab * size.dim) + 12.0 * size.depth * size.dim * context**2
+
+
+def export(model: nn.Module, config: LanguageConfig, store: Store, folder: Path) -> None:
+    tokenizer = stored_tokenizer(store)
+    save_gpt2(model, folder, ends_at=tokenizer.end if tokenizer is not None else None)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)

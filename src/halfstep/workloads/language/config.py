@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from halfstep.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
-from halfstep.config.section import Fraction, OffCount, Positive, PositiveCount
-from halfstep.config.training import Beta
+from halfstep.config.schema import DataConfig, ModelConfig, RunConfig
+from halfstep.config.section import OffCount
 
 Preset = dict[str, Any]
 CONTEXT = 1024
@@ -47,35 +46,6 @@ class LanguageModelConfig(ModelConfig):
     bias: bool = Field(default=True, description="Biases in linear layers and LayerNorm; GPT-2 has them")
     weights: str | None = Field(
         default=None, description="Weights to start from: a file or folder of Hugging Face's, or of nanoGPT's"
-    )
-
-
-class LanguageOptimizerConfig(OptimizerConfig):
-    """AdamW as in GPT-3 (Brown et al. 2020) for models of this size."""
-
-    lr: Positive = Field(default=6e-4, description="Learning rate at the top of the schedule")
-    weight_decay: float = Field(default=0.1, ge=0, description="Weight decay, decoupled in adamw")
-    betas: tuple[Beta, Beta] | None = Field(
-        default=(0.9, 0.95), description="Decay of the two moments in the Adam family"
-    )
-
-
-class LanguageScheduleConfig(ScheduleConfig):
-    """A short warmup, then a cosine to a tenth."""
-
-    warmup_steps: OffCount | None = Field(default=200, description="Steps of linear warmup")
-    min_factor: Fraction = Field(default=0.1, description="The factor never falls below this")
-
-
-class LanguageTrainConfig(TrainConfig):
-    """By steps rather than epochs: `max_steps` ends most runs."""
-
-    epochs: PositiveCount = Field(default=1, description="Passes over the training set")
-    batch_size: PositiveCount = Field(
-        default=16, description="Samples of one micro-batch, each of model.context tokens"
-    )
-    early_stopping_patience: OffCount = Field(
-        default=0, description="Validations without a better metric before the run ends; 0: off"
     )
 
 
@@ -132,12 +102,21 @@ class LanguageConfig(RunConfig):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     demo: ClassVar[dict[str, Any]] = DEMO
+    # AdamW as in GPT-3 (Brown et al. 2020) for models of this size; a short warmup, then a cosine to a tenth. Most runs
+    # are ended by train.max_steps.
+    defaults: ClassVar[dict[str, Any]] = {
+        "optimizer.lr": 6e-4,
+        "optimizer.weight_decay": 0.1,
+        "optimizer.betas": (0.9, 0.95),
+        "schedule.warmup_steps": 200,
+        "schedule.min_factor": 0.1,
+        "train.epochs": 1,
+        "train.batch_size": 16,
+        "train.early_stopping_patience": 0,
+    }
 
     data: TextDataConfig = TextDataConfig()
     model: LanguageModelConfig = LanguageModelConfig()
-    optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
-    schedule: LanguageScheduleConfig = LanguageScheduleConfig()
-    train: LanguageTrainConfig = LanguageTrainConfig()
 
 
 def context_of(config: LanguageConfig, store: object = None) -> int:

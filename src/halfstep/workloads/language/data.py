@@ -79,7 +79,7 @@ def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> Langua
             ("text", f"{counted(len(texts.all), 'file')}, {_in_words(train, val)}; validation: {texts.source}"),
             ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {place}"),
         ),
-        notes=(*(f"left out: {error.what} ({error.why})" for error in bad_files.skipped), *_not_read(texts)),
+        notes=(*bad_files.notes, *_not_read(texts)),
     )
 
 

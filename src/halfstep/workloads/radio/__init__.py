@@ -12,7 +12,7 @@ PREDICT_OPTIONS = (_STEPS, Option("seed", int, 0, "Seed of the noise that sample
 
 _BOTH: dict[str, Any] = {
     "writes_files": True,
-    "sample_size": ".random_data:sample_size",
+    "sample_size": ".build:sample_size",
     "unit": "map",
     "task": "radio maps",
     "about": "path gain of a transmitter from buildings and antenna: RadioMapSeer's png/ and gain/",
@@ -38,7 +38,7 @@ KIND = Kind.in_folder(
     __name__,
     config=RadioDiffConfig,
     kept=("model.scale_factor", "model.first_stage.", "model.pyramid.weights", "data.image_size"),
-    pack=".latents:pack",
+    pack=".first_stage:pack",
     evaluation=".evaluate:SamplingEvaluation",
     evaluate_options=SAMPLING_OPTIONS,
     predictor=".predict:MapPredictor",

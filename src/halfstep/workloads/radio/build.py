@@ -7,39 +7,43 @@ compiled step. In validation every map is sampled as well, from noise that belon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.data import noise
-from halfstep.data.loader import Batch
+from halfstep.data.loader import Batch, Samples
+from halfstep.data.seeds import generator_for
 from halfstep.errors import counted
 from halfstep.models.posterior import drawn
 from halfstep.models.radio_layers import LinearAttention, TimedBlock
-from halfstep.models.radio_names import unet_name
+from halfstep.models.radio_names import in_our_names, unet_name
 from halfstep.models.radio_relation import Relation
 from halfstep.models.radio_unet import RadioUNet
 from halfstep.models.radio_vae import RadioVAE, ResidualBlock
 from halfstep.models.recompute import set_recompute
 from halfstep.models.swin import PatchMerging, SwinBlock, SwinPyramid
-from halfstep.models.weights import load_weights_, read_weights
+from halfstep.models.weights import Weights, load_file_
+from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart
+from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.build_vae import refuse_uneven
-from halfstep.workloads.radio.config import RadioDiffConfig
+from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
 from halfstep.workloads.radio.ddm import ddm_loss, noised, sampled, sampling_times, times_of
 from halfstep.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
+    MOMENTS,
     first_stage,
     latent_shape,
     measured_scale,
     reduction_of,
     round_trip,
+    sizes_of,
     some_maps,
+    with_latents,
 )
-from halfstep.workloads.radio.latents import MOMENTS, with_latents
 from halfstep.workloads.radio.pictures import sample_pictures
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.vae_format import chosen_format, training_device
@@ -71,9 +75,9 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     model = unet_of(config, store)
     if is_new:  # a stored run's checkpoint brings its own weights
         if config.model.pyramid.weights:
-            load_pyramid_(model.condition, config.model.pyramid.weights)
+            load_file_(model.condition, config.model.pyramid.weights, pyramid_weights)
         if config.model.weights:
-            load_unet_(model, config.model.weights)
+            load_file_(model, config.model.weights, unet_weights)
     return workload_of(
         config,
         store,
@@ -145,19 +149,15 @@ def unet_of(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
     return unet
 
 
-def load_unet_(model: RadioUNet, source: str) -> None:
-    """Weights of ours, or of a public checkpoint, which holds the first stage as well."""
-    weights, _ = read_weights(Path(source))
+def unet_weights(weights: Weights) -> Weights:
+    """Of ours, or of a public checkpoint, which holds the first stage as well."""
     inner = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-    named = {own: value for name, value in (inner or weights).items() if (own := unet_name(name)) is not None}
-    load_weights_(model, named, source=source)
+    return in_our_names(unet_name, inner or weights)
 
 
-def load_pyramid_(pyramid: SwinPyramid, source: str) -> None:
-    """torchvision's weights; the norm and head behind its last stage have no place here."""
-    weights, _ = read_weights(Path(source))
-    named = {name: value for name, value in weights.items() if not name.startswith(("norm.", "head."))}
-    load_weights_(pyramid, named, source=source)
+def pyramid_weights(weights: Weights) -> Weights:
+    """torchvision's; the norm and head behind its last stage have no place here."""
+    return {name: value for name, value in weights.items() if not name.startswith(("norm.", "head."))}
 
 
 class Denoising:
@@ -273,3 +273,32 @@ def workload_of(
         sample=pictures,
     )
     return workload
+
+
+RadioConfig = RadioDiffConfig | RadioVaeConfig
+
+
+def random_store(config: RadioConfig) -> dict[str, Any]:
+    sizes = sizes_of(config.model.first_stage)
+    return {"sizes": sizes, "scale_factor": 1.0, "image_size": config.data.image_size}
+
+
+def random_batch(config: RadioConfig, store: Store) -> Batch:
+    generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
+    shapes = {"gain": (size, 1, side, side), "condition": (size, 3, side, side)}
+    drawn = {name: torch.randint(256, shape, dtype=torch.uint8, generator=generator) for name, shape in shapes.items()}
+    return {**drawn, "index": torch.arange(size)}
+
+
+def over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
+    """A first stage of random weights costs what a trained one does."""
+    data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
+    if isinstance(config, RadioVaeConfig):
+        return build_vae.workload_of(config, build_vae.stage1(config), data)
+    store = {**random_store(config), **store}
+    vae = FrozenPart(module=RadioVAE(**store["sizes"]).eval())
+    return workload_of(config, store, unet_of(config, store), vae, data)
+
+
+def sample_size(config: RadioConfig) -> str:
+    return f"{config.data.image_size} pixels"

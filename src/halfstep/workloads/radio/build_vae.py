@@ -59,7 +59,7 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
     data = find_data(config)
     model = stage1(config)
     if store is None and config.model.weights:
-        load_vae_(model.vae, Path(config.model.weights))
+        load_vae_(model.vae, config.model.weights)
     return workload_of(config, model, data)
 
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from halfstep.config.schema import (
+    BuiltModelConfig,
     DataConfig,
-    EmaConfig,
-    ModelConfig,
-    OptimizerConfig,
+    LatentCaching,
     RunConfig,
-    ScalerConfig,
-    ScheduleConfig,
 )
 from halfstep.config.section import Fraction, OffCount, Positive, PositiveCount, Section
-from halfstep.config.training import ScheduleName, TrainConfig
 
 Counts = tuple[PositiveCount, ...]
 Window = tuple[PositiveCount, PositiveCount]
@@ -48,15 +44,10 @@ class RadioDataConfig(DataConfig):
 class RadioDiffDataConfig(RadioDataConfig):
     """The same, with latents on disk."""
 
-    cache: Literal["off", "latents"] = Field(
+    cache: LatentCaching = Field(
         default="off", description="latents: encode every training map once, not in every step"
     )
     cache_file: str | None = Field(default=None, min_length=1, description="Where latents are; default: in data.dir")
-
-    @field_validator("cache", mode="before")
-    @classmethod
-    def off_by_any_name(cls, value: object) -> object:
-        return "off" if value is None or value is False else value
 
 
 class FirstStageConfig(Section):
@@ -80,17 +71,12 @@ class DiscriminatorConfig(Section):
     num_halvings: PositiveCount = Field(default=3, description="How often it halves the map: how large its patches are")
 
 
-class RadioVaeModelConfig(ModelConfig):
+class RadioVaeModelConfig(BuiltModelConfig):
     """The autoencoder and its loss."""
 
     first_stage: FirstStageConfig = FirstStageConfig()
     kl_weight: float = Field(default=1e-6, ge=0, description="Weight of the KL term, which is summed over the latent")
     discriminator: DiscriminatorConfig = DiscriminatorConfig()
-
-    @model_validator(mode="after")
-    def builds_its_own_model(self) -> Self:
-        refuse_own_model(self)
-        return self
 
 
 class PyramidConfig(Section):
@@ -104,7 +90,7 @@ class PyramidConfig(Section):
     weights: str | None = Field(default=None, description="File with torchvision's swin weights to start from")
 
 
-class RadioDiffModelConfig(ModelConfig):
+class RadioDiffModelConfig(BuiltModelConfig):
     """The denoiser and its sampler."""
 
     vae: str | None = Field(
@@ -144,51 +130,20 @@ class RadioDiffModelConfig(ModelConfig):
                 raise ValueError(f"{name} has {len(given)} entries, multipliers has {levels}: one for each level")
         if self.width % 8:
             raise ValueError(f"width={self.width}: a multiple of 8 is needed, for eight groups and heads")
-        refuse_own_model(self)
         return self
 
 
-def refuse_own_model(model: ModelConfig) -> None:
-    if model.path or model.options:
-        raise ValueError("RadioDiff builds its own model; yours is a workload: halfstep train my_pkg.my_mod:build")
-
-
-class RadioOptimizerConfig(OptimizerConfig):
-    """AdamW on everything."""
-
-    lr: Positive = Field(default=5e-5, description="Learning rate at the top of the schedule")
-    weight_decay: float = Field(default=1e-4, ge=0, description="Decoupled weight decay")
-    decay_norms_and_biases: bool = Field(default=True, description="Decay normalisation parameters and biases too")
-
-
-class VaeOptimizerConfig(RadioOptimizerConfig):
-    lr: Positive = Field(default=5e-6, description="Learning rate at the top of the schedule")
-
-
-class RadioScheduleConfig(ScheduleConfig):
-    """(1 - step / steps) ^ 0.96."""
-
-    name: ScheduleName = Field(default="polynomial", description="Shape after the warmup")
-    power: Positive = Field(default=0.96, description="Exponent of the polynomial schedule")
-
-
-class RadioEmaConfig(EmaConfig):
-    enabled: bool = Field(default=True, description="Keep the average, and validate and save it")
-    decay: float = Field(default=0.999, gt=0, lt=1, description="Decay after the warmup")
-
-
-class VaeScalerConfig(ScalerConfig):
-    """Gradients of a sum over pixels are large as they are."""
-
-    init_scale: Positive = Field(default=16.0, description="Loss scale to start with")
-
-
-class RadioTrainConfig(TrainConfig):
-    early_stopping_patience: OffCount = Field(
-        default=0, description="Validations without a better metric before the run ends; 0: off"
-    )
-
-
+RADIO: dict[str, Any] = {
+    "optimizer.lr": 5e-5,
+    "optimizer.weight_decay": 1e-4,
+    "optimizer.decay_norms_and_biases": True,
+    "schedule.name": "polynomial",
+    "schedule.power": 0.96,
+    "train.early_stopping_patience": 0,
+    "ema.enabled": True,
+    "ema.decay": 0.999,
+}
+"""AdamW on everything, and a rate of (1 - step / steps) ^ 0.96."""
 SMALL_DATA: dict[str, Any] = {"data.image_size": 16, "data.num_workers": 0}
 SMALL_FIRST_STAGE: dict[str, Any] = {
     "model.first_stage.width": 16,
@@ -213,11 +168,8 @@ class RadioVaeConfig(RunConfig):
 
     data: RadioDataConfig = RadioDataConfig()
     model: RadioVaeModelConfig = RadioVaeModelConfig()
-    optimizer: VaeOptimizerConfig = VaeOptimizerConfig()
-    schedule: RadioScheduleConfig = RadioScheduleConfig()
-    train: RadioTrainConfig = RadioTrainConfig()
-    ema: RadioEmaConfig = RadioEmaConfig()
-    scaler: VaeScalerConfig = VaeScalerConfig()
+    # Gradients of a sum over pixels are large as they are.
+    defaults: ClassVar[dict[str, Any]] = {**RADIO, "optimizer.lr": 5e-6, "scaler.init_scale": 16.0}
 
 
 class RadioDiffConfig(RunConfig):
@@ -246,7 +198,4 @@ class RadioDiffConfig(RunConfig):
 
     data: RadioDiffDataConfig = RadioDiffDataConfig()
     model: RadioDiffModelConfig = RadioDiffModelConfig()
-    optimizer: RadioOptimizerConfig = RadioOptimizerConfig()
-    schedule: RadioScheduleConfig = RadioScheduleConfig()
-    train: RadioTrainConfig = RadioTrainConfig()
-    ema: RadioEmaConfig = RadioEmaConfig()
+    defaults: ClassVar[dict[str, Any]] = RADIO

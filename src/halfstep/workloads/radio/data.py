@@ -51,7 +51,7 @@ def find_data(config: RunConfig) -> RadioData:
         train=train,
         val=val,
         about=(("layout", f"RadioMapSeer, {tree.gain_dir.name}"), ("split", f"{name}: {sizes}")),
-        notes=(*_leaks(split, tree), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
+        notes=(*_leaks(split), *bad_files.notes),
     )
 
 
@@ -110,7 +110,7 @@ def part_of(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, ba
 ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test": "test"}
 
 
-def _leaks(split: Split, tree: RadioTree) -> list[str]:
+def _leaks(split: Split) -> list[str]:
     """Scores on maps that were trained on say little: who asked for such a split reads it."""
     return [
         f"{counted(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {some_of(numbers)}; "

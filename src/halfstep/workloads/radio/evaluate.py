@@ -21,6 +21,7 @@ from halfstep.workloads.radio.config import RadioDiffConfig
 from halfstep.workloads.radio.data import part_of, split_of, tree_of
 from halfstep.workloads.radio.pictures import MapRow, map_sheet
 from halfstep.workloads.radio.scores import RadioMetrics
+from halfstep.workloads.sheets import worst_to_best
 from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.workload import Workload
 
@@ -60,7 +61,7 @@ class RadioEvaluation(PlainEvaluation):
 
     def draw(self, folder: Path, look: Look) -> list[Path]:
         """The worst, middling and best maps of validation."""
-        rows = [self._row(kind, index, score, look) for kind, index, score in chosen(self.metrics.ranked())]
+        rows = [self._row(*shown, look) for shown in worst_to_best(self.metrics.ranked(), SHOWN_EACH)]
         if not rows:
             return []
         path = folder / "contact_sheet.png"
@@ -76,15 +77,6 @@ class RadioEvaluation(PlainEvaluation):
             predicted=outputs["map"][0, 0].float().cpu().numpy(),
             truth=batch["truth"][0, 0].float().cpu().numpy(),
         )
-
-
-def chosen(ranked: list[tuple[int, float]]) -> list[tuple[str, int, float]]:
-    """The ends and the middle of maps sorted by score; all of a few."""
-    if len(ranked) <= 3 * SHOWN_EACH:
-        return [("map", *found) for found in ranked]
-    middle = (len(ranked) - SHOWN_EACH) // 2
-    places = {"worst": 0, "median": middle, "best": len(ranked) - SHOWN_EACH}
-    return [(kind, *found) for kind, start in places.items() for found in ranked[start : start + SHOWN_EACH]]
 
 
 class SamplingEvaluation(RadioEvaluation):

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import nn
 from torch.utils.data import default_collate
 
 from halfstep.data.radio_maps import RadioMaps
+from halfstep.workloads.sheets import Array, table
 from halfstep.workloads.workload import Workload
 
-Array = np.ndarray[Any, Any]
-
 COLUMNS = ("buildings, antenna", "map", "truth", "error")
-CELL, GAP, BAND = 192, 6, 20
-"""Sides in pixels: a picture, the space between two, a line of text."""
 BUILDING, STREET, ANTENNA, CAR = (40, 40, 40), (225, 225, 225), (213, 94, 0), (0, 114, 178)
 TOO_HIGH, TOO_LOW = (213, 94, 0), (0, 114, 178)
 LARGEST_ERROR = 0.25
@@ -41,16 +37,7 @@ def map_sheet(rows: Sequence[MapRow]) -> Image.Image:
     """A row for each sample, with a heading; what no row knows has no column."""
     known = (any(row.condition is not None for row in rows), True, *[any(row.truth is not None for row in rows)] * 2)
     columns = [name for name, is_known in zip(COLUMNS, known, strict=True) if is_known]
-    sheet = Image.new("RGB", (GAP + len(columns) * (CELL + GAP), BAND + len(rows) * (CELL + BAND + GAP)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
-    for number, heading in enumerate(columns):
-        draw.text((GAP + number * (CELL + GAP), 2), heading, fill="black", font=font)
-    for place, row in enumerate(rows):
-        top = BAND + place * (CELL + BAND + GAP)
-        for number, cell in enumerate(_cells(row)):
-            sheet.paste(_fitted(cell), (GAP + number * (CELL + GAP), top))
-        draw.text((GAP, top + CELL + 2), row.name, fill="black", font=font)
-    return sheet
+    return table(columns, [(row.name, _cells(row)) for row in rows])
 
 
 def _cells(row: MapRow) -> list[Array]:
@@ -88,13 +75,6 @@ def error_picture(predicted: Array, truth: Array) -> Array:
     error = np.clip((predicted - truth) / LARGEST_ERROR, -1, 1)[..., None]
     colour = np.where(error > 0, np.array(TOO_HIGH), np.array(TOO_LOW))
     return np.asarray((255 + (colour - 255) * np.abs(error)).round().astype(np.uint8))
-
-
-def _fitted(pixels: Array) -> Image.Image:
-    picture = Image.fromarray(pixels)
-    scale = CELL / max(picture.size)
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
 
 
 def sample_pictures(maps: RadioMaps, model: nn.Module, workload: Workload, key: tuple[int, ...]) -> dict[str, Array]:

@@ -5,6 +5,7 @@ With a first stage: `halfstep predict RUN RadioMapSeer/gain/DPM`, each map as it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,10 @@ from halfstep.workloads.radio.build_vae import Stage1, stage1
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import signed, unit_gain, unsigned
 from halfstep.workloads.radio.first_stage import first_stage
-from halfstep.workloads.radio.pictures import Array, MapRow, map_sheet
+from halfstep.workloads.radio.pictures import MapRow, map_sheet
 from halfstep.workloads.radio.scores import map_scores
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of, saved_picture
+from halfstep.workloads.sheets import Array
+from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 
 
 class MapPredictor:
@@ -46,18 +48,14 @@ class MapPredictor:
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """One for each antenna; other pictures of a RadioMapSeer folder are not asked for."""
-        assert wishes.out is not None
-        antennas = [item for item in inputs if item.path.parent.name == "antennas"]
-        asked = antennas or inputs
+        out, seed = wishes.out, int(wishes.options["seed"])
+        assert out is not None
+        asked = [item for item in inputs if item.path.parent.name == "antennas"] or inputs
         bar.total = len(asked)
         steps = int(wishes.options["steps"] or self.config.model.sampling_steps)
         denoising = Denoising(self.config, self.store, self.vae, steps=steps)
-        for place, item in enumerate(asked):
-            try:
-                key = Key.of_sampling(int(wishes.options["seed"]), place)
-                yield self._answer(item, trained, denoising, key, wishes.out)
-            except DataError as error:
-                yield failure_of(item, error)
+        keys = (Key.of_sampling(seed, place) for place in itertools.count())
+        return each_answered(asked, lambda item: self._answer(item, trained, denoising, next(keys), out))
 
     def _answer(self, item: Input, trained: Trained, denoising: Denoising, key: Key, out: Path) -> Answer:
         size = (self.store["image_size"], self.store["image_size"])
@@ -106,13 +104,10 @@ class ReconstructionPredictor:
         self.model = stage1(config)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        assert wishes.out is not None
+        out = wishes.out
+        assert out is not None
         bar.total = len(inputs)
-        for item in inputs:
-            try:
-                yield self._answer(item, trained, wishes.out)
-            except DataError as error:
-                yield failure_of(item, error)
+        return each_answered(inputs, lambda item: self._answer(item, trained, out))
 
     def _answer(self, item: Input, trained: Trained, out: Path) -> Answer:
         pixels = torch.from_numpy(read_gray(item.path, self.size))[None, None].to(trained.device)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.workloads.sums import Sums
+
 WINDOW, SIGMA = 11, 1.5
 SMALLEST_MSE = 1e-12
 """PSNR of a perfect map is 120 dB, so that a mean over maps stays a number."""
@@ -56,7 +58,7 @@ def ssim(one: Tensor, other: Tensor) -> Tensor:
     return found.flatten(1).mean(1)
 
 
-class RadioMetrics:
+class RadioMetrics(Sums):
     """Sums of scores over maps, on the device.
 
     Finished maps (`outputs["map"]` against `batch["truth"]`) are there in validation; in training there are errors of
@@ -64,14 +66,10 @@ class RadioMetrics:
     share of nothing) is left out of the mean; what a broken model says is not.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
-
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         for name, errors in outputs.items():
             if name.startswith("error_"):
-                self._add(name.removeprefix("error_"), errors.double(), torch.ones_like(errors, dtype=torch.bool))
+                self._add_mean(name.removeprefix("error_"), errors.double(), torch.ones_like(errors, dtype=torch.bool))
         if "map" in outputs:
             self.count(outputs["map"], batch["truth"])
 
@@ -84,25 +82,13 @@ class RadioMetrics:
                 has_score = (flat != 0).any(1)
             elif name == "nmse_variance":
                 has_score = (flat != flat[:, :1]).any(1)
-            self._add(name, scores, has_score)
+            self._add_mean(name, scores, has_score)
         return found
 
-    def _add(self, name: str, values: Tensor, counts: Tensor) -> None:
-        total, count = torch.where(counts, values, 0).sum(), counts.sum()
-        if name in self._sums:
-            total = self._sums[name].to(total.device) + total
-            count = self._counts[name].to(count.device) + count
-        self._sums[name], self._counts[name] = total, count
+    def _add_mean(self, name: str, values: Tensor, counts: Tensor) -> None:
+        self.add(**{f"sum.{name}": torch.where(counts, values, 0).sum(), f"count.{name}": counts.sum()})
 
     def compute(self) -> dict[str, float]:
         """Means; waits for the device."""
-        counts = {name: int(count) for name, count in self._counts.items()}
-        return {name: float(total) / counts[name] for name, total in self._sums.items() if counts[name]}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        sums = {f"sum.{name}": value for name, value in self._sums.items()}
-        return sums | {f"count.{name}": value for name, value in self._counts.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sums = {name[4:]: value for name, value in state.items() if name.startswith("sum.")}
-        self._counts = {name[6:]: value for name, value in state.items() if name.startswith("count.")}
+        counts = {name[6:]: int(count) for name, count in self.sums.items() if name.startswith("count.")}
+        return {name: float(self.sums[f"sum.{name}"]) / count for name, count in counts.items() if count}

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.config.section import of_settings
 from halfstep.data.augment import Augmentation, augment
 from halfstep.data.files import BadFiles, some_of
 from halfstep.data.layouts import PairLayout
-from halfstep.data.loader import Batch
+from halfstep.data.loader import Batch, Samples
 from halfstep.data.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
 from halfstep.data.pairs import FoundPairs, Split, find_split
+from halfstep.data.seeds import generator_for
 from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.errors import ConfigError, DataError, counted
 from halfstep.models.unet import UNet
-from halfstep.models.weights import load_weights_, read_weights
+from halfstep.models.weights import load_file_
+from halfstep.workloads.kind import Store
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.workload import Loss, Workload
@@ -61,9 +64,8 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     background = background_class(config, table)
     model = model_from_store(config, store)
     if is_new and config.model.weights:  # a stored run's checkpoint brings its own
-        weights, _ = read_weights(Path(config.model.weights))
-        load_weights_(model, weights, source=config.model.weights)
-    augmentation = _augmentation(config)
+        load_file_(model, config.model.weights)
+    augmentation = of_settings(Augmentation, config.data.augment)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         pixels, mask = unit_range(batch["image"]), batch["mask"]
@@ -86,7 +88,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         scoring=_scoring(table, background),
         by_batch=("the Dice part of the loss",) if config.model.dice_weight else (),
         store=store,
-        notes=(*_many_values(table), *(f"left out: {error.what} ({error.why})" for error in bad_files.skipped)),
+        notes=(*_many_values(table), *bad_files.notes),
         val_names=tuple(pair.image.name for pair in val_pairs),
         about=tuple(about.items()),
         settled=settled,
@@ -216,18 +218,6 @@ def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
         )
 
 
-def _augmentation(config: UNetConfig) -> Augmentation:
-    asked = config.data.augment
-    return Augmentation(
-        flip=asked.flip,
-        rotate_degrees=asked.rotate_degrees,
-        scale=asked.scale,
-        crop=asked.crop,
-        brightness=asked.brightness,
-        elastic_pixels=asked.elastic_pixels,
-    )
-
-
 def model_from_store(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
     """The model alone, for a checkpoint's weights: all that prediction needs."""
     side, depth = store["image_size"], config.model.depth
@@ -258,7 +248,7 @@ def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
     data = config.data
     if data.dir is None:
         raise DataError("no data folder", why="building U-Net's data needs data.dir", fix="--data-dir DIR")
-    layout = PairLayout(**{name: getattr(data, name) for name in PairLayout.__dataclass_fields__})
+    layout = of_settings(PairLayout, data)
     split = Split(
         val_fraction=data.val_fraction,
         seed=data.split_seed,
@@ -303,3 +293,40 @@ def image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
     if side >= usual:
         return usual, f"{usual}, the default; {pictures}"
     return side, f"{side}: {pictures}, and more would be blown up (data.image_size)"
+
+
+def random_store(config: UNetConfig) -> dict[str, Any]:
+    return {
+        "channels": 3 if config.data.channels == "auto" else config.data.channels,
+        "num_classes": 2 if config.model.classes == "auto" else config.model.classes,
+    }
+
+
+def random_batch(config: UNetConfig, store: Store) -> Batch:
+    """Bytes as a loader delivers them, and masks that no model can guess."""
+    generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
+    image = torch.randint(256, (size, store["channels"], side, side), dtype=torch.uint8, generator=generator)
+    classes = max(2, store["num_classes"])
+    mask = torch.randint(classes, (size, side, side), dtype=torch.uint8, generator=generator)
+    return {"image": image, "mask": mask, "index": torch.arange(size)}
+
+
+def over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
+    """Without augmentation: it costs everybody the same and shows nothing."""
+
+    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        return batch | {"image": unit_range(batch["image"])}
+
+    return Workload(
+        name=config.workload,
+        model=model_from_store(config, {**store, "image_size": config.data.image_size}),
+        train_samples=samples,
+        val_samples=samples,
+        prepare=prepare,
+        forward=lambda model, batch: model(batch["image"]),
+        loss=loss_of(config),
+        metrics=lambda: SegmentationMetrics(store["num_classes"]),
+        metric="iou",
+        fragile=FRAGILE,
+        store=store,
+    )

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from halfstep.config.schema import DataConfig, ModelConfig, RunConfig, ScheduleConfig
+from halfstep.config.schema import BuiltModelConfig, DataConfig, RunConfig
 from halfstep.config.section import Fraction, PositiveCount, Section
 
 
@@ -65,7 +65,7 @@ class UNetDataConfig(DataConfig):
         return self
 
 
-class UNetModelConfig(ModelConfig):
+class UNetModelConfig(BuiltModelConfig):
     """The milesial U-Net at any width and depth."""
 
     base_channels: PositiveCount = Field(default=64, description="Channels of the first level; each level doubles them")
@@ -91,20 +91,6 @@ class UNetModelConfig(ModelConfig):
         description="Mask value (number or colour) that counts neither in loss nor metrics; auto: the data set's own "
         "where it is known (VOC: 255), and 255 beside the classes 0, 1, 2, ...; null: none",
     )
-
-    @model_validator(mode="after")
-    def builds_its_own_model(self) -> Self:
-        if self.path or self.options:
-            raise ValueError(
-                "unet builds its own model; one of your own is a workload: halfstep train my_pkg.my_mod:build"
-            )
-        return self
-
-
-class UNetScheduleConfig(ScheduleConfig):
-    """Cosine with a short warmup: fp16's first steps are its most fragile ones."""
-
-    warmup_epochs: float = Field(default=1.0, ge=0, description="Linear warmup in epochs, fractions allowed")
 
 
 class UNetConfig(RunConfig):
@@ -153,6 +139,8 @@ class UNetConfig(RunConfig):
         "train.epochs": 16,
     }
 
+    # A short warmup: fp16's first steps are its most fragile ones.
+    defaults: ClassVar[dict[str, Any]] = {"schedule.warmup_epochs": 1.0}
+
     data: UNetDataConfig = UNetDataConfig()
     model: UNetModelConfig = UNetModelConfig()
-    schedule: UNetScheduleConfig = UNetScheduleConfig()

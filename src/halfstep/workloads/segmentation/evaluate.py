@@ -18,8 +18,9 @@ from halfstep.report.progress import Bar
 from halfstep.workloads.other_data import pairs_folder, with_all_pairs
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
+from halfstep.workloads.segmentation.predict import WholeImages
 from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes
-from halfstep.workloads.segmentation.tiles import WholeImages
+from halfstep.workloads.sheets import worst_to_best
 from halfstep.workloads.using import Look, Phase, Trained
 from halfstep.workloads.workload import Workload
 
@@ -97,7 +98,7 @@ class SegmentationEvaluation:
         )
 
     def draw(self, folder: Path, look: Look) -> list[Path]:
-        rows = [self._row(kind, index, score, look) for kind, index, score in _chosen(self.metrics.per_image())]
+        rows = [self._row(*shown, look) for shown in worst_to_best(self.metrics.per_image(), SHOWN_EACH)]
         path = folder / "contact_sheet.png"
         names = [f"{number}: {value}" for number, value in enumerate(self.values)]
         contact_sheet(rows, background=self.background, names=names).save(path)
@@ -133,17 +134,3 @@ class FullSize:
         form = self._samples.image
         pixels = read_image(self._samples.pairs[index].image, channels=form.channels, raw_scale=form.raw_scale)
         return pixels if pixels.shape[-1] != 2 else pixels[..., :1]
-
-
-def _chosen(ranked: list[tuple[int, float]]) -> list[tuple[str, int, float]]:
-    """The worst, the middling and the best of images sorted by score; all of a few."""
-    count = len(ranked)
-    if count <= 3 * SHOWN_EACH:
-        middle = range(0)
-        worst, best = range(-(-count // 2)), range(-(-count // 2), count)
-    else:
-        start = (count - SHOWN_EACH) // 2
-        worst, middle = range(SHOWN_EACH), range(start, start + SHOWN_EACH)
-        best = range(count - SHOWN_EACH, count)
-    kinds = {"worst": worst, "median": middle, "best": best}
-    return [(kind, *ranked[place]) for kind, places in kinds.items() for place in places]

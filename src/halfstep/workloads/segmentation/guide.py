@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.data.images import image_facts
 from halfstep.data.segmentation import SegmentationData
-from halfstep.workloads.guiding import SIZED_FILES, Opened, spread
+from halfstep.workloads.guiding import Opened, median_size
 from halfstep.workloads.segmentation.build import build
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.pictures import overlay
@@ -25,15 +25,13 @@ class Guide:
         built = build(tiny)
         assert isinstance(built.train_samples, SegmentationData)
         pairs = built.train_samples.pairs
-        sizes = [image_facts(pairs[index].image).size[::-1] for index in spread(len(pairs), SIZED_FILES)]
-        width, height = np.median(np.array(sizes), axis=0)
         return Opened(
             train=built.train_samples,
             val=built.val_samples,
             store=built.store,
             classes=tuple(f"mask value {value}" for value in built.store["mask_values"]),
             notes=built.notes,
-            sides=(int(width), int(height)),
+            sides=median_size(len(pairs), lambda index: image_facts(pairs[index].image).size[::-1]),
         )
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:

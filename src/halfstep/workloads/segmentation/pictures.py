@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from halfstep.data.masks import IGNORED
-
-Array = np.ndarray[Any, Any]
+from halfstep.workloads.sheets import BAND, GAP, Array, table
 
 # Okabe and Ito's seven can be told apart by colour-blind readers: three mark errors, four are the first classes.
 # Then each is the farthest (in CIELAB) from all before it, from black and from NO_CLASS: no two are closer than 26.
@@ -29,7 +28,6 @@ MISSED, FALSE_ALARM, CONFUSED, NO_CLASS = (0, 114, 178), (230, 159, 0), (204, 12
 COLUMNS = ("image", "truth", "prediction", "error")
 Legend = tuple[tuple[str, tuple[int, ...]], ...]
 LEGEND: Legend = (("missed", MISSED), ("false alarm", FALSE_ALARM), ("wrong class", CONFUSED), ("ignored", NO_CLASS))
-CELL, GAP, BAND = 256, 6, 22  # sides in pixels: a picture, the space between two, a line of text
 LEGEND_COLUMNS = 8
 
 
@@ -41,28 +39,19 @@ class SheetRow:
     prediction: Array  # class maps (H, W)
 
 
-def overlay(image: Array, classes: Array, *, background: int | None = 0, strength: float = 0.5) -> Image.Image:
+def overlay(image: Array, classes: Array, *, background: int | None = 0) -> Image.Image:
     """The image with every class but the background tinted."""
     picture = _rgb(image).astype(np.float32)
-    tinted = picture * (1 - strength) + class_colours(classes, background) * np.float32(strength)
+    tinted = (picture + class_colours(classes, background)) * np.float32(0.5)
     is_plain = _is(classes, background)[..., None]
     return Image.fromarray(np.where(is_plain, picture, tinted).round().astype(np.uint8))
 
 
 def contact_sheet(rows: Sequence[SheetRow], *, background: int | None = 0, names: Sequence[str] = ()) -> Image.Image:
     """One row per sample, with a heading and a legend of the errors and of the classes, where they have names."""
-    width = len(COLUMNS) * (CELL + GAP) + GAP
     legends = [LEGEND if background is not None else LEGEND[2:], *_class_legends(rows, names, background)]
-    sheet = Image.new("RGB", (width, (1 + len(legends)) * BAND + len(rows) * (CELL + BAND + GAP)), "white")
+    sheet = table(COLUMNS, [(row.name, _cells(row, background)) for row in rows], bands=len(legends))
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
-    lefts = [GAP + column * (CELL + GAP) for column in range(len(COLUMNS))]
-    for left, heading in zip(lefts, COLUMNS, strict=True):
-        draw.text((left, 3), heading, fill="black", font=font)
-    for number, row in enumerate(rows):
-        top = BAND + number * (CELL + BAND + GAP)
-        for left, cell in zip(lefts, _cells(row, background), strict=True):
-            sheet.paste(_fitted(cell), (left, top))
-        draw.text((GAP, top + CELL + 2), row.name, fill="black", font=font)
     for number, legend in enumerate(legends):
         _write_legend(draw, font, sheet.height - (len(legends) - number) * BAND, legend)
     return sheet
@@ -113,13 +102,6 @@ def _class_legends(rows: Sequence[SheetRow], names: Sequence[str], background: i
 def _rgb(image: Array) -> Array:
     pixels: Array = image if image.dtype == np.uint8 else (image.clip(0, 1) * 255).round().astype(np.uint8)
     return pixels.repeat(3, axis=-1) if pixels.shape[-1] == 1 else pixels[..., :3]
-
-
-def _fitted(pixels: Array) -> Image.Image:
-    picture = Image.fromarray(pixels)
-    scale = CELL / max(picture.size)
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
 
 
 def _write_legend(draw: ImageDraw.ImageDraw, font: Any, top: int, legend: Legend) -> None:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from halfstep.data.files import READABLE
-from halfstep.data.images import read_image
-from halfstep.errors import DataError
+from halfstep.data.images import image_facts, read_image
+from halfstep.data.segmentation import read_planes
+from halfstep.errors import ConfigError
+from halfstep.models.unet import receptive_radius
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
-from halfstep.workloads.segmentation.build import background_class, model_from_store, table_of_store
+from halfstep.workloads.segmentation.build import (
+    background_class,
+    image_format_of_store,
+    model_from_store,
+    table_of_store,
+    unit_range,
+)
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.pictures import overlay
-from halfstep.workloads.segmentation.tiles import Array, WholeImages, any_size
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of, saved_picture
+from halfstep.workloads.segmentation.scores import predicted_classes
+from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 
 
 class MaskPredictor:
@@ -28,13 +43,10 @@ class MaskPredictor:
         self.model = model_from_store(config, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        assert wishes.out is not None
+        out = wishes.out
+        assert out is not None
         images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=wishes.options["tile"])
-        for item in inputs:
-            try:
-                yield self._written(item, images.classes(item.path, bar), wishes.out)
-            except DataError as error:
-                yield failure_of(item, error)
+        return each_answered(inputs, lambda item: self._written(item, images.classes(item.path, bar), out))
 
     def _written(self, item: Input, classes: Array, out: Path) -> Answer:
         name = item.name.with_suffix("")
@@ -59,3 +71,178 @@ class MaskPredictor:
                 "share of each mask value": ", ".join(f"{value}: {share:.1%}" for value, share in shares.items()),
             },
         )
+
+
+Forward = Callable[[Tensor], Tensor]
+"""Images (N, C, H, W) to logits (N, K, H, W), with the model in evaluation mode and its precision applied."""
+Array = np.ndarray[Any, Any]
+Span = tuple[int, int]
+Tell = Callable[[int, int], None]  # hears before each tile how many are done, of how many
+
+RESAMPLED_AT_ONCE = 1 << 24  # logits: 64 MB
+
+
+def predict_file(
+    path: Path,
+    forward: Forward,
+    *,
+    store: Mapping[str, Any],
+    depth: int,
+    device: torch.device,
+    tile: int = 1024,
+    tell: Tell = lambda done, total: None,
+) -> Array:
+    """The class map (uint8) of an image file at its own size, computed at the scale the model was trained at."""
+    original = image_facts(path).size
+    height, width = (
+        max(2**depth, round(side * factor)) for side, factor in zip(original, store["resize"], strict=True)
+    )
+    planes = read_planes(path, replace(image_format_of_store(store), size=(height, width)))
+    image = torch.from_numpy(planes).to(device)
+    return predict_image(forward, image, depth=depth, tile=tile, size=original, tell=tell).numpy()
+
+
+@torch.no_grad()
+def predict_image(
+    forward: Forward,
+    image: Tensor,
+    *,
+    depth: int,
+    tile: int = 1024,
+    size: tuple[int, int] | None = None,
+    tell: Tell = lambda done, total: None,
+) -> Tensor:
+    """The class map (uint8, on the CPU) of one image (C, H, W), at its own size or at `size`.
+
+    In tiles where a side is longer than `tile`. Logits are resampled, not classes: edges come out where the model saw
+    them, between two pixels, and thin lines stay whole.
+    """
+    _, height, width = image.shape
+    classes = torch.empty(size or (height, width), dtype=torch.uint8)
+    tiles = list(itertools.product(_spans(height, tile, depth), _spans(width, tile, depth)))
+    for number, ((rows, used_rows), (columns, used_columns)) in enumerate(tiles):
+        tell(number, len(tiles))
+        logits = forward(unit_range(image[None, :, slice(*rows), slice(*columns)]))
+        _paint(classes, logits, _Axis(height, classes.shape[0], rows, used_rows),
+               _Axis(width, classes.shape[1], columns, used_columns))  # fmt: skip
+    return classes
+
+
+class _Axis:
+    """One tile along one axis: the pixels of the result that are its own, and where in the tile they lie."""
+
+    def __init__(self, length: int, result: int, seen: Span, used: Span) -> None:
+        # Pixels are areas: the middle of the first one lies half a pixel inside, at either size.
+        places = (torch.arange(result, dtype=torch.float64) + 0.5) * (length / result) - 0.5
+        places = places.clamp(0, length - 1)
+        first, end = torch.searchsorted(places, torch.tensor(used, dtype=torch.float64)).tolist()
+        self.own = slice(first, end if used[1] < length else result)
+        self.places = (places[self.own] - seen[0]).float()
+
+
+def _paint(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None:
+    """The classes of one tile's own pixels; some rows at a time, so that many classes at full size need little room."""
+    across = logits.shape[1] * max(1, len(columns.places))
+    for places, lines in zip(
+        *(
+            part.split(max(1, RESAMPLED_AT_ONCE // across))
+            for part in (rows.places, torch.arange(len(classes))[rows.own])
+        ),
+        strict=True,
+    ):
+        resampled = _resampled(_resampled(logits.float(), places, 2), columns.places, 3)
+        classes[lines, columns.own] = predicted_classes(resampled)[0].to(torch.uint8).cpu()
+
+
+def _resampled(logits: Tensor, places: Tensor, axis: int) -> Tensor:
+    """Linear interpolation at `places` along one axis; at whole numbers the logits themselves."""
+    before = places.floor()
+    weight = (places - before).to(logits.device).view(-1, *[1] * (logits.ndim - axis - 1))
+    first = before.long().to(logits.device)
+    second = (first + 1).clamp(max=logits.shape[axis] - 1)
+    return torch.lerp(logits.index_select(axis, first), logits.index_select(axis, second), weight)
+
+
+def margin_of(depth: int) -> int:
+    """What a tile must see around the part that is used, and one pixel more for the interpolation at its edge."""
+    step = 1 << depth
+    return -(-(receptive_radius(depth) + 1) // step) * step
+
+
+def _spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
+    """Along one axis: what each tile sees, and the part of it whose result is used; the parts cover the axis once."""
+    if length <= tile:
+        yield (0, length), (0, length)
+        return
+    step = 1 << depth
+    margin = margin_of(depth)
+    core = (tile - 2 * margin) // step * step
+    if core < step:
+        raise ConfigError(
+            f"tiles of {tile} pixels are too small for a U-Net of depth {depth}",
+            why=f"a pixel depends on {margin} pixels to each side",
+            fix=f"tiles of {2 * margin + 8 * step} pixels or more",
+        )
+    for start in range(0, length, core):
+        end = min(start + core, length)
+        yield (max(0, start - margin), min(length, end + margin)), (start, end)
+
+
+# --- files ---
+
+TILE = 1024  # pixels a side, where the model allows it: a few GB at full width
+
+
+class WholeImages:
+    """A trained U-Net at work on files; tiles are halved where the device runs out of memory."""
+
+    def __init__(
+        self,
+        trained: Trained,
+        *,
+        store: Mapping[str, Any],
+        depth: int,
+        tile: int | None = None,
+    ) -> None:
+        self.trained, self.store, self.depth = trained, store, depth
+        self.tile = tile or smallest_good_tile(depth)
+
+    def classes(self, path: Path, bar: Bar) -> Array:
+        """One file's class map; while it takes several tiles, the bar counts them."""
+
+        def tell(done: int, total: int) -> None:
+            bar.show({"tile": f"{done + 1}/{total}"} if total > 1 else {})
+
+        while True:
+            try:
+                with any_size():
+                    return predict_file(
+                        path,
+                        self.trained,
+                        store=self.store,
+                        depth=self.depth,
+                        device=self.trained.device,
+                        tile=self.tile,
+                        tell=tell,
+                    )
+            except torch.OutOfMemoryError as error:
+                error.__traceback__ = None  # its frames hold the activations that did not fit
+                torch.cuda.empty_cache()
+                self.tile //= 2
+                self.trained.warn(f"out of memory: going on with tiles of {self.tile} pixels")
+
+
+def smallest_good_tile(depth: int) -> int:
+    """`TILE`, or for a very deep model what leaves eight pooled cells between the margins."""
+    return max(TILE, 2 * margin_of(depth) + 8 * (1 << depth))
+
+
+@contextmanager
+def any_size() -> Iterator[None]:
+    """Pillow refuses pictures beyond 179 million pixels as an attack; here the user named the file."""
+    limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from halfstep.data.masks import IGNORED
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.workloads.sums import Sums
 
 DICE_EPS = 1e-6  # of the reference project; with it a class absent from truth and prediction scores exactly 1
 
@@ -89,7 +90,7 @@ def image_counts(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     return torch.stack([torch.bincount(found, minlength=num_classes) for found in kinds])
 
 
-class SegmentationMetrics:
+class SegmentationMetrics(Sums):
     """IoU and Dice over a whole data set: pixels are counted as integers on the device, and divided once at the end.
 
     `iou` and `dice` are means over the classes but the background, where there is one; `iou_all` and `dice_all` are
@@ -98,22 +99,18 @@ class SegmentationMetrics:
     """
 
     def __init__(self, num_classes: int, background: int | None = 0) -> None:
+        super().__init__()
         self.num_classes, self.background = max(2, num_classes), background
-        self._counts: Tensor | None = None
 
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        self.add(pixel_counts(predicted_classes(logits), batch["mask"], self.num_classes).sum(1))
-
-    def add(self, counts: Tensor) -> None:
-        """Integers (3, C) of some pixels: hit, predicted and true."""
-        self._counts = counts if self._counts is None else self._counts.to(counts.device) + counts
+        self.add(counts=pixel_counts(predicted_classes(logits), batch["mask"], self.num_classes).sum(1))
 
     def compute(self) -> dict[str, float]:
         """`iou`, `dice`, `accuracy`, `iou_all`, `dice_all`; of each class K that occurs `iou/K`, `dice/K`, and
         `predicted/K`, its share of what was predicted. Waits for the device."""
-        if self._counts is None:
+        if not self.sums:
             return {}
-        hit, predicted, true = self._counts.double().cpu()
+        hit, predicted, true = self.sums["counts"].double().cpu()
         union = predicted + true - hit
         occurs = [k for k in range(self.num_classes) if union[k] > 0]
         scores = {f"iou/{k}": float(hit[k] / union[k]) for k in occurs}
@@ -124,13 +121,6 @@ class SegmentationMetrics:
         means = {kind: _mean([scores[f"{kind}/{k}"] for k in occurs if k != self.background]) for kind in kinds}
         of_all = {f"{kind}_all": _mean([scores[f"{kind}/{k}"] for k in occurs]) for kind in kinds}
         return means | {"accuracy": accuracy} | of_all | scores
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The counts so far, none before the first batch."""
-        return {} if self._counts is None else {"counts": self._counts}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._counts = state.get("counts")
 
 
 def one_class_everywhere(scores: Mapping[str, float]) -> str:
@@ -191,14 +181,12 @@ class SegmentationDetails(SegmentationMetrics):
         self._add(image_counts(classes, truth, self.num_classes).unsqueeze(1), torch.tensor([index]))
 
     def _add(self, counts: Tensor, indices: Tensor) -> None:
-        self.add(counts.sum(1))
+        self.add(counts=counts.sum(1))
         self._scored.append(torch.stack([indices.double(), image_iou(counts, self.background)]))
 
     def per_class(self) -> list[ClassPixels]:
         """Every class in order; waits for the device."""
-        if self._counts is None:
-            return []
-        rows = self._counts.T.tolist()
+        rows = self.sums["counts"].T.tolist() if self.sums else []
         return [ClassPixels(hit=hit, predicted=predicted, true=true) for hit, predicted, true in rows]
 
     def per_image(self) -> list[tuple[int, float]]:

@@ -1,33 +1,43 @@
-"""Slots: objects in video, found without labels. SlotContrast."""
+"""Slots: objects in video, found without labels. SlotContrast, STEVE, and both: slots that also predict words."""
 
 from functools import partial
 
 from halfstep.workloads.kind import Kind
-from halfstep.workloads.slots.config import SlotContrastConfig
-
-HERE = "halfstep.workloads.slots"
+from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 
 slot_kind = partial(
-    Kind,
-    takes_channels_last=True,
-    demo=f"{HERE}.demo:write_demo",
-    random_store=f"{HERE}.random_data:random_store",
-    random_batch=f"{HERE}.random_data:random_batch",
-    evaluation=f"{HERE}.evaluate:SlotEvaluation",
+    Kind.in_folder,
+    __name__,
+    evaluation=".evaluate:SlotEvaluation",
+    guide=None,
     writes_files=True,
     unit="frame",
-    units_per_sample=f"{HERE}.random_data:frames_per_clip",
-    sample_size=f"{HERE}.random_data:sample_size",
+    units_per_sample=".build:frames_per_clip",
+    sample_size=".build:sample_size",
     task="objects in video",
 )
 """What all slot models have in common."""
 
 KIND = slot_kind(
-    builder=f"{HERE}.build:build",
     config=SlotContrastConfig,
-    over=f"{HERE}.random_data:over",
-    predictor=f"{HERE}.predict:SlotPredictor",
-    foreign=f"{HERE}.foreign:claim",
+    predictor=".predict:SlotPredictor",
+    foreign=".foreign:claim",
     about="objects found without labels: tar shards (NAME.video.npy), folders of frames, .gif or .mp4 files",
     models={"slotcontrast": "slots over frozen DINOv2 features"},
+)
+
+STEVE = slot_kind(
+    builder=".steve_build:build",
+    config=SteveConfig,
+    over=".steve_build:over",
+    predictor=".predict:StevePredictor",
+    models={"steve": "slots that predict the words of a discrete VAE"},
+)
+
+WITH_WORDS = slot_kind(
+    builder=".steve_build:build_with_words",
+    config=WordsConfig,
+    over=".steve_build:over_with_words",
+    predictor=".predict:WordsPredictor",
+    models={"slotcontrast_steve": "both: slots over frozen features, which also predict words"},
 )

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.config.section import of_settings
 from halfstep.data import noise
-from halfstep.data.loader import Batch
+from halfstep.data.loader import Batch, Samples
+from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError, DataError, counted
 from halfstep.models.dinov2 import dinov2, load_backbone_
 from halfstep.models.filter_bank import FilterBank
 from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
-from halfstep.models.weights import load_weights_, read_weights
+from halfstep.models.weights import load_file_
+from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart, Group
-from halfstep.workloads.slots.clip_data import open_clips, unit_pixels
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
-from halfstep.workloads.slots.data import normalised, notes_on, prepared_masks
-from halfstep.workloads.slots.losses import slot_contrast
-from halfstep.workloads.slots.metrics import SlotMetrics
+from halfstep.workloads.slots.data import normalised, notes_on, open_clips, prepared_masks, unit_pixels
+from halfstep.workloads.slots.metrics import SlotMetrics, slot_contrast
 from halfstep.workloads.slots.pictures import sample_pictures
 from halfstep.workloads.workload import Forward, Loss, Prepare, Workload
 
@@ -42,32 +43,41 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
     backbone = build_backbone(config)
     model = build_model(config, backbone.module)
     if store is None and config.model.weights:  # a stored run's checkpoint brings its own
-        weights, _ = read_weights(Path(config.model.weights))
-        load_weights_(model, from_upstream(weights), source=config.model.weights)
-    forward = forward_of(backbone.module)
-    prepare = prepare_of(config)
+        load_file_(model, config.model.weights, from_upstream)
     metric, scoring = _scoring(config, found)
-    return Workload(
-        name=config.workload,
-        model=model,
-        train_samples=clips.train,
-        val_samples=clips.val,
-        prepare=prepare,
-        forward=forward,
-        loss=loss_of(config),
-        metrics=lambda: metrics_of(config, found),
+    plain = over_samples(config, model, backbone, clips.train, clips.val, found)
+    return replace(
+        plain,
         metric=metric,
         mode="min" if metric == "loss" else "max",
-        fragile=FRAGILE,
-        frozen={"backbone": backbone},
         groups=tuple(Group(**group.model_dump()) for group in config.optimizer.groups),
         scoring=scoring,
         by_batch=("in validation, the slots that a slot is told from",) if config.model.contrast_weight else (),
-        store=found,
         notes=(*_said_aloud(config), *_negatives(config), *notes_on(config.data, clips), *clips.notes),
         val_names=clips.val_names,
         about=clips.about,
-        sample=sample_pictures(clips.val, prepare, forward),
+        sample=sample_pictures(clips.val, plain.prepare, plain.forward),
+    )
+
+
+def over_samples(
+    config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, train: Samples, val: Samples, store: Store
+) -> Workload:
+    """What needs no data folder; the loss alone is watched."""
+    return Workload(
+        name=config.workload,
+        model=model,
+        train_samples=train,
+        val_samples=val,
+        prepare=prepare_of(config),
+        forward=forward_of(backbone.module),
+        loss=loss_of(config),
+        metrics=lambda: metrics_of(config, store),
+        metric="loss",
+        mode="min",
+        fragile=FRAGILE,
+        frozen={"backbone": backbone},
+        store=store,
     )
 
 
@@ -77,18 +87,13 @@ def build_model(
     """What trains."""
     m = config.model
     model = make(
-        SlotContrastSize(
+        of_settings(
+            SlotContrastSize,
+            m,
             feature_dim=feature_dim(backbone),
             num_positions=(config.data.image_size // patch_of(config)) ** 2,
             num_slots=m.slots,
-            slot_dim=m.slot_dim,
-            decoder_hidden=m.decoder_hidden,
             num_iterations=m.iterations,
-            first_iterations=m.first_iterations,
-            slot_mlp=m.slot_mlp,
-            predictor_blocks=m.predictor_blocks,
-            predictor_heads=m.predictor_heads,
-            initial_slots=m.initial_slots,
         )
     )
     model.decoder.chunk = m.decoder_chunk
@@ -174,8 +179,7 @@ def forward_of(backbone: nn.Module) -> Forward:
         video = batch["video"]
         with torch.no_grad():
             features = backbone(video.flatten(0, 1)).unflatten(0, video.shape[:2])
-        outputs: dict[str, Tensor] = model(features, batch.get("draw"), batch.get("is_real"))
-        return outputs
+        return model(features, batch.get("draw"), batch.get("is_real"))
 
     return forward
 
@@ -214,3 +218,37 @@ def _scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tuple[str,
         f"slot masks at {side}×{side} pixels; {'fg_ari and mbo leave' if ignores else 'fg_ari leaves'} label 0 out; "
         f"*_image: each frame alone; those without foreground {empty}",
     )
+
+
+FILE_SIDE = 128
+"""Of MOVi's frames; they are resized on the device."""
+
+
+def frames_per_clip(config: SlotContrastConfig, store: Store) -> int:
+    return config.data.chunk_size
+
+
+def sample_size(config: SlotContrastConfig) -> str:
+    return f"{config.data.chunk_size} frames of {config.data.image_size} pixels"
+
+
+def random_store(config: SlotContrastConfig) -> dict[str, Any]:
+    return {"background_is_labelled": True, "has_masks": False}
+
+
+def random_batch(config: SlotContrastConfig, store: Store) -> Batch:
+    """Bytes as a loader delivers them."""
+    generator, size = generator_for(config.train.seed), config.train.batch_size
+    shape = (size, config.data.chunk_size, 3, FILE_SIDE, FILE_SIDE)
+    return {
+        "video": torch.randint(256, shape, dtype=torch.uint8, generator=generator),
+        "index": torch.arange(size),
+    }
+
+
+def over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
+    """With a random backbone where no weights are named: they cost the same."""
+    if config.model.backbone_weights is None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"backbone_weights": RANDOM})})
+    backbone = build_backbone(config)
+    return over_samples(config, build_model(config, backbone.module), backbone, samples, samples, store)

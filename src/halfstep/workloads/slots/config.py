@@ -6,10 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from halfstep.config.schema import ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from halfstep.config.schema import (
+    BuiltModelConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+)
 from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
-from halfstep.config.training import OptimizerName, ScheduleName
-from halfstep.workloads.slots.video_config import VIDEO_NAMES, VideoDataConfig
 
 Backbone = Literal[
     "vit_small_patch14_dinov2", "vit_base_patch14_dinov2", "vit_large_patch14_dinov2", "filters"
@@ -17,26 +21,45 @@ Backbone = Literal[
 DINO_PATCH = 14
 
 
+VIDEO_NAMES = frozenset({"data.train_shards", "data.val_shards", "data.val_videos", "data.val_size"})
+"""Settings that speak of the videos of a data folder; the demo writes its own."""
+
+
+class VideoDataConfig(DataConfig):
+    """A folder of videos: tar shards, folders of frames, gif or mp4 files."""
+
+    image_size: PositiveCount = Field(default=128, description="Side of the square frames the model sees, in pixels")
+    train_shards: str | tuple[str, ...] = Field(
+        default="", description="Tar shards to train on, below data.dir; {000000..000304} stands for a range"
+    )
+    val_shards: str | tuple[str, ...] = Field(default="", description="Tar shards to validate on")
+    val_videos: tuple[str, ...] = Field(
+        default=(), description="Videos to validate on, by name pattern; empty: the last ones, by val_fraction"
+    )
+    chunk_size: PositiveCount = Field(default=3, description="Frames of a training clip")
+    chunks: Literal["one", "all"] = Field(
+        default="all", description="Clips of a video in an epoch: one at random, or all that do not overlap"
+    )
+    val_chunk_size: OffCount = Field(
+        default=6, description="Frames of a validation clip; longer than a video: its length. 0: whole videos"
+    )
+    crop: Literal["none", "central", "random"] = Field(
+        default="none", description="Square cut from frames that are not square; none: they are squeezed"
+    )
+    flip: Fraction = Field(default=0.0, description="Chance of a mirrored clip")
+
+
 class SlotVideoConfig(VideoDataConfig):
     """MOVi's, as upstream reads it."""
 
-    image_size: PositiveCount = Field(default=336, description="Side of the square frames the model sees, in pixels")
-    chunk_size: PositiveCount = Field(default=4, description="Frames of a training clip")
-    chunks: Literal["one", "all"] = Field(
-        default="one", description="Clips of a video in an epoch: one at random, or all that do not overlap"
-    )
-    val_chunk_size: OffCount = Field(
-        default=0, description="Frames of a validation clip; longer than a video: its length. 0: whole videos"
-    )
     val_size: OffCount = Field(default=0, description="How many validation clips there should be; 0: as there are")
-    flip: Fraction = Field(default=0.5, description="Chance of a mirrored clip")
     mask_size: OffCount = Field(default=0, description="Side at which masks are compared; 0: image_size")
     normalise: Literal["imagenet", "half"] = Field(
         default="imagenet", description="Mean and deviation of the colours: ImageNet's, or 0.5 and 0.5"
     )
 
 
-class SlotContrastModelConfig(ModelConfig):
+class SlotContrastModelConfig(BuiltModelConfig):
     """A frozen backbone, and slots that paint its features."""
 
     backbone: Backbone = Field(
@@ -79,14 +102,6 @@ class SlotContrastModelConfig(ModelConfig):
         default=False, description="Leave clips and frames without foreground out of FG-ARI, where they count as 1"
     )
 
-    @model_validator(mode="after")
-    def builds_its_own_model(self) -> Self:
-        if self.path or self.options:
-            raise ValueError(
-                "slotcontrast builds its own model; one of your own is a workload: halfstep train my_pkg.my_mod:build"
-            )
-        return self
-
 
 class GroupConfig(Section):
     """Modules of the model that learn by settings of their own; what is not said is as for all."""
@@ -98,47 +113,10 @@ class GroupConfig(Section):
 
 
 class SlotOptimizerConfig(OptimizerConfig):
-    """Adam without decay, as upstream."""
+    """Modules may learn by settings of their own."""
 
-    name: OptimizerName = Field(default="adam", description="Which optimizer")
-    lr: Positive = Field(default=4e-4, description="Learning rate at the top of the schedule")
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
-    )
     groups: tuple[GroupConfig, ...] = Field(
         default=(), description="Modules with settings of their own: [{modules: [encoder], lr: 1e-4}]"
-    )
-
-
-class SlotScheduleConfig(ScheduleConfig):
-    """Warmup, then half the rate at the end of the run."""
-
-    name: ScheduleName = Field(
-        default="exponential", description="Shape after the warmup; plateau follows the validation metric"
-    )
-    warmup_steps: OffCount | None = Field(
-        default=2500, description="Steps of linear warmup; when given it replaces warmup_epochs"
-    )
-    half_life_steps: PositiveCount = Field(default=97_500, description="Steps in which the exponential schedule halves")
-
-
-class SlotTrainConfig(TrainConfig):
-    """By steps, clipped hard; a run is best near its end."""
-
-    epochs: PositiveCount = Field(default=100_000, description="Passes over the training set")
-    max_steps: OffCount = Field(
-        default=100_000, description="Stop after this many attempted steps, whatever the epochs; 0: no limit"
-    )
-    batch_size: PositiveCount = Field(default=64, description="Samples of one micro-batch")
-    val_batch_size: OffCount = Field(
-        default=16, description="Samples of a batch in validation; 0: as in training. Clips are longer there"
-    )
-    clip_norm: OffNumber = Field(default=0.05, description="Gradients are clipped to this; 0: off")
-    early_stopping_patience: OffCount = Field(
-        default=0, description="Validations without a better metric before the run ends; 0: off"
-    )
-    validate_every_steps: OffCount = Field(
-        default=2500, description="Attempted steps between two validations; 0: by epochs, validate_every"
     )
 
 
@@ -192,11 +170,158 @@ class SlotContrastConfig(RunConfig):
     data: SlotVideoConfig = SlotVideoConfig()
     model: SlotContrastModelConfig = SlotContrastModelConfig()
     optimizer: SlotOptimizerConfig = SlotOptimizerConfig()
-    schedule: SlotScheduleConfig = SlotScheduleConfig()
-    train: SlotTrainConfig = SlotTrainConfig()
+    # Adam without decay, clipped hard; warmup, then half the rate at the end of a run by steps.
+    defaults: ClassVar[dict[str, Any]] = {
+        "data.image_size": 336,
+        "data.chunk_size": 4,
+        "data.chunks": "one",
+        "data.val_chunk_size": 0,
+        "data.flip": 0.5,
+        "optimizer.name": "adam",
+        "optimizer.lr": 4e-4,
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "exponential",
+        "schedule.warmup_steps": 2500,
+        "schedule.half_life_steps": 97_500,
+        "train.epochs": 100_000,
+        "train.max_steps": 100_000,
+        "train.batch_size": 64,
+        "train.val_batch_size": 16,
+        "train.clip_norm": 0.05,
+        "train.early_stopping_patience": 0,
+        "train.validate_every_steps": 2500,
+    }
 
     @model_validator(mode="after")
     def frames_for_contrast(self) -> Self:
         if self.model.contrast_weight and self.data.chunk_size < 2:
             raise ValueError("data.chunk_size=1 has no second frame to contrast with: 2 or more, or contrast_weight=0")
         return self
+
+
+class SteveModelConfig(ModelConfig):
+    """A discrete VAE, an encoder of slots, a decoder of words."""
+
+    vocabulary: PositiveCount = Field(default=4096, description="Words of the discrete VAE")
+    slots: PositiveCount = Field(default=15, description="Slots: objects at most, the background among them")
+    slot_dim: PositiveCount = Field(default=192, description="Channels of a slot")
+    iterations: PositiveCount = Field(default=2, description="Iterations of slot attention on each frame")
+    cnn_channels: PositiveCount = Field(default=64, description="Channels of the encoder's convolutions")
+    mlp_dim: PositiveCount = Field(default=192, description="Hidden channels of the slots' perceptron")
+    predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
+    predictor_heads: PositiveCount = Field(default=4, description="Their attention heads")
+    dim: PositiveCount = Field(default=192, description="Channels of encoder and decoder")
+    decoder_blocks: PositiveCount = Field(default=8, description="Transformer blocks of the decoder")
+    decoder_heads: PositiveCount = Field(default=4, description="Their attention heads, which share dim evenly")
+    dropout: Fraction = Field(default=0.1, description="Dropout in the decoder")
+    hard: bool = Field(
+        default=False,
+        description="The VAE's decoder sees one word per position; gradients are the mixture's",
+    )
+    tau_start: Positive = Field(default=1.0, description="Temperature of the mixture at the first step")
+    tau_final: Positive = Field(default=0.1, description="Temperature after tau_steps")
+    tau_steps: PositiveCount = Field(default=30_000, description="Steps of the cosine between both")
+    loss: Literal["sum", "mean"] = Field(
+        default="sum", description="Losses of a frame: summed over pixels and words, as published, or averaged"
+    )
+
+
+class SteveOptimizerConfig(OptimizerConfig):
+    """Three learning rates; `lr` is the decoder's."""
+
+    encoder_lr: Positive = Field(default=1e-4, description="Learning rate of the slots' encoder, on the same schedule")
+    dvae_lr: Positive = Field(default=3e-4, description="Learning rate of the discrete VAE; it is constant")
+
+
+DEMO: dict[str, Any] = {
+    "data.image_size": 32,
+    "data.num_workers": 0,
+    "model.vocabulary": 64,
+    "model.slots": 6,
+    "model.slot_dim": 64,
+    "model.cnn_channels": 32,
+    "model.mlp_dim": 64,
+    "model.dim": 64,
+    "model.decoder_blocks": 2,
+    "model.tau_steps": 150,
+    "train.batch_size": 8,
+    "train.epochs": 4,
+    "train.max_steps": 0,
+    "optimizer.lr": 1e-3,
+    "optimizer.encoder_lr": 4e-4,
+    "optimizer.dvae_lr": 1e-3,
+    "schedule.warmup_steps": 50,
+    "schedule.half_life_steps": 2000,
+}
+"""For clips of 64 pixels on two cores."""
+
+
+class SteveConfig(RunConfig):
+    """One STEVE run."""
+
+    demo: ClassVar[dict[str, Any]] = DEMO
+    demo_replaces = VIDEO_NAMES
+
+    data: VideoDataConfig = VideoDataConfig()
+    model: SteveModelConfig = SteveModelConfig()
+    optimizer: SteveOptimizerConfig = SteveOptimizerConfig()
+    # As published: Adam, 200,000 steps of 24 clips, warmup, and a half-life from the first step on.
+    defaults: ClassVar[dict[str, Any]] = {
+        "optimizer.name": "adam",
+        "optimizer.lr": 3e-4,
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "exponential",
+        "schedule.warmup_steps": 30_000,
+        "schedule.half_life_steps": 250_000,
+        "schedule.decay_from_start": True,
+        "train.epochs": 500,
+        "train.max_steps": 200_000,
+        "train.batch_size": 24,
+        "train.clip_norm": 0.05,
+        "train.clip_type": "inf",
+        "train.early_stopping_patience": 0,
+    }
+
+
+Reduction = Literal["sum", "mean"]
+
+
+class WordsModelConfig(SlotContrastModelConfig):
+    """SlotContrast, and words that its slots predict."""
+
+    vocabulary: PositiveCount = Field(default=4096, description="Words of the discrete VAE")
+    word_side: Literal[4, 14] = Field(default=14, description="Side of a word in pixels; 14: a word for each patch")
+    words_blocks: OffCount = Field(default=4, description="Blocks of the decoder of words; 0: the VAE alone")
+    words_heads: PositiveCount = Field(default=4, description="Their attention heads")
+    words_dim: PositiveCount = Field(default=128, description="Channels of the decoder of words")
+    words_dropout: Fraction = Field(default=0.1, description="Dropout in the decoder of words")
+    hard: bool = Field(
+        default=True, description="The VAE's decoder sees one word per position; gradients are the mixture's"
+    )
+    tau_start: Positive = Field(default=1.0, description="Temperature of the mixture at the first step")
+    tau_final: Positive = Field(default=0.1, description="Temperature after tau_steps")
+    tau_steps: PositiveCount = Field(default=10_000, description="Steps of the cosine between both")
+    dvae_weight: OffNumber = Field(default=0.5, description="Weight of the VAE's squared error")
+    dvae_loss: Reduction = Field(default="sum", description="Squared error of a frame: a sum over pixels, or the mean")
+    dvae_checkpointing: bool = Field(
+        default=False, description="Compute the VAE's decoder again in backward: less memory, more time"
+    )
+    words_weight: OffNumber = Field(default=1.0, description="Weight of the words' cross-entropy")
+    words_loss: Reduction = Field(default="mean", description="Cross-entropy of a frame: a sum over words, or the mean")
+
+
+class WordsConfig(SlotContrastConfig):
+    """One run of SlotContrast with words."""
+
+    demo: ClassVar[dict[str, Any]] = {
+        **SlotContrastConfig.demo,
+        "model.word_side": 4,
+        "model.vocabulary": 64,
+        "model.words_blocks": 2,
+        "model.words_dim": 64,
+        "model.tau_steps": 150,
+        "model.dvae_loss": "mean",
+        "train.max_steps": 200,
+    }
+
+    model: WordsModelConfig = WordsModelConfig()

@@ -51,8 +51,7 @@ class SlotDetails(SlotMetrics):
     def shares(self) -> list[float]:
         """Of all pixels, for each slot."""
         total = torch.stack(self._shares).sum(0).double()
-        found: list[float] = (total / total.sum()).tolist()
-        return found
+        return (total / total.sum()).tolist()
 
 
 class SlotEvaluation(PlainEvaluation):

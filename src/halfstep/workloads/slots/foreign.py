@@ -13,8 +13,8 @@ from typing import Any
 
 from halfstep.config.foreign import Foreign
 from halfstep.errors import ConfigError
+from halfstep.workloads.foreign_reader import Reader
 from halfstep.workloads.slots.config import DINO_PATCH
-from halfstep.workloads.slots.foreign_reader import Reader
 from halfstep.workloads.slots.foreign_words import VAE_LOSS, WORDS_LOSS, has_words, word_loss, words_of
 
 MODULES = {"initializer", "encoder", "processor", "decoder"}
@@ -233,8 +233,7 @@ def _block(read: Reader, kwargs: Mapping[str, Any]) -> int | None:
     if others := [name for name in named if name != main]:
         read.unused["model.encoder.backbone.features"] = f"{', '.join(others)} are computed upstream and never read"
     block = int(found[1])
-    depth: int | None = kwargs.get("depth", block if block != 12 else None)
-    return depth
+    return kwargs.get("depth", block if block != 12 else None)
 
 
 def _slots(read: Reader) -> dict[str, Any]:

@@ -12,13 +12,19 @@ had no foreground at all, and `skip_empty` leaves them out. mBO leaves them out 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.config.schema import RunConfig
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.models.steve import Seen
+from halfstep.workloads.over_ranks import all_rows, total
+from halfstep.workloads.sums import Sums
 
 NUM_LABELS = 256
 """Masks are bytes; a table of all labels is small, and asking for the largest would wait for the device."""
@@ -71,12 +77,12 @@ def mean_best_overlap(table: Tensor, *, from_label: int) -> tuple[Tensor, Tensor
     return (best * is_there).sum(-1) / count.clamp(min=1), count > 0
 
 
-class SlotMetrics:
+class SlotMetrics(Sums):
     """Sums over a data set; a batch brings soft `masks` of slots and true `masks`, where there are any."""
 
     def __init__(self, *, ignore_background: bool = True, skip_empty: bool = False) -> None:
+        super().__init__()
         self.from_label, self.skip_empty = int(ignore_background), skip_empty
-        self._sums: Tensor | None = None
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         """Count one batch."""
@@ -106,8 +112,7 @@ class SlotMetrics:
                 counts.append(valid.sum().double())
             counts.append((counted & ~has_foreground).sum().double())
             scores.append(torch.zeros_like(scores[0]))
-        found = torch.stack([torch.stack(scores), torch.stack(counts)])
-        self._sums = found if self._sums is None else self._sums.to(found.device) + found
+        self.add(sums=torch.stack([torch.stack(scores), torch.stack(counts)]))
         return adjusted_rand_index(clips[:, 1:])
 
     def _overlap(self, table: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,16 +121,102 @@ class SlotMetrics:
 
     def compute(self) -> dict[str, float]:
         """The six scores, where there were masks, and how many clips and frames had no foreground. Waits."""
-        if self._sums is None:
+        if "sums" not in self.sums:
             return {}
-        sums, counts = self._sums.cpu().tolist()
+        sums, counts = self.sums["sums"].cpu().tolist()
         names = ("fg_ari", "ari", "mbo", "empty", "fg_ari_image", "ari_image", "mbo_image", "empty_image")
         found = {name: (total, count) for name, total, count in zip(names, sums, counts, strict=True)}
         scores = {name: found[name][0] / found[name][1] for name in SCORES if found[name][1]}
         return scores | {name: found[name][1] for name in ("empty", "empty_image")}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {} if self._sums is None else {"sums": self._sums}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sums = state.get("sums")
+def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_real: Tensor | None = None) -> Tensor:
+    """How well a slot (B, T, K, D) is told from all others by itself one frame later: cross-entropy.
+
+    Others are all slots of the same frame, of all clips of the micro-batch with `across_batch`, those of other
+    processes too. As upstream, each slot of frame t + 1 asks which slot of frame t it is: the softmax runs over the
+    earlier frame.
+    """
+    with fp32_island():
+        slots = F.normalize(to_fp32(slots), dim=-1)
+        everyone, begin = all_rows(slots) if across_batch else (slots, 0)
+        if begin + len(slots) > len(everyone):
+            return everyone.sum() * 0  # a process without clips of its own
+        logits = cosines(slots, everyone, across_batch=across_batch) / temperature
+        right = torch.log_softmax(logits, dim=-2).diagonal(offset=-begin * slots.shape[2], dim1=-2, dim2=-1)
+        if is_real is None:
+            return -right.mean()
+        counts = is_real[:, 1:].unsqueeze(-1).expand(-1, -1, slots.shape[2])  # a real frame follows real ones only
+        weight = counts.transpose(0, 1).flatten(1) if across_batch else counts.flatten(0, 1)
+        whole = total(weight.sum()) * len(slots) / len(everyone) if across_batch else weight.sum()
+        return -(right * weight).sum() / whole.clamp(min=1)
+
+
+def cosines(slots: Tensor, everyone: Tensor, *, across_batch: bool) -> Tensor:
+    """Of slots of unit length with those of all clips one frame earlier, (T - 1, all B·K, B·K), or within each clip,
+    (B · (T - 1), K, K)."""
+    if across_batch:
+        earlier, later = everyone[:, :-1].transpose(0, 1).flatten(1, 2), slots[:, 1:].transpose(0, 1).flatten(1, 2)
+        return earlier @ later.transpose(1, 2)
+    return (slots[:, :-1] @ slots[:, 1:].transpose(2, 3)).flatten(0, 1)
+
+
+HALF_LARGEST = 65504.0
+
+
+class Cooled(Protocol):
+    """Settings of a temperature."""
+
+    @property
+    def tau_start(self) -> float: ...
+    @property
+    def tau_final(self) -> float: ...
+    @property
+    def tau_steps(self) -> int: ...
+
+
+def temperature(model: Cooled, step: int) -> float:
+    """A cosine from tau_start to tau_final over tau_steps."""
+    share = min(step / model.tau_steps, 1.0)
+    return model.tau_final + (model.tau_start - model.tau_final) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def total_loss(seen: Seen, reduction: Literal["sum", "mean"]) -> Tensor:
+    """Squared error of the VAE + cross-entropy of the words, each a sum over a frame or its mean."""
+    if reduction == "sum":
+        return seen.mse + seen.cross_entropy
+    return seen.mse / seen.reconstruction[0, 0].numel() + seen.cross_entropy / seen.words.shape[1]
+
+
+def start_scale(image_size: int) -> float:
+    """A loss scale at which summed losses do not overflow fp16: the last bias sums 2 · error over all pixels of a
+    frame, and layers before it have gradients of that order."""
+    return 2.0 ** math.floor(math.log2(HALF_LARGEST / (8 * image_size**2)))
+
+
+def settled_scale(config: RunConfig) -> dict[str, float]:
+    """That scale, and a floor well below it, as settings, where the user named none."""
+    named = config.scaler.model_fields_set
+    if "init_scale" in named:
+        return {}
+    scale = start_scale(config.data.image_size)
+    floor = {} if "min_scale" in named else {"scaler.min_scale": min(config.scaler.min_scale, scale / 2**12)}
+    return floor | {"scaler.init_scale": scale}
+
+
+LOSSES = ("loss", "mse", "cross_entropy")
+
+
+class SteveMetrics(SlotMetrics):
+    """The loss, its parts summed over a frame, and the masks' scores where there are true masks."""
+
+    def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+        num = torch.full((), float(len(batch["video"])), dtype=torch.float64, device=outputs["loss"].device)
+        self.add(losses=torch.stack([*(outputs[name].detach().double() * num for name in LOSSES), num]))
+        super().update(outputs, batch)
+
+    def compute(self) -> dict[str, float]:
+        if not self.sums:
+            return {}
+        *sums, num = self.sums["losses"].tolist()
+        return {name: total / num for name, total in zip(LOSSES, sums, strict=True)} | super().compute()

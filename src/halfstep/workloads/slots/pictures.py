@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +15,15 @@ from torch import Tensor, nn
 
 from halfstep.data.clips import ClipSamples
 from halfstep.data.seeds import Key
+from halfstep.islands import to_fp32
+from halfstep.models.steve import Steve
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
+from halfstep.workloads.sheets import Array, grid
 from halfstep.workloads.slots.metrics import slot_labels
 from halfstep.workloads.workload import Forward, Prepare, Sample
 
-Array = np.ndarray[Any, Any]
-
 SHOWN_FRAMES = 6
 SAMPLED_CLIPS = 2
-GAP = 4
 MS_PER_FRAME = 120
 
 
@@ -38,9 +37,9 @@ def object_colours(labels: Array) -> Array:
     return np.where(labels[..., None] > 0, slot_colours(np.maximum(labels.astype(np.int64) - 1, 0)), 0).astype(np.uint8)
 
 
-def tinted(frames: Array, colours: Array, strength: float = 0.55) -> Array:
+def tinted(frames: Array, colours: Array) -> Array:
     """Frames (..., 3) uint8 under their slots' colours."""
-    return (frames * (1 - strength) + colours * strength).round().astype(np.uint8)
+    return (frames * 0.45 + colours * 0.55).round().astype(np.uint8)
 
 
 def spread(count: int, shown: int = SHOWN_FRAMES) -> list[int]:
@@ -53,13 +52,7 @@ def sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
     picked = spread(len(frames))
     rows = [frames, tinted(frames, slot_colours(slots)), slot_colours(slots)]
     rows += [object_colours(truth)] if truth is not None else []
-    height, width = frames.shape[1:3]
-    page = np.full((len(rows) * (height + GAP) + GAP, len(picked) * (width + GAP) + GAP, 3), 255, dtype=np.uint8)
-    for r, row in enumerate(rows):
-        for c, t in enumerate(picked):
-            top, left = GAP + r * (height + GAP), GAP + c * (width + GAP)
-            page[top : top + height, left : left + width] = row[t]
-    return page
+    return grid(np.concatenate([row[picked] for row in rows]), columns=len(picked), gap=4)
 
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:
@@ -103,3 +96,35 @@ def sample_pictures(samples: ClipSamples, prepare: Prepare, forward: Forward) ->
         return found
 
     return sample
+
+
+IMAGINED_FRAMES = 3
+"""Of the first clip: each is a word after a word."""
+
+
+def sample_of(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
+    """Pictures of the first validation clip, for the report while training."""
+    if len(samples) == 0:
+        return None
+
+    def sample(model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
+        assert isinstance(model, Steve)
+        device = next(model.parameters()).device
+        raw = {name: value.unsqueeze(0).to(device) for name, value in samples.sample(0, key=(0, 0, 0)).items()}
+        with torch.no_grad():
+            prepared = prepare(raw, key=key, training=False)
+            outputs = forward(model, prepared)
+            shown = slice(0, IMAGINED_FRAMES)
+            rows = [prepared["video"][0, shown], outputs["reconstruction"][0, shown]]
+            rows.append(model.imagined(outputs["slots"][0, shown]))
+        frames, slots, truth = clip_views(raw, outputs)
+        return {"clip_0": sheet(frames, slots, truth), "frames_vae_slots": page(rows)}
+
+    return sample
+
+
+def page(rows: list[Tensor]) -> Array:
+    """Rows of images (N, 3, H, W) in 0…1 below each other."""
+    lines = [torch.cat(list(to_fp32(row).clamp(0, 1)), dim=2) for row in rows]
+    pixels = (torch.cat(lines, dim=1) * 255).round().to(torch.uint8)
+    return pixels.permute(1, 2, 0).cpu().numpy()

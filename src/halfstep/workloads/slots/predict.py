@@ -18,19 +18,21 @@ from halfstep.data.clips import crop_box
 from halfstep.data.files import PICTURES, BadFiles, load_array
 from halfstep.data.frame_folders import STEVE_MASK
 from halfstep.data.images import read_image
+from halfstep.data.loader import Batch
 from halfstep.data.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
 from halfstep.data.videos import Array, ShardVideos
 from halfstep.errors import CheckpointError, DataError, counted
+from halfstep.models.steve import Steve
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
-from halfstep.workloads.slots.clip_data import steady
-from halfstep.workloads.slots.config import SlotContrastConfig
+from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
+from halfstep.workloads.slots.data import steady
 from halfstep.workloads.slots.metrics import slot_labels
 from halfstep.workloads.slots.pictures import sheet, write_gif
-from halfstep.workloads.slots.steve_config import SteveConfig
+from halfstep.workloads.slots.steve_build import Prepared, model_of, words_model
 from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 from halfstep.workloads.workload import Forward, Prepare
 
@@ -91,8 +93,7 @@ class SlotPredictor:
         with trained.inside():
             outputs = self._forward(trained.model, prepared)
         labels = slot_labels(outputs["masks"], (video.shape[-2], video.shape[-1]))
-        slots: Array = labels[0].cpu().numpy()
-        return slots
+        return labels[0].cpu().numpy()
 
 
 def _is_frame(item: Input) -> bool:
@@ -151,3 +152,26 @@ def _answer(item: Input, found: list[tuple[Path, list[float]]]) -> Answer:
         cells={"gif": gifs[0], **shares},
         brief={"gif": shown, "in use": counted(taking, "slot")},
     )
+
+
+class StevePredictor(SlotPredictor):
+    """One gif, one sheet and one array a video."""
+
+    def __init__(self, config: SteveConfig, store: Store) -> None:
+        self.config, self.frozen, self.model = config, {}, model_of(config)
+        self._forward, self._prepare = masks_alone, Prepared(config)
+
+
+class WordsPredictor(SlotPredictor):
+    """The same, by the masks of SlotContrast's decoder."""
+
+    def __init__(self, config: WordsConfig, store: Store) -> None:
+        backbone = build_backbone(config)
+        self.config, self.frozen, self.model = config, {"backbone": backbone}, words_model(config, backbone.module)
+        self._forward, self._prepare = forward_of(backbone.module), prepare_of(config)
+
+
+def masks_alone(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    assert isinstance(model, Steve)
+    _, attention = model.steve_encoder(batch["video"], batch["slot_draw"])
+    return {"masks": attention.flatten(3)}

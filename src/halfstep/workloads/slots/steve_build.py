@@ -1,33 +1,39 @@
-"""STEVE on a folder of videos."""
+"""STEVE on a folder of videos, and its words beside SlotContrast."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from halfstep.config.section import of_settings
 from halfstep.data import noise
 from halfstep.data.clips import ClipSamples
 from halfstep.data.loader import Batch, Samples
+from halfstep.models.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, from_upstream
 from halfstep.models.steve import Seen, Steve, SteveSize
-from halfstep.models.weights import load_weights_, read_weights
+from halfstep.models.weights import Weights, load_file_
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import Group
 from halfstep.workloads.scheduled import Scheduled
-from halfstep.workloads.slots.clip_data import ClipData, open_clips, unit_pixels
-from halfstep.workloads.slots.steve_config import SteveConfig
-from halfstep.workloads.slots.steve_loss import SteveMetrics, settled_scale, temperature, total_loss
-from halfstep.workloads.slots.steve_pictures import sample_of
-from halfstep.workloads.slots.word_draws import word_keys
+from halfstep.workloads.slots import build as slots
+from halfstep.workloads.slots.config import SteveConfig, WordsConfig
+from halfstep.workloads.slots.data import ClipData, open_clips, unit_pixels
+from halfstep.workloads.slots.metrics import SteveMetrics, settled_scale, temperature, total_loss
+from halfstep.workloads.slots.pictures import sample_of
 from halfstep.workloads.workload import Workload
 
-FRAGILE = (
+FRAGILE_WORDS = (
     "dvae.gumbel: logarithms of tiny numbers, and logits divided by a temperature down to 0.1",
-    "dvae.words: of 4096 logits many are equal in half formats; the argmax is over fp32",
-    "steve_encoder.savi: slots from frame to frame, softmax over slots and its sums over positions",
+    "dvae.words: many of a vocabulary's logits are equal in half formats; the argmax is over fp32",
     "loss.mse: a sum over all pixels passes fp16's largest number",
+)
+FRAGILE = (
+    *FRAGILE_WORDS,
+    "steve_encoder.savi: slots from frame to frame, softmax over slots and its sums over positions",
     "loss.cross_entropy: log of probabilities near 0",
 )
 THEIR_MASKS = ".self_attn_mask"
@@ -39,10 +45,12 @@ def build(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Worklo
     clips = open_clips(config.data)
     workload = _workload(config, clips.train, clips.val, about=clips)
     if store is None and config.model.weights:
-        weights, _ = read_weights(Path(config.model.weights))
-        own = {name: value for name, value in weights.items() if not name.endswith(THEIR_MASKS)}
-        load_weights_(workload.model, own, source=config.model.weights)
+        load_file_(workload.model, config.model.weights, _without_masks)
     return workload
+
+
+def _without_masks(weights: Weights) -> Weights:
+    return {name: value for name, value in weights.items() if not name.endswith(THEIR_MASKS)}
 
 
 def over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
@@ -95,26 +103,12 @@ def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipD
 
 def model_of(config: SteveConfig) -> Steve:
     m = config.model
-    size = SteveSize(
-        image_size=config.data.image_size,
-        vocabulary=m.vocabulary,
-        num_slots=m.slots,
-        slot_dim=m.slot_dim,
-        num_iterations=m.iterations,
-        cnn_channels=m.cnn_channels,
-        mlp_dim=m.mlp_dim,
-        predictor_blocks=m.predictor_blocks,
-        predictor_heads=m.predictor_heads,
-        dim=m.dim,
-        decoder_blocks=m.decoder_blocks,
-        decoder_heads=m.decoder_heads,
-        dropout=m.dropout,
-    )
+    size = of_settings(SteveSize, m, image_size=config.data.image_size, num_slots=m.slots, num_iterations=m.iterations)
     return Steve(size, checkpointing=config.train.activation_checkpointing)
 
 
 class Prepared:
-    """Frames as numbers, and each clip's own draws: keys of both Gumbel draws (models/keyed_noise.py), slots' start."""
+    """Frames as numbers, and each clip's own draws: keys of both Gumbel draws (models/dvae.py), slots' start."""
 
     def __init__(self, config: SteveConfig) -> None:
         self.side, self.slots = config.data.image_size, (config.model.slots, config.model.slot_dim)
@@ -126,3 +120,97 @@ class Prepared:
             "slot_draw": noise.normal(key, len(video), self.slots, video.device, stream="slots"),
             **word_keys(video, key),
         }
+
+
+# --- SlotContrast with words: what they add to its model, batch, loss and schedule ---
+
+
+def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None) -> Workload:
+    """The workload for `config.data.dir`."""
+    without_weights = config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
+    workload = with_words(slots.build(without_weights, store), config)
+    if store is None and config.model.weights:
+        load_file_(workload.model, config.model.weights, from_upstream)
+    return workload
+
+
+def over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
+    return with_words(slots.over(config, store, samples), config)
+
+
+def with_words(plain: Workload, config: WordsConfig) -> Workload:
+    """SlotContrast's workload with the words' model, draws and losses."""
+    backbone, m = plain.frozen["backbone"].module, config.model
+    tau = Scheduled(lambda step: temperature(m, step))
+
+    def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        return plain.prepare(batch, key=key, training=training) | word_keys(batch["video"], key)
+
+    def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        assert isinstance(model, SlotContrastWords)
+        outputs: dict[str, Tensor] = plain.forward(model, batch)
+        return outputs | model.words_losses(
+            outputs["slots"],
+            batch["video"],
+            tau.value,
+            soft_noise=batch["soft_keys"].flatten(0, 1),
+            word_noise=batch["word_keys"].flatten(0, 1),
+            hard=m.hard,
+            is_real=batch.get("is_real"),
+        )
+
+    def loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor | float]:
+        total, weight = plain.weighed_loss(outputs, batch)
+        pixels = batch["video"][0, 0].numel() if m.dvae_loss == "mean" else 1
+        total = total + m.dvae_weight / pixels * outputs["mse"]
+        if "cross_entropy" in outputs:
+            words = (config.data.image_size // m.word_side) ** 2 if m.words_loss == "mean" else 1
+            total = total + m.words_weight / words * outputs["cross_entropy"]
+        return total, weight
+
+    return replace(
+        plain,
+        model=words_model(config, backbone),
+        prepare=prepare,
+        forward=forward,
+        loss=loss,
+        values={**plain.values, "tau": tau},
+        fragile=(*plain.fragile, *FRAGILE_WORDS),
+        settled={**plain.settled, **(settled_scale(config) if m.dvae_loss == "sum" and m.dvae_weight else {})},
+    )
+
+
+def words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
+    """What trains."""
+    m, recomputes = config.model, config.train.activation_checkpointing
+    words = WordsSize(
+        image_size=config.data.image_size,
+        word_side=m.word_side,
+        vocabulary=m.vocabulary,
+        dim=m.words_dim,
+        num_blocks=m.words_blocks,
+        heads=m.words_heads,
+        dropout=m.words_dropout,
+        dvae_checkpointing=m.dvae_checkpointing or recomputes,
+        checkpointing=recomputes,
+    )
+
+    def make(size: SlotContrastSize) -> SlotContrastWords:
+        return SlotContrastWords(size, words)
+
+    model = slots.build_model(config, backbone, make=make)
+    assert isinstance(model, SlotContrastWords)
+    return model
+
+
+KEY_RANGE = 2**31
+
+
+def word_keys(video: Tensor, key: tuple[int, ...]) -> Batch:
+    """Two separate draws for each frame of clips (B, T, …), by the clips' own key: `soft_keys` and `word_keys`."""
+
+    def keys(stream: str) -> Tensor:
+        drawn = noise.integers(key, len(video), KEY_RANGE, video.device, stream=stream, shape=(video.shape[1], 2))
+        return drawn.to(torch.int32)
+
+    return {"soft_keys": keys("soft words"), "word_keys": keys("words")}

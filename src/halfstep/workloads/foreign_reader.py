@@ -44,10 +44,13 @@ class Reader:
             raise ConfigError(f"{path}.{wrong[0]} is not a mapping", fix="its keys below it, `name` first")
         return dict(named)
 
+    def values(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        """Our settings by their keys; an empty key (`ckpt_path:`) says nothing."""
+        found = {ours: self(theirs) for ours, theirs in keys.items()}
+        return {ours: value for ours, value in found.items() if value is not None}
+
     def must_be(self, path: str, *allowed: Any, why: str) -> None:
         """A key that is not there says nothing."""
         value = self(path)
         if value is not None and value not in allowed:
-            raise ConfigError(
-                f"{path} is {value}", why=why, fix=f"halfstep's slotcontrast has {' or '.join(map(str, allowed))} there"
-            )
+            raise ConfigError(f"{path} is {value}", why=why, fix=f"{path}: {' or '.join(map(str, allowed))}")

@@ -1,0 +1,60 @@
+"""Sheets of pictures: a grid, a table with headings and names, and whom to show on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+Array = np.ndarray[Any, Any]
+CELL, GAP, BAND = 256, 6, 22
+"""Sides in pixels: a picture, the space between two, a line of text."""
+
+
+def grid(images: Array, columns: int = 0, *, gap: int = 2) -> Array:
+    """(H, W, 3) of images (N, h, w, 3), in rows of `columns`; 0: about as many rows as columns."""
+    num, height, width = images.shape[:3]
+    columns = columns or int(np.ceil(np.sqrt(num)))
+    rows = -(-num // columns)
+    sheet = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, 3), 255, dtype=np.uint8)
+    for k, image in enumerate(images):
+        top, left = (
+            gap + place * (side + gap) for place, side in zip(divmod(k, columns), (height, width), strict=True)
+        )
+        sheet[top : top + height, left : left + width] = image
+    return sheet
+
+
+def table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Array]]], *, bands: int = 0) -> Image.Image:
+    """Pictures (H, W, 3) under their headings, each row with its name below, and room for `bands` of text."""
+    size = (GAP + len(columns) * (CELL + GAP), (1 + bands) * BAND + len(rows) * (CELL + BAND + GAP))
+    sheet = Image.new("RGB", size, "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
+    lefts = [GAP + column * (CELL + GAP) for column in range(len(columns))]
+    for left, heading in zip(lefts, columns, strict=True):
+        draw.text((left, 3), heading, fill="black", font=font)
+    for number, (name, cells) in enumerate(rows):
+        top = BAND + number * (CELL + BAND + GAP)
+        for left, cell in zip(lefts, cells, strict=False):
+            sheet.paste(_fitted(cell), (left, top))
+        draw.text((GAP, top + CELL + 2), name, fill="black", font=font)
+    return sheet
+
+
+def _fitted(pixels: Array) -> Image.Image:
+    picture = Image.fromarray(pixels)
+    scale = CELL / max(picture.size)
+    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+    return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
+
+
+def worst_to_best(ranked: Sequence[tuple[int, float]], each: int) -> list[tuple[str, int, float]]:
+    """The worst, the middling and the best of samples sorted by score, `each` of them; all of a few."""
+    count, half = len(ranked), -(-len(ranked) // 2)
+    kinds = {"worst": range(half), "best": range(half, count)}
+    if count > 3 * each:
+        start = (count - each) // 2
+        kinds = {"worst": range(each), "median": range(start, start + each), "best": range(count - each, count)}
+    return [(kind, *ranked[place]) for kind, places in kinds.items() for place in places]
