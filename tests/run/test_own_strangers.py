@@ -98,10 +98,11 @@ def test_the_hook_goes_when_the_loss_raises() -> None:
     assert not modules_of_torch._global_forward_pre_hooks
 
 
-class Distilling:
+class Distilling(nn.Module):
     """A trainer whose loss is a method."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.model, self.teacher = with_norm(), with_norm()
 
     def loss(self, x: Tensor) -> Tensor:

@@ -112,10 +112,10 @@ def _eager(loss_fn: LossFn) -> LossFn:
 
 def held_by(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
     """Modules that the loss names besides the model, each once: a teacher, a perceptual loss."""
-    named = {value: name for name, value in named_by(loss_fn).items() if isinstance(value, nn.Module)}
-    inner = {part for module in named for part in module.modules() if part is not module}
-    own = set(model.modules())
-    return {name: module for module, name in named.items() if module not in inner and not own & set(module.modules())}
+    own, named = set(model.modules()), named_by(loss_fn)
+    others = {m: name for name, m in named.items() if isinstance(m, nn.Module) and not own & set(m.modules())}
+    inner = {part for module in others for part in module.modules() if part is not module}
+    return {name: module for module, name in others.items() if module not in inner}
 
 
 def _plan_here(stored: Mapping[str, Any], model: nn.Module, device: torch.device) -> Plan:
