@@ -60,7 +60,7 @@ def main() -> None:
     rows, on_cpu = {}, arguments.measure == "cpu"
     smaller = ["data.image_size=128", "model.base_channels=16", "precision=fp32", "device=cpu"]
     for name in ("lowmem", "quality", "stable", "debug", "fast"):
-        config = load("unet", preset=name, flags={"data_dir": "data"}, overrides=smaller if on_cpu else FULL).config
+        config = load("unet", flags={"data_dir": "data", "preset": name}, overrides=smaller if on_cpu else FULL).config
         rows[name] = {
             "precision": config.precision.default,
             "batch_size": config.train.batch_size,

@@ -30,7 +30,7 @@ def test_guide_ones_command_line_means_what_it_says() -> None:
 
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
 def test_every_preset_loads_and_survives_being_written(name: str, preset: str, tmp_path: Path) -> None:
-    loaded = load(name, preset=preset)
+    loaded = load(name, flags={"preset": preset})
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(loaded.config))
     assert load(str(file)).config == loaded.config
@@ -42,7 +42,7 @@ def test_the_five_purposes_exist_for_classifiers(name: str) -> None:
 
 
 def test_a_recipes_learning_rate_grows_with_the_samples_of_a_step_and_says_so() -> None:
-    loaded = load("resnet50", preset="nvidia90", overrides=["train.batch_size=512", "train.accumulate=4"])
+    loaded = load("resnet50", flags={"preset": "nvidia90"}, overrides=["train.batch_size=512", "train.accumulate=4"])
     # NVIDIA's README: 2.048 at 2048.
     assert loaded.config.optimizer.peak_lr(2048) == pytest.approx(2.048)
     assert any("learning rate 2.048" in note for note in loaded.notes)
@@ -55,7 +55,7 @@ def test_without_lr_per_the_learning_rate_is_taken_as_it_is() -> None:
 
 
 def test_nvidias_weight_decay_and_momentum_are_the_published_ones() -> None:
-    optimizer = load("resnet50", preset="nvidia90").config.optimizer
+    optimizer = load("resnet50", flags={"preset": "nvidia90"}).config.optimizer
     assert (optimizer.weight_decay, optimizer.momentum, optimizer.decay_norms_and_biases) == (2**-15, 0.875, False)
 
 

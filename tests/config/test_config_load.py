@@ -125,7 +125,7 @@ def test_a_preset_flag_replaces_the_files_preset(tmp_path: Path) -> None:
     ],
 )
 def test_presets_are_guide_0s(preset: str, values: dict[str, object]) -> None:
-    config = load("unet", preset=preset).config
+    config = load("unet", flags={"preset": preset}).config
     found = {**config.train.model_dump(), "precision": config.precision.default}
     assert {key: found[key] for key in values} == values
 

@@ -60,14 +60,13 @@ def load(
     kinds: Schemas,
     flags: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
-    preset: str | None = None,
     overrides_file: Path | None = None,
 ) -> Loaded:
     """The config for a workload's name, an import path, or a YAML file, with flags and overrides on top.
 
     A second file may change the first one before it is read as a whole.
     """
-    given = {**(flags or {}), **({"preset": preset} if preset else {})}
+    given = flags or {}
     said = [*override_statements(overrides), *flag_statements(given)]
     if is_file(target, kinds):
         document = read_yaml(Path(target))

@@ -11,9 +11,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from halfstep.config.schema import PrecisionConfig, RunConfig
+from halfstep.config.schema import RunConfig
 from halfstep.disk import cache_directory
 from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
@@ -224,15 +225,10 @@ def fp8_gains(
     measure: Callable[..., dict[LayerShape, Fp8Gain]] = gains_once,
 ) -> dict[str, Fp8Gain]:
     """Gain by module name, for `decide(..., fp8_gains=...)`; empty where nothing is to be measured."""
-    if not _is_to_measure(config.precision) or not hardware.device or lacks("fp8", hardware):
+    wish = config.precision
+    is_asked = "fp8" in (wish.default, *wish.modules.values()) and not wish.simulate and not wish.force
+    if not is_asked or not hardware.device or lacks("fp8", hardware):
         return {}
     batch = workload.prepared(first_batch(config, workload), key=(), training=False)
-    directory = cache_directory()
-    return measured_gains(
-        workload.model, lambda: workload.forward(workload.model, batch), hardware, directory, measure=measure
-    )
-
-
-def _is_to_measure(wish: PrecisionConfig) -> bool:
-    asked = "fp8" in (wish.default, *wish.modules.values())
-    return asked and not wish.simulate and not wish.force
+    forward = partial(workload.forward, workload.model, batch)
+    return measured_gains(workload.model, forward, hardware, cache_directory(), measure=measure)
