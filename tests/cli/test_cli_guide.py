@@ -20,6 +20,7 @@ import pytest
 from data.picture_folders import write_split
 from halfstep.cli.main import main
 from halfstep.hardware.driver import Driver
+from halfstep.run.planned_batch import StepCost
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from warm_processes import at_terminal
@@ -41,6 +42,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     monkeypatch.setattr(Driver, "accelerators", lambda self: ())
     return here
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes little memory: a trace takes seconds, and is no part of what is asked and answered."""
+    cheap = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**6, sample_flops=10**9)
+    monkeypatch.setattr("halfstep.guide.suggest.step_cost", lambda *given: cheap)
 
 
 def run(capsys: Capture, *argv: str) -> tuple[int, str, str]:
@@ -91,6 +99,7 @@ def test_yes_takes_every_default_prints_it_and_writes_a_config_that_trains_besid
     assert "resnet18-fast-2.yaml" in json.dumps(settings["train.batch_size"])
 
 
+@pytest.mark.usefixtures("untraced")
 def test_answers_from_a_file_reach_the_config(place: Path, capsys: Capture) -> None:
     folder = write_demo_pairs(place.parent / "my pairs")
     answers = {
@@ -122,7 +131,7 @@ def write_demo_pairs(folder: Path) -> Path:
         ("task: painting", "'painting' is not a choice"),
         ("start: perhaps", "'perhaps' is not a choice"),
         ("task: segmentation\ndata: /no/such/folder", "/no/such/folder does not exist"),
-        ("task: segmentation\nmodel: resnet50", "answered, but not asked: model"),
+        ("task: own\nworkload: tiny_workload:build\ndata: .\nmodel: resnet50", "answered, but not asked: model"),
         ("task: own\nworkload: nowhere", "'nowhere' is not an import path"),
         ("task: own\nworkload: no_such_module:build", "cannot be imported"),
         ("task: own\nworkload: json:loads", "no folder"),
@@ -152,6 +161,7 @@ def test_start_really_starts_the_training(place: Path, capsys: Capture, monkeypa
     assert load("guide_own_workload-build-fast.yaml").config.train.auto_batch
 
 
+@pytest.mark.usefixtures("untraced")
 def test_piped_lines_are_answers_and_a_wrong_folder_is_asked_again(
     place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

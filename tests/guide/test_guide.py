@@ -53,8 +53,9 @@ def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
 
 
 AMPERE = measured({"fp32": 10.0, "tf32": 40.0, "bf16": 100.0, "fp16": 90.0})
-UNTRACED = dataclasses.replace(AMPERE, kind="xpu", device="xpu:0")
+UNTRACED = dataclasses.replace(AMPERE, name="untraced", kind="xpu", device="xpu:0")
 """A device on which every step costs CHEAP: for tests of all but the memory."""
+UNTRACED_CPU = dataclasses.replace(CPU, name="untraced")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,9 +65,9 @@ def traced_once() -> Iterator[None]:
 
     def cost(config: Any, store: Any, hardware: Hardware, precision: str) -> StepCost:
         parts = (config.workload, config.model, config.data.image_size, config.optimizer, config.train, config.ema)
-        key = repr((parts, store, hardware.kind, precision))
+        key = repr((parts, store, hardware.name, precision))
         if key not in found:
-            is_traced = hardware.kind != "xpu" and not config.workload.startswith("radiodiff")
+            is_traced = hardware.kind != "xpu" and hardware.name != "untraced"
             found[key] = step_cost(config, store, hardware, precision) if is_traced else CHEAP
         return found[key]
 
@@ -436,7 +437,7 @@ def test_few_pictures_get_the_quick_recipe() -> None:
 
 
 def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:
-    for one in suggestions(situation(hardware=CPU)):
+    for one in suggestions(situation(hardware=UNTRACED_CPU)):
         assert one.config.precision.default == "fp32"
         assert one.config.data.image_size == 128
         assert one.config.train.fast != "compile"
@@ -478,7 +479,7 @@ def test_the_size_of_pictures_is_looked_up_whatever_they_lie_in(tmp_path: Path) 
 
 def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:
     look = a_look(80, source="demo", store={"num_classes": 2, "channels": 3})
-    found = suggestions(situation(workload="unet", goal="quality", look=look, data_dir=None, hardware=CPU))
+    found = suggestions(situation(workload="unet", goal="quality", look=look, data_dir=None, hardware=UNTRACED_CPU))
     assert len(found) == 2, "quality and fast would be the same run"
     for one in found:
         assert one.config.data.dir is None
@@ -521,7 +522,7 @@ def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
 def test_both_stages_of_radio_maps_are_suggested_for_a_cpu(tmp_path: Path, workload: str) -> None:
     root = write_tiny_demo(tmp_path / "RadioMapSeer")
     looked = look_at(workload, root)
-    chosen = suggestions(situation(workload=workload, look=looked, hardware=CPU, data_dir=str(root)))[0]
+    chosen = suggestions(situation(workload=workload, look=looked, hardware=UNTRACED_CPU, data_dir=str(root)))[0]
     (tmp_path / "run.yaml").write_text(chosen.to_yaml())
     again = load(str(tmp_path / "run.yaml")).config
     assert (again.workload, again.data.image_size, again.model.first_stage.width) == (workload, 64, 16)
