@@ -25,7 +25,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 def any_folder(config: Config, folder: Path, **values: Any) -> Config:
     """The same settings with another folder, and other values beside it."""
-    return _with_data(config, dir=str(folder), **values)
+    return config.changed(data={"dir": str(folder), **values})
 
 
 def pairs_folder(config: Config, folder: Path) -> Config:
@@ -34,7 +34,7 @@ def pairs_folder(config: Config, folder: Path) -> Config:
     named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
     if any(named) and not holds_folders(folder, PairLayout().names(*named)):
         values |= {"val_images": "", "val_masks": ""}  # those of the run's own folder
-    return _with_data(config, **values)
+    return config.changed(data=values)
 
 
 def with_all_pairs(workload: Workload) -> Workload:
@@ -78,12 +78,8 @@ def classes_folder(config: Config, folder: Path) -> Config:
         # The same folder twice: a list of classes is needed, and nothing is trained.
         whole = train or val or "."
         values |= {"train_folder": whole, "val_folder": whole}
-    return _with_data(config, **values)
+    return config.changed(data=values)
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> str:
     return next((name for name in names if (folder / name).is_dir()), "")
-
-
-def _with_data(config: Config, **values: Any) -> Config:
-    return config.model_copy(update={"data": config.data.model_copy(update=values)})

@@ -56,7 +56,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         store, settled, why = _decided(config, found, scan, bad_files)
         about |= why
         if "model.background" in settled:
-            config = config.model_copy(update={"model": config.model.model_copy(update={"background": None})})
+            config = config.changed(model={"background": None})
     elif config.data.image_size != store["image_size"]:
         store = _resized(store, config.data.image_size)
     table, image = table_of_store(store), image_format_of_store(store)

@@ -21,7 +21,7 @@ class Guide:
 
     def open(self, config: UNetConfig) -> Opened:
         # Only the data are looked at; a real U-Net would take a second to initialise.
-        tiny = config.model_copy(update={"model": config.model.model_copy(update={"base_channels": 1})})
+        tiny = config.changed(model={"base_channels": 1})
         built = build(tiny)
         assert isinstance(built.train_samples, SegmentationData)
         pairs = built.train_samples.pairs

@@ -249,6 +249,6 @@ def random_batch(config: SlotContrastConfig, store: Store) -> Batch:
 def over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
     """With a random backbone where no weights are named: they cost the same."""
     if config.model.backbone_weights is None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"backbone_weights": RANDOM})})
+        config = config.changed(model={"backbone_weights": RANDOM})
     backbone = build_backbone(config)
     return over_samples(config, build_model(config, backbone.module), backbone, samples, samples, store)

@@ -127,8 +127,7 @@ class Prepared:
 
 def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`."""
-    without_weights = config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
-    workload = with_words(slots.build(without_weights, store), config)
+    workload = with_words(slots.build(config.changed(model={"weights": None}), store), config)
     if store is None and config.model.weights:
         load_file_(workload.model, config.model.weights, from_upstream)
     return workload
