@@ -1,4 +1,4 @@
-"""In which order a 4-dimensional tensor lies in memory."""
+"""In which order a 4-dimensional tensor lies in memory, and an image in the frame that a first convolution reads."""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 Names are upstream's without the wrappers over time (`processor.module.corrector` is `processor.corrector`), and the
 backbone is not part of this model: it is frozen, and its features come in.
+
+With words (`SlotContrastWords`) slots also predict those of a discrete VAE that trains beside them. That decoder is
+causal: the public fork that joined the two calls it without a mask, so that every position sees its own answer and the
+loss says nothing about slots.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 Three parts train together: a discrete VAE that makes words of frames, an encoder that makes slots of them, and a
 decoder that predicts the words from the slots. Upstream's weights load but for its masks, which are a flag here.
+
+Slots of one frame start the next one's, through a predictor. Upstream's order of things, on which its weights depend:
+the recurrent cell takes the slots as they were before normalisation, and the perceptron runs in all iterations but the
+last. Slots stay fp32 from frame to frame, since rounding would add up; the softmax over slots, its renormalisation over
+positions (1e-8 is nothing in half formats, and 0/0 waits where a slot wins nothing) and the cell are an island.
 """
 
 from __future__ import annotations

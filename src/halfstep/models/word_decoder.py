@@ -1,4 +1,5 @@
-"""STEVE's decoder: predicts the words of a frame one after another from its slots, each from those before it."""
+"""STEVE's decoder: predicts the words of a frame one after another from its slots, each from those before it; and its
+loss, without logits over the whole vocabulary being kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frozen VAE of latent diffusion: its format, what it says of images, and that on disk."""
+"""The frozen VAE of latent diffusion: its format, what it says of images, that on disk, and the samples made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A trained model at work: images of a seed, in batches of any size."""
+"""A trained model at work: images of a seed, in batches of any size, by diffusers' DDIM or DPM-Solver++.
+
+Both draw nothing on the way, and the start is `noise` by key and place: a sample is the same in a batch of any size.
+States are fp32; only the network runs in the plan's format.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The networks of a diffusion model: a U-Net, new or of a folder, and the frozen ones beside it."""
+"""The networks of a diffusion model: a U-Net, new or of a folder, the frozen ones beside it, and what it is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The autoencoder as a file: what stage 1 leaves for stage 2, and where stage 2 finds it."""
+"""The autoencoder as a file: what stage 1 leaves for stage 2, where stage 2 finds it, and its latents on disk.
+
+Of training maps mean and log variance are kept, computed once and in fp32, so each step still draws its own latent.
+Validation encodes as ever: it needs the first stage to decode samples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Prediction of masks: each with the values and the size of its original, beside an overlay to look at."""
+"""Prediction of masks: each with the values and the size of its original, beside an overlay to look at.
+
+Images of any size are computed whole where they fit, else in overlapping tiles that agree with the whole: a tile's
+result is used only where the model's receptive field lies inside the tile or ends at the image's own edge, and tiles
+start where all pooling levels start. With transposed upsampling each used pixel is then computed from the same inputs
+both ways, and logits differ by the rounding of convolutions at different sizes (1e-4 of the largest logit in fp32).
+Bilinear upsampling stretches with the tile, so there the agreement is only close.
+"""
 
 from __future__ import annotations
 

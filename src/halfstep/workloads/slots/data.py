@@ -1,4 +1,5 @@
-"""Clips as SlotContrast sees them: normalised as upstream does, masks at the size they are compared at."""
+"""Clips to train and to validate on, from whatever lies in the data folder; normalised as upstream does, masks at the
+size they are compared at."""
 
 from __future__ import annotations
 
