@@ -1,8 +1,8 @@
 """torch's layers, to be built, saved and hooked as such, that chains of our kernels know by their class.
 
 `is_as_built` tells whether somebody has since set what the class does not say, such as another stride or BatchNorm's
-momentum: then torch's own code runs. A chain may take the place of layers only where nobody would notice (`are_plain`): a model
-names the classes its chain knows, each with a check of what a layer of it was told.
+momentum: then torch's own code runs. A chain may take the place of layers only where nobody would notice
+(`are_plain`): a model names the classes its chain knows, each with a check of what a layer of it was told.
 """
 
 from __future__ import annotations

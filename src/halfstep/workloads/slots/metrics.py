@@ -1,4 +1,4 @@
-"""Metrics and losses of slot models. FG-ARI and mBO of slot masks against true masks, per video and per frame, in float64.
+"""Losses of slot models, and FG-ARI and mBO of slot masks against true masks, per video and per frame, in float64.
 
 All of them follow from one table for each frame: how many pixels of true label c went to slot k. A video's table is the
 sum of its frames', so that a slot that swaps objects in time is punished there and not in the frames.
