@@ -8,33 +8,25 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from halfstep.config.schema import RunConfig
 from halfstep.report.class_pictures import ShownMistake, draw_confusion, draw_mistakes
 from halfstep.report.evaluation_view import Cell
 from halfstep.workloads.classification.scores import ClassificationDetails, Mistake
 from halfstep.workloads.other_data import classes_folder
-from halfstep.workloads.using import Look
+from halfstep.workloads.using import Look, PlainEvaluation
 from halfstep.workloads.workload import Workload
 
 SHOWN_MISTAKES = 24
 
 
-class ClassificationEvaluation:
+class ClassificationEvaluation(PlainEvaluation):
     ranking = "accuracy"
-    scored_at = ""
+    config_for = staticmethod(classes_folder)
+    metrics: ClassificationDetails
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.names = class_names(workload.store)
         self.metrics = ClassificationDetails(len(self.names))
-
-    @staticmethod
-    def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        return classes_folder(config, folder)
-
-    @staticmethod
-    def on_all(workload: Workload) -> Workload:
-        return workload
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
         """Accuracy: the share of a class that was recognised. Precision: the share of such answers that was right."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from halfstep.config.schema import RunConfig
 from halfstep.data.images import read_image
 from halfstep.data.masks import Array, read_mask
 from halfstep.data.segmentation import SegmentationData
@@ -29,6 +28,8 @@ SHOWN_EACH = 3  # images of each kind on the sheet: more makes it longer than a 
 
 class SegmentationEvaluation:
     ranking = "IoU"
+    config_for = staticmethod(pairs_folder)
+    on_all = staticmethod(with_all_pairs)
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -71,14 +72,6 @@ class SegmentationEvaluation:
             self.metrics.count(torch.from_numpy(prediction), torch.from_numpy(truth), index)
             bar.advance()
         return self.metrics.compute()
-
-    @staticmethod
-    def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        return pairs_folder(config, folder)
-
-    @staticmethod
-    def on_all(workload: Workload) -> Workload:
-        return with_all_pairs(workload)
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
         """A class without a pixel in truth and prediction has no score."""
