@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from halfstep.data.latent_cache import CachedLatents, open_latents, write_latents
+from halfstep.data.latent_cache import CachedLatents, open_latents, opened_or_written, write_latents
 from halfstep.errors import DataError
 
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
@@ -35,6 +35,22 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str) -> None:
     path.write_bytes({"cut": whole[:-4], "flip": whole[:-1] + b"\x01", "text": b"hello"}[damage])
     with pytest.raises(DataError, match="not a usable file of latents"):
         open_latents(path)
+
+
+def test_latents_that_are_stale_or_broken_are_made_again_and_other_files_stay(tmp_path: Path) -> None:
+    rows = torch.arange(24.0).view(3, 1, 2, 2, 2)
+    kept = tmp_path / "any.name"
+    assert opened_or_written(kept, "one", 3, lambda: iter([rows]))[1]
+    assert not opened_or_written(kept, "one", 3, lambda: iter([rows]))[1]
+    assert opened_or_written(kept, "two", 3, lambda: iter([rows]))[1]
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    assert opened_or_written(kept, "two", 3, lambda: iter([rows]))[1]
+    weights = tmp_path / "model.safetensors"
+    save_file({"weight": rows}, weights)
+    before = weights.read_bytes()
+    with pytest.raises(DataError, match=r"model\.safetensors exists and holds no latents"):
+        opened_or_written(weights, "two", 3, lambda: iter([rows]))
+    assert weights.read_bytes() == before
 
 
 def test_a_failure_on_the_way_leaves_no_file(tmp_path: Path) -> None:

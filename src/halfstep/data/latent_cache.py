@@ -73,13 +73,9 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
 def open_latents(path: Path) -> LatentCache:
     """Map a file after checking every byte of it."""
     try:
+        meta, shape, start = _read_header(path)
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError("it is cut short")
-            header: dict[str, Any] = json.loads(file.read(length))
-            meta, entry = header["__metadata__"], header[NAME]
-            shape, start = tuple(entry["shape"]), 8 + length
+            file.seek(start)
             if path.stat().st_size != start + math.prod(shape) * BYTES:
                 raise ValueError("it is cut short")
             digest = hashlib.sha256()
@@ -107,12 +103,37 @@ def opened_or_written(
             pass  # broken: made again, which the caller says
     elif path.exists():
         raise DataError(f"{path} is a folder", fix="another place: data.cache_file=FILE")
-    if path.is_file() and not path.name.startswith(".halfstep-latents") and path.suffix != ".safetensors":
-        raise DataError(f"{path} exists and holds no latents", fix="another name: data.cache_file=FILE.safetensors")
+    _refuse_somebody_elses(path)
     made = rows()
     first = next(made)
     write_latents(path, num, tuple(first.shape[1:]), itertools.chain([first], made), {FINGERPRINT: mark, **meta})
     return open_latents(path), True
+
+
+def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
+    """What a file says of itself, its shape, and where its numbers begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("it is cut short")
+        header: dict[str, Any] = json.loads(file.read(length))
+    return header["__metadata__"], tuple(header[NAME]["shape"]), 8 + length
+
+
+def _refuse_somebody_elses(path: Path) -> None:
+    """What is written anew must be ours: by what it says of itself, or, where it is broken, by its name."""
+    if not path.is_file() or path.name.startswith(".halfstep-latents"):
+        return
+    try:
+        is_ours = FINGERPRINT in _read_header(path)[0]
+    except (OSError, ValueError, KeyError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise DataError(
+            f"data.cache_file={path} exists and holds no latents",
+            why="it would be overwritten",
+            fix="the name of a file that is not there yet, or of one with latents",
+        )
 
 
 def told_of_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
