@@ -45,6 +45,8 @@ def console_script(words: list[str]) -> None:
         ("tiny_workload:Samples", "cannot be called as build"),
         ("operator:add_to_nothing", "operator has no function 'add_to_nothing'"),
         ("gives_none:build", "gives_none:build gives a NoneType, not a Workload"),
+        ("of_torch:build", "train_samples of of_torch:build: a list without __len__ or sample(index, *, key)"),
+        ("of_torch:counts", "metrics of of_torch:counts: a dict without compute, state_dict, load_state_dict"),
         ("tiny_workloda:build", "workload 'tiny_workloda:build' cannot be imported"),
         ("timm.models:create_model", "fix: Install it, run where the module is"),
         ("tiny_workload:biuld", "halfstep.workloads.workload.Workload; did you mean 'build'?"),
@@ -56,6 +58,13 @@ def test_what_is_no_workload_is_an_error_about_the_module(
 ) -> None:
     (tmp_path / "broken_mod.py").write_text("import no_such_thing\n")
     (tmp_path / "gives_none.py").write_text("def build(config, store): ...\n")
+    (tmp_path / "of_torch.py").write_text(
+        "import dataclasses, tiny_workload\n"
+        "def build(config, store):\n"
+        "    return dataclasses.replace(tiny_workload.build(config, store), train_samples=[{}])\n"
+        "def counts(config, store):\n"
+        "    return dataclasses.replace(tiny_workload.build(config, store), metrics=dict)\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(TESTS))
     with pytest.raises(ConfigError) as refused:

@@ -37,6 +37,7 @@ USUAL = {
 """Parts of a family that has a file for each."""
 
 BUILD = "build(config, store) -> halfstep.workloads.workload.Workload"
+METRICS = ("update", "compute", "state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,9 @@ class Kind:
         built = builder(config, store)
         if not isinstance(built, Workload):
             raise ConfigError(f"{config.workload} gives a {type(built).__name__}, not a Workload", fix=f"write {BUILD}")
+        for name in ("train_samples", "val_samples"):
+            refuse_other_samples(getattr(built, name), f"{name} of {config.workload}")
+        refuse_other_metrics(built.metrics(), config.workload)
         return built
 
     def write_demo(self, workload: str, folder: Path, *, seed: int) -> None:
@@ -169,6 +173,26 @@ class Kind:
 
 def loaded(part: Part, *, form: str) -> Callable[..., Any]:
     return imported(part, what="workload", form=form) if isinstance(part, str) else part
+
+
+def refuse_other_metrics(metrics: object, workload: str) -> None:
+    """Some methods are called only when an epoch ends, or a run goes on."""
+    if missing := [name for name in METRICS if not hasattr(metrics, name)]:
+        raise ConfigError(
+            f"metrics of {workload}: a {type(metrics).__name__} without {', '.join(missing)}",
+            why="counts are stored with a checkpoint, so that a run that goes on has the same scores",
+            fix=f"give it {', '.join(METRICS)}: examples/own_workload.py has all of them",
+        )
+
+
+def refuse_other_samples(samples: object, whose: str) -> None:
+    """A data set of torch's own form is the likeliest mistake of all, and would fail in a worker."""
+    if not (hasattr(samples, "__len__") and any(hasattr(samples, way) for way in ("sample", "filled", "batch"))):
+        raise ConfigError(
+            f"{whose}: a {type(samples).__name__} without __len__ or sample(index, *, key)",
+            why="a sample depends on its index and (seed, epoch, index) alone, whatever the workers and batches",
+            fix="give it `def sample(self, index, *, key): return {name: tensor}`; a Dataset returns self[index] there",
+        )
 
 
 class Kinds(Mapping[str, Kind]):
