@@ -72,6 +72,8 @@ DTYPE_WORDS = {
     "double": "fp64",
     "float8": "fp8",
     "fp8": "fp8",
+    "16": "fp16",
+    "32": "fp32",
 }
 """Names of dtypes, as torch and configs write them."""
 

@@ -38,6 +38,8 @@ def source_of(root: Node, *, lightning_version: str = "") -> Source | None:
         return lightning.read(root, version=lightning_version, section="")
     if root.has("trainer.precision") and not root.has("workload"):
         return lightning.read(root, version=lightning_version)
+    if (section := lightning.nested_section(root)) is not None:
+        return lightning.read(root, version=lightning_version, section=section)
     for recognises, read in DIALECTS:
         if recognises(root):
             return read(root)

@@ -27,6 +27,16 @@ def speaks_at_the_top(root: Node) -> bool:
     return word in LIGHTNING_2_WORDS and "-" in word
 
 
+def nested_section(root: Node) -> str | None:
+    """`training.lightning.` and the like: a block with a precision word and two other arguments of a Trainer."""
+    for key, node in root.walk():
+        section = key.removesuffix("precision")
+        is_word = key.endswith(".precision") and str(node.scalar) in LIGHTNING_2_WORDS
+        if is_word and sum(root.has(section + mark) for mark in MARKS) >= 2:
+            return section
+    return None
+
+
 def read(root: Node, *, version: str = "", section: str = "trainer.") -> Source:
     draft = Draft(root, "lightning")
     read_trainer(draft, section, version)

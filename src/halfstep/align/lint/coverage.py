@@ -10,7 +10,16 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.regions import region_of
-from halfstep.align.lint.script import AUTOCASTS, dotted_name, is_constant, keyword, last, methods_of
+from halfstep.align.lint.script import (
+    AUTOCASTS,
+    Function,
+    dotted_name,
+    is_constant,
+    keyword,
+    last,
+    methods_of,
+    parameters_of,
+)
 from halfstep.align.lint.weights import half_models
 
 OWN_METHODS = ("encode", "decode", "compute_loss", "get_loss", "training_loss")
@@ -23,11 +32,29 @@ def find(amp: Amp) -> Iterator[Finding]:
     in_bf16 = {last(model.name) for model in half_models(amp) if model.dtype == "bf16"}
     in_bf16 -= {last(model.name) for model in half_models(amp) if model.dtype != "bf16"}
     yield from bf16_asked(amp)
+    yield from idle_scaler(amp)
     for trace in amp.traces if amp.goes_backward else ():
         yield from other_dtype(amp, trace, in_bf16)
         yield from uncovered(amp, trace)
         yield from without_autocast(amp, trace)
         yield from around_the_wrapper(amp, trace)
+
+
+def idle_scaler(amp: Amp) -> Iterator[Finding]:
+    """A GradScaler that only functions of this file get, none of which scales, beside no autocast: all is fp32."""
+    words = {getattr(n, "attr", "") or getattr(n, "id", "") for n in amp.script.nodes}
+    used = words & {"scale", "unscale_", "get_scale"} or any("autocast" in word for word in words)
+    if used or not amp.goes_backward or not amp.steps or OTHER_HALF.search(amp.script.code):
+        return
+    kept = {last(name) for name in amp.escaped}
+    takers = [n for n in amp.script.nodes if isinstance(n, Function) and parameters_of(n)]
+    for made in (m for m in amp.scalers if m.enabled is not False and last(m.key) not in kept):
+        inside = [c for f in takers if last(made.key) in parameters_of(f) for c in amp.script.calls_below(f)]
+        for call in (c for c in inside if getattr(c.func, "attr", "") == "backward"):
+            message = f"{last(made.key)} is handed over and scales nothing, and no autocast is there: all is fp32"
+            fix = "autocast around the model, and scale, step and update through it; or drop it"
+            yield amp.script.finding("model-outside-autocast", call, message, fix=fix, related=made.call)
+            return
 
 
 def bf16_asked(amp: Amp) -> Iterator[Finding]:

@@ -87,14 +87,21 @@ def not_sharded(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 def clipped_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """torch's clip_grad_norm_ on FSDP's parameters: every rank clips by the norm of its own shard."""
-    wrapped = {last(n) for n, values in amp.script.assigned.items() for v in values if is_fsdp(amp, v)}
-    if "NO_SHARD" in amp.script.text or any(last(e.receiver) in wrapped for e in trace.calls("clip_grad_norm_")):
+    wrapped = {last(n) for n in amp.script.assigned if any(is_fsdp(amp, v) for v in amp.script.origins(n))}
+    # Who takes the sharded scaler trains a sharded model, wherever that was wrapped.
+    sharded = any(last(event.name) == "ShardedGradScaler" for event in trace.events)
+    if (
+        "NO_SHARD" in amp.script.text
+        or "fully_shard" in amp.script.text
+        or any(last(e.receiver) in wrapped for e in trace.calls("clip_grad_norm_"))
+    ):
         return
     for clip in trace.events:
         by_torch = clip.name.startswith("torch.nn.utils.") and clip.method.startswith("clip_grad_norm")
         # What a caller hands over, and no caller is here, may be any model.
-        models = {last(name) for name in models_of(clip.node)} - parameters_of(trace.root)
-        if by_torch and models & wrapped and not runs_without_fsdp(clip):
+        models = {last(name) for name in models_of(clip.node)}
+        known = (models - parameters_of(trace.root)) & wrapped or models and sharded
+        if by_torch and known and not runs_without_fsdp(clip):
             message = "every rank clips by the norm of its own shard: the ranks scale one gradient differently"
             fix = f"{min(models)}.clip_grad_norm_(max_norm), FSDP's own"
             yield amp.script.finding("clip-not-sharded", clip.node, message, fix=fix)

@@ -145,6 +145,16 @@ class Script:
         name = dotted_name(value)
         return self.class_of(name) if name else None
 
+    def origins(self, key: str, depth: int = 0) -> list[ast.expr]:
+        """What the values of a name come from, `FSDP(net)` for `model = sharded.to(device)`; names followed."""
+        found: list[ast.expr] = []
+        for value in self.values(key):
+            while isinstance(value, ast.Call) and getattr(value.func, "attr", "") in ("to", "cuda", "train", "eval"):
+                value = value.func.value  # type: ignore[attr-defined]
+            inner = self.origins(dotted_name(value), depth + 1) if dotted_name(value) and depth < 3 else []
+            found += inner or [value]
+        return found
+
     @cached_property
     def annotated(self) -> dict[str, ast.ClassDef | None]:
         """Parameters that are said to be an instance of a class of this module, by name."""
