@@ -41,7 +41,9 @@ OF_FLOW = (
     *(scaler_use, frameworks, clearing, coverage, checkpoints, lifetimes, hiding),
 )
 """Families that follow objects, also into helpers imported from files beside it."""
-RELEVANT = re.compile(r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(")
+RELEVANT = re.compile(
+    r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(|LightningModule"
+)
 """What every rule needs one of; other files are not analysed."""
 
 

@@ -195,11 +195,15 @@ def is_scaled_backward(event: Event) -> bool:
     return event.method == "backward" and bool(event.scaled_by)
 
 
-CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_gradient", "clip_gradients")
+CLIPS = (
+    *("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_gradient", "clip_gradients", "dispatch_clip_grad"),
+)
 
 
 def is_clip(event: Event) -> bool:
     """torch.nn.utils' clipping functions and those named after them; a framework's own clipping unscales first."""
+    if event.method == "clamp_" and last(event.receiver.removesuffix(".data")) == "grad":
+        return True  # by hand: p.grad.data.clamp_(-1, 1)
     path, _, name = event.name.rpartition(".")
     by_model = "model" in last(path).lower() and name == "clip_grad_norm_"  # FSDP's method
     return name in CLIPS and (not path or "util" in path or by_model)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding, Severity
-from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, runs_without_amp
+from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, runs_without_amp, same_object
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import dotted_name, last
 
@@ -141,6 +141,15 @@ def never_scaled(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
     if not is_scaler_object(amp, trace, step.receiver):
         return
     before = [e for e in beside(trace, step) if e.method == "backward" and e.index < step.index]
+    others = {e.scaled_by for e in before}
+    made = {last(made.key) for made in amp.scalers}
+    if before and all(last(name) in made and not same_object(name, step.receiver) for name in others):
+        name = last(step.receiver)
+        message = f"the loss is scaled by {last(before[-1].scaled_by)}, and {name}.step() divides by its own scale"
+        yield amp.script.finding(
+            "scaler-misused", step.node, message, fix="one scaler for both", related=before[-1].node
+        )
+        return
     if not before or any(is_scaled_backward(e) or not is_plain_backward(e) for e in before):
         return
     backward = before[-1]

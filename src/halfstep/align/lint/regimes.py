@@ -32,6 +32,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from scaler_beside_bf16(amp)
     yield from inverted_scaler(amp)
     yield from scaler_off(amp)
+    yield from sharded_in_fp16(amp)
     yield from unscaled_fallback(amp)
     yield from unscaled_bf16_branch(amp)
 
@@ -146,6 +147,16 @@ def scaler_off(amp: Amp) -> Iterator[Finding]:
         if any(is_scaled_backward(e) for t in amp.traces for e in t.events):
             message = f"{last(made.key)} is switched off, and autocast is fp16: nothing scales the loss"
             yield amp.script.finding("fp16-without-scaler", made.call, message, fix="enabled=True")
+
+
+def sharded_in_fp16(amp: Amp) -> Iterator[Finding]:
+    """MixedPrecision(param_dtype=torch.float16) of FSDP, a plain backward, and nothing that could scale."""
+    plain = any(is_plain_backward(e) for t in amp.traces for e in t.events)
+    for call in amp.script.calls if plain and amp.steps and not amp.may_scale else ():
+        policy = last(amp.script.name_of(call.func)) in ("MixedPrecision", "MixedPrecisionPolicy")
+        if policy and format_of(keyword(call, "param_dtype"), amp.script) == "fp16":
+            message = "FSDP computes in fp16 by this policy, and nothing scales the loss: small gradients become zero"
+            yield amp.script.finding("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
 
 
 def unscaled_fallback(amp: Amp) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, last
+from halfstep.align.lint.script import dotted_name, last, names_in
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -76,6 +76,7 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
         unscaled = any(
             (e.method.startswith("unscale") or e.method == "get_scale" or rescales_gradients(e))
             and not e.excludes(clip)
+            and not is_optional(e, clip, backward)
             for e in between
         )
         stepped = any(e.method == "step" and not e.excludes(clip) for e in between)
@@ -85,6 +86,14 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
 
 
+def is_optional(unscale: Event, clip: Event, backward: Event) -> bool:
+    """Whether the clip runs on every path, and the unscale only where something else is asked for: `if log_norms:`."""
+    extra = [text for text, _ in unscale.conditions - clip.conditions - backward.conditions]
+    always = clip.conditions <= backward.conditions
+    return always and bool(extra) and unscale.method == "unscale_" and not any(map(ABOUT_AMP.search, extra))
+
+
+ABOUT_AMP = re.compile(r"amp|fp16|half|mixed|scaler|precision|enabled|clip|norm|%|except", re.IGNORECASE)
 AMP_HELPER = re.compile(r"(^|_)(amp|mp|mixed|mixed_precision|precision|scaler|fp16)(_|$)", re.IGNORECASE)
 
 
@@ -172,6 +181,15 @@ def unscales(amp: Amp, event: Event, optimizer: str) -> bool:
 def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """step(a), update(), step(b) after one backward: b's gradients carry the old scale, the new one divides them."""
     steps = [e for e in trace.calls("step") if e.arguments and e.arguments[0] and e.receiver]
+    for step in steps:
+        loop = next((n for n in amp.script.nodes if step.loops and id(n) == step.loops[-1]), None)
+        over = isinstance(loop, ast.For) and last(step.optimizer) in names_in(loop.target)
+        inside = [e for e in trace.calls("update", "backward") if e.loops == step.loops]
+        if over and [e.method for e in inside if e.method == "backward" or e.receiver == step.receiver] == ["update"]:
+            message = "update() after the step of each optimizer: the next one's gradients carry the old scale"
+            fix = "step all optimizers, then update() once, after the loop"
+            yield amp.script.finding("update-between-steps", inside[0].node, message, fix=fix, related=step.node)
+            return
     for first, second in zip(steps, steps[1:], strict=False):
         same_scaler = first.receiver == second.receiver and first.arguments[0] != second.arguments[0]
         together = first.loops == second.loops and not first.excludes(second)

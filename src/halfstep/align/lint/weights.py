@@ -27,7 +27,15 @@ PLAIN_OPTIMIZERS = {
     "Adadelta",
     "LBFGS",
     "Adafactor",
+    "Adam8bit",
+    "AdamW8bit",
+    "PagedAdamW8bit",
+    "PagedAdamW32bit",
+    "Lion",
+    "Lion8bit",
 }
+
+LIBRARIES = ("torch.optim.", "transformers.", "bitsandbytes.optim.", "lion_pytorch.")
 
 TRAINED_IN_PART = re.compile(
     r"requires_grad\s*=\s*False|requires_grad_\(False|freeze|peft|lora|load_in_[48]bit|import deepspeed"
@@ -52,14 +60,15 @@ def find(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     optimized = [pair for call in script.calls if is_plain_optimizer(amp, call) for pair in optimized_by(script, call)]
     handed = [pair for call in script.calls for pair in trained_by(script, call)]
-    optimized = [*(optimized if amp.goes_backward else []), *handed]
+    optimized = [*(optimized if amp.goes_backward or "training_step" in script.named_functions else []), *handed]
     seen: set[tuple[str, str]] = set()
     for model in half_models(amp):
         # `self.model` is one object in all methods, a plain name only in its own function.
         known = with_wrappers(script, [(model.name, model.call), *handed_out(script, model.call, model.name)])
         if (
             any(
-                name == own and ("." in name or script.share_scope(where, made))
+                (name == own or name == "self" and own.startswith("self."))
+                and ("." in own or script.share_scope(where, made))
                 for name, made in optimized
                 for own, where in known
             )
@@ -160,7 +169,7 @@ def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
     # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely.
     picks = "requires_grad" in ast.unparse(call) and TRAINED_IN_PART.search(amp.script.code)
     plain = name.rpartition(".")[2] in PLAIN_OPTIMIZERS
-    return name.startswith(("torch.optim.", "transformers.")) and plain and not picks
+    return name.startswith(LIBRARIES) and plain and not picks
 
 
 def optimized_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
