@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from halfstep.align.lint.flow import Event, Trace, traces_of
+from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.regions import Region, switch
+from halfstep.align.lint.roots import traces_of
 from halfstep.align.lint.script import SCALERS, Script, dotted_name, keyword, last
 
 FRAMEWORKS = (

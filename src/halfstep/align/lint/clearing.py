@@ -108,7 +108,7 @@ def is_torch_optimizer(amp: Amp, value: ast.expr | None) -> bool:
     if not isinstance(value, ast.Call):
         return False
     called = amp.script.name_of(value.func)
-    own = amp.script.functions.get(called) or amp.script.method_named(called.removeprefix("self."))
+    own = amp.script.function_named(called.removeprefix("self."))
     ends = [n.value for n in amp.script.below(own) if isinstance(n, ast.Return)] if own is not None else []
     if ends:
         return all(is_torch_optimizer(amp, amp.script.constant(end)) for end in ends)

@@ -139,7 +139,7 @@ def models_run_by(amp: Amp, event: Event) -> list[str]:
     """The model a call runs, itself or in a method of this file."""
     if is_forward(amp, event):
         return [event.called]
-    inner = amp.script.method_named(event.method) if isinstance(event.node, ast.Call) else None
+    inner = amp.script.function_named(event.method) if isinstance(event.node, ast.Call) else None
     calls = amp.script.calls_below(inner) if inner is not None and not event.grad_off else ()
     return [name for c in calls if last(name := dotted_name(c.func)) in amp.script.model_names]
 

@@ -182,11 +182,6 @@ class Script:
         found = self.named_functions.get(name, [])
         return found[0] if len(found) == 1 else None
 
-    def method_named(self, name: str) -> Function | None:
-        """The method of this name, when one class alone has it."""
-        found = [method for node in self.classes if (method := methods_of(node).get(name)) is not None]
-        return found[0] if len(found) == 1 else None
-
     def name_of(self, node: ast.AST) -> str:
         """The full dotted name an expression means after imports, or an empty string."""
         dotted = dotted_name(node)

@@ -12,7 +12,7 @@ from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.dtypes import explicit_cast
 from halfstep.align.lint.regions import format_of
-from halfstep.align.lint.script import WRAPPER, Script, argument, dotted_name, keyword, last, paired
+from halfstep.align.lint.script import WRAPPER, Script, argument, dotted_name, is_constant, keyword, last, paired
 from halfstep.align.spellings import dtype_of
 
 PLAIN_OPTIMIZERS = {
@@ -38,11 +38,11 @@ PLAIN_OPTIMIZERS = {
 LIBRARIES = ("torch.optim.", "transformers.", "bitsandbytes.optim.", "lion_pytorch.")
 
 TRAINED_IN_PART = re.compile(
-    r"requires_grad\s*=\s*False|requires_grad_\(False|freeze|peft|lora|load_in_[48]bit|import deepspeed"
+    r"freeze|peft|lora|load_in_[48]bit|deepspeed\."
     r"|deepspeed\s*=|--deepspeed|master_(param|weight|copy|grad)|stochastic_round|kahan",
     re.IGNORECASE,
 )
-"""Part of the model is frozen, or somebody keeps fp32 copies."""
+"""Part of some model is frozen by a helper, or somebody keeps fp32 copies."""
 
 EVALUATION_WORDS = ("eval", "infer", "test", "predict", "deploy", "export")
 
@@ -54,6 +54,7 @@ class HalfModel:
     name: str
     dtype: str
     call: ast.Call
+    loaded: bool = False
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -63,17 +64,16 @@ def find(amp: Amp) -> Iterator[Finding]:
     optimized = [*(optimized if amp.goes_backward or "training_step" in script.named_functions else []), *handed]
     seen: set[tuple[str, str]] = set()
     for model in half_models(amp):
-        # `self.model` is one object in all methods, a plain name only in its own function.
         known = with_wrappers(script, [(model.name, model.call), *handed_out(script, model.call, model.name)])
-        if (
-            any(
-                (name == own or name == "self" and own.startswith("self."))
-                and ("." in own or script.share_scope(where, made))
-                for name, made in optimized
-                for own, where in known
-            )
-            and (model.name, model.dtype) not in seen
-        ):
+        partly = trained_in_part(script, {name for name, _ in known})
+        steps = [
+            (name, made) for name, made in optimized for own, where in known if is_same(script, name, made, own, where)
+        ]
+        # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely.
+        steps = [
+            step for step in steps if not partly or not model.loaded and "requires_grad" not in ast.unparse(step[1])
+        ]
+        if steps and (model.name, model.dtype) not in seen:
             seen.add((model.name, model.dtype))
             found = lost_updates(script, model)
             # A Trainer in bf16 is common, and loses updates all the same.
@@ -81,6 +81,30 @@ def find(amp: Amp) -> Iterator[Finding]:
             yield dataclasses.replace(found, severity=Severity.WARNING if mild else None)
     if optimized and (default := half_default(script)) is not None:
         yield lost_updates(script, default)
+
+
+def is_same(script: Script, name: str, made: ast.AST, own: str, where: ast.AST) -> bool:
+    """`self.model` is one object in all methods, a plain name only in its own function; `self` has all of its own."""
+    same = name == own or name == "self" and own.startswith("self.")
+    return same and ("." in own or script.share_scope(where, made))
+
+
+def trained_in_part(script: Script, models: set[str]) -> bool:
+    """Whether parts of these models (of any, where none is named) want no gradient, or fp32 copies are kept."""
+    frozen: set[str] = set()
+    loops = [n for n in script.nodes if isinstance(n, ast.For)]
+    for node in script.nodes:
+        target = dotted_name(node.targets[0]) if isinstance(node, ast.Assign) else ""
+        off = target.endswith(".requires_grad") and isinstance(node, ast.Assign) and not is_constant(node.value, True)
+        func = node.func if isinstance(node, ast.Call) else None
+        called = isinstance(func, ast.Attribute) and func.attr == "requires_grad_" and "False" in ast.unparse(node)
+        if not off and not called:
+            continue
+        around = {name for loop in loops if node in script.below(loop) for name in models_of(loop.iter)}
+        frozen |= around or ({dotted_name(func.value)} if isinstance(func, ast.Attribute) else {"?"})
+    hit = any(part == name or part.startswith(f"{name}.") for part in frozen for name in models)
+    used = re.sub(r"(?m)^\s*(from|import)\s.*", "", script.code)  # an import alone adapts nothing
+    return bool(TRAINED_IN_PART.search(used)) or hit or "?" in frozen or not models and bool(frozen)
 
 
 def lost_updates(script: Script, model: HalfModel) -> Finding:
@@ -102,7 +126,7 @@ def half_models(amp: Amp) -> list[HalfModel]:
             continue
         model = assigned_model(amp, call) if loaded else dotted_name(call.func.value) or assigned_model(amp, call)
         if model and last(model) not in restored and not only_to_evaluate(script, call):
-            found.append(HalfModel(name=model, dtype=dtype, call=call))
+            found.append(HalfModel(name=model, dtype=dtype, call=call, loaded=bool(loaded)))
     return [*found, *cast_in_a_loop(script)]
 
 
@@ -150,7 +174,7 @@ def half_choice(node: ast.expr | None, script: Script) -> str:
 def loaded_dtype(script: Script, call: ast.Call) -> str:
     """`from_pretrained(…, torch_dtype=torch.bfloat16)` of a model that is trained as a whole."""
     loads = getattr(call.func, "attr", "") in ("from_pretrained", "from_config", "from_single_file")
-    if not loads or TRAINED_IN_PART.search(script.code):
+    if not loads:
         return ""
     return half_choice(keyword(call, "torch_dtype") or keyword(call, "dtype"), script)
 
@@ -159,17 +183,15 @@ def half_default(script: Script) -> HalfModel | None:
     """torch.set_default_dtype(torch.bfloat16), never set back: all that is made from then on is half."""
     calls = [call for call in script.calls if script.name_of(call.func) == "torch.set_default_dtype" and call.args]
     dtype = format_of(calls[0].args[0], script) if len(calls) == 1 else ""
-    if dtype not in ("fp16", "bf16") or TRAINED_IN_PART.search(script.code):
+    if dtype not in ("fp16", "bf16") or trained_in_part(script, set()):
         return None
     return HalfModel(name="every new parameter", dtype=dtype, call=calls[0])
 
 
 def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
     name = amp.script.name_of(call.func)
-    # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely.
-    picks = "requires_grad" in ast.unparse(call) and TRAINED_IN_PART.search(amp.script.code)
     plain = name.rpartition(".")[2] in PLAIN_OPTIMIZERS
-    return name.startswith(LIBRARIES) and plain and not picks
+    return name.startswith(LIBRARIES) and plain
 
 
 def optimized_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
