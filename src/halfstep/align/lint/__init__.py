@@ -9,11 +9,13 @@ from dataclasses import replace
 from halfstep.align.findings import Finding
 from halfstep.align.lint import (
     accumulation,
+    agreement,
     api,
     checkpoints,
     clearing,
     contracts,
     coverage,
+    division,
     evaluation,
     frameworks,
     hiding,
@@ -38,7 +40,7 @@ OF_LINES = (numerics, contracts, switches, api, hints, evaluation)
 """Families that judge lines of this file as they stand."""
 OF_FLOW = (
     *(scaler_order, iteration, reached, regimes, skips, accumulation, weights),
-    *(scaler_use, frameworks, clearing, coverage, checkpoints, lifetimes, hiding),
+    *(scaler_use, frameworks, clearing, coverage, checkpoints, lifetimes, hiding, agreement, division),
 )
 """Families that follow objects, also into helpers imported from files beside it."""
 RELEVANT = re.compile(

@@ -89,7 +89,7 @@ def divisors_in(node: ast.AST) -> list[ast.expr]:
 
 
 def windows(trace: Trace) -> Iterator[Window]:
-    seen: set[tuple[int, ...]] = set()
+    seen: set[tuple[tuple[int, ...], str]] = set()
     for step in trace.calls("step"):
         # Sorted: a set has another order in every run. `i % 1 == 0` is no window.
         tests = sorted(text for text, holds in step.conditions if holds and text in trace.windows)
@@ -102,8 +102,9 @@ def windows(trace: Trace) -> Iterator[Window]:
         latest = next((e for e in reversed(backwards) if not e.excludes(step)), None)
         length = modulus(tests[0])
         free = latest is not None and not any(text == tests[0] for text, _ in latest.conditions)
-        if latest is not None and free and step.loops not in seen:
-            seen.add(step.loops)
+        own = step.loops, step.optimizer
+        if latest is not None and free and own not in seen:
+            seen.add(own)
             yield Window(backward=latest, step=step, test=tests[0], length=length)
 
 

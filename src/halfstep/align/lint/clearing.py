@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.accumulation import modulus, windows
 from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed
-from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, last, parameters_of
+from halfstep.align.lint.flow import Event, Trace, is_none
+from halfstep.align.lint.script import dotted_name, last, names_in, parameters_of
 
 CLEARS = re.compile(
     r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*([-+*/]?=[^=]|\.\w+_\()", re.IGNORECASE
@@ -18,6 +18,8 @@ CLEARS = re.compile(
 """Whatever could clear a gradient, or change it by hand; reading one clears nothing."""
 MAY_CLEAR = re.compile(r"zero|clear|reset|train|optim|step_|_step", re.IGNORECASE)
 """In the name of a function of another file that may clear gradients."""
+FIRST = re.compile(r"[\w.]+ == 0")
+"""Holds in a loop's first iteration alone."""
 WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
 
 
@@ -34,7 +36,7 @@ def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
     backwards = [e for e in trace.events if e.loops and (is_plain_backward(e) or is_scaled_backward(e))]
     for step in trace.calls("step"):
         before = any(e.loops == step.loops and e.index < step.index and not e.excludes(step) for e in backwards)
-        if before and steps_alone(amp, trace, step) and not CLEARS.search(text_of_loop(amp, step)):
+        if before and steps_alone(amp, trace, step) and not may_be_cleared(amp, trace, step):
             name = last(step.optimizer)
             message = f"nothing in this loop clears the gradients that {name} steps with: each step adds to the last"
             yield amp.script.finding(
@@ -43,8 +45,30 @@ def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
             return
 
 
-def text_of_loop(amp: Amp, step: Event) -> str:
-    """The loop around a step and all functions of this file that it may call, as code."""
+def may_be_cleared(amp: Amp, trace: Trace, step: Event) -> bool:
+    """Whether anything in the loop could clear what an optimizer steps with, other optimizers' zero_grad() aside."""
+    around = reached_from_loop(amp, step)
+    text = "\n".join(ast.unparse(node) for node in around)
+    calls = (c for node in around for c in amp.script.calls_below(node))
+    written = {id(c) for c in calls if getattr(c.func, "attr", "") == "zero_grad"}
+    followed = {id(e.node) for e in trace.calls("zero_grad")}
+    effective = {id(e.node) for e in trace.calls("zero_grad") if clears_for(amp, e, step)}
+    if written and written <= followed - effective:
+        text = re.sub(r"[\w.]+\.zero_grad\(", "", text)
+    return CLEARS.search(text) is not None
+
+
+def clears_for(amp: Amp, event: Event, step: Event) -> bool:
+    """Whether a zero_grad() is this optimizer's, and more than once in a loop: not `if i == 0:` alone."""
+    looped = {name for n in amp.script.nodes if isinstance(n, ast.For) for name in names_in(n.target)}
+    one = amp.script.is_optimizer(event.receiver) and len(amp.script.values(event.receiver)) < 2
+    other = one and last(event.receiver) != last(step.optimizer) and event.receiver not in looped
+    once = any(holds and FIRST.fullmatch(text) for text, holds in event.conditions)
+    return not other and not once
+
+
+def reached_from_loop(amp: Amp, step: Event) -> list[ast.AST]:
+    """The loop around a step and all functions of this file that it may call."""
     found: list[ast.AST] = [n for n in amp.script.nodes if id(n) == step.loops[-1]]
     for node in found:  # grows as it goes
         names = {
@@ -52,30 +76,22 @@ def text_of_loop(amp: Amp, step: Event) -> str:
         }
         called = [f for name in names for f in amp.script.named_functions.get(name, [])]
         found += [function for function in called if function not in found]
-    return "\n".join(ast.unparse(node) for node in found)
+    return found
 
 
 def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """The branch without AMP clears, steps and returns; the one that scales steps on all gradients so far."""
+    """One branch clears, the other one steps on all gradients so far."""
     clears = list(trace.calls("zero_grad"))
     everywhere = {dotted_name(call.func) for call in amp.script.calls}
     for step in trace.calls("step"):
         name = step.optimizer
-        scaled = [e for e in trace.events[: step.index] if is_scaled_backward(e) and not e.excludes(step)]
+        computed = any(e.method == "backward" and not e.excludes(step) for e in trace.events[: step.index])
         own = [e for e in clears if e.receiver == name]
         elsewhere = sum(dotted_name(c.func) == f"{name}.zero_grad" for c in amp.script.calls) > len(own)
         by_model = any(
             text.endswith(".zero_grad") and text != f"{name}.zero_grad" for text in everywhere if "optim" not in text
         )
-        if (
-            name
-            and step.arguments
-            and scaled
-            and own
-            and all(e.excludes(step) for e in own)
-            and not elsewhere
-            and not by_model
-        ):
+        if name and computed and own and all(e.excludes(step) for e in own) and not elsewhere and not by_model:
             message = f"{last(name)}.zero_grad() runs only on the other path: here each step adds to the last"
             fix = f"{last(name)}.zero_grad() on this path too"
             yield amp.script.finding("gradients-not-cleared", step.node, message, fix=fix, related=own[0].node)
@@ -85,7 +101,7 @@ def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
 def steps_alone(amp: Amp, trace: Trace, step: Event) -> bool:
     """Whether torch.optim made the optimizer, or the caller hands it over, and nobody else in the loop has it."""
     name = step.optimizer
-    own = {"step", "unscale_", "clip_grad_norm_", "clip_grad_value_"}
+    own = {"step", "unscale_", "zero_grad", "clip_grad_norm_", "clip_grad_value_"}
     inside = [e for e in trace.events if e.loops[: len(step.loops)] == step.loops and e.method not in own]
     handed = name in parameters_of(trace.root)
     unknown = any(is_unknown_method(amp, e) or MAY_CLEAR.search(e.method) for e in inside)
@@ -121,19 +137,27 @@ def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """zero_grad at every micro-batch while the step waits for the window's end: only the last one counts."""
     for window in windows(trace):
         optimizer = window.step.optimizer
-        inside = [e for e in trace.events if e.loops == window.step.loops]
+        around = [e for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
+        inside = [e for e in around if e.loops == window.step.loops or drops_gradient(e)]
         stepped = {e.optimizer for e in inside if e.method == "step"} - {""}
         if not any(word in window.length.lower() for word in WINDOW_WORDS) and len(stepped) > 1:
             continue
         for event in inside:
             same = last(event.receiver) == last(optimizer) or last(event.receiver) in amp.script.model_names
-            if event.method == "zero_grad" and same and event.conditions <= window.backward.conditions:
+            cleared = event.method == "zero_grad" and same or drops_gradient(event)
+            if cleared and event.conditions <= window.backward.conditions:
                 message = f"gradients are cleared at every micro-batch: of {window.length} only the last one counts"
                 fix = "clear them where the optimizer steps"
                 yield amp.script.finding(
                     "cleared-within-window", event.node, message, fix=fix, related=window.step.node
                 )
                 break
+
+
+def drops_gradient(event: Event) -> bool:
+    """`p.grad = None`."""
+    value = event.node.value if isinstance(event.node, ast.Assign) else None
+    return value is not None and is_none(value) and any(target.endswith(".grad") for target in event.targets)
 
 
 def stepped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:

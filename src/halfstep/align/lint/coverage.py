@@ -26,6 +26,9 @@ OWN_METHODS = ("encode", "decode", "compute_loss", "get_loss", "training_loss")
 LIBRARIES = ("torchvision.", "timm.", "transformers.", "segmentation_models_pytorch.")
 OTHER_HALF = re.compile(r"\.half\(|float16|MixedPrecision|accelerat|deepspeed|apex", re.IGNORECASE)
 """Another way to half precision."""
+DATA_PARALLEL = re.compile(r"\bDataParallel\(")
+EVALUATION = re.compile(r"eval|valid|test|infer|predict|sample|generat", re.IGNORECASE)
+LOST_BLOCK = re.compile(r"^\s*#\s*with [\w.]*autocast", re.MULTILINE)
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -37,6 +40,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         yield from other_dtype(amp, trace, in_bf16)
         yield from uncovered(amp, trace)
         yield from without_autocast(amp, trace)
+        yield from only_in_evaluation(amp, trace)
         yield from around_the_wrapper(amp, trace)
 
 
@@ -93,9 +97,10 @@ def uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
         before = [
             e for e in trace.events[: backward.index] if e.loops == backward.loops != () and not e.excludes(backward)
         ]
-        forwards = [e for e in before if is_forward(amp, e)]
+        forwards = [e for e in before if not e.regions and models_run_by(amp, e)]
         inside = [e for e in trace.events if e.regions]
-        covered = any(is_model(amp, e) or last(e.receiver) in amp.script.model_names for e in inside)
+        covered = any(is_model(amp, e) or models_run_by(amp, e) for e in inside)
+        covered = covered or any(last(e.receiver) in amp.script.model_names for e in inside)
         used = any(e.regions and e.region is not None and e.region.may_be_on for e in before)
         if forwards and not covered and used and not forwards[-1].conditions - backward.conditions:
             message = f"{last(forwards[-1].called)} runs outside autocast, only the loss inside: it computes in fp32"
@@ -115,11 +120,47 @@ def without_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
         made = [m for m in amp.scalers if last(m.key) == last(backward.scaled_by) and m.enabled is not False]
         before = [e for e in trace.events[: backward.index] if e.loops == backward.loops]
         known = any(is_known_model(amp, name) for e in before for name in models_run_by(amp, e))
+        known = known or meant(amp) and any(runs_part_of_model(amp, e) for e in before)
         if made and (off is not None or known and not mentioned):
             message = f"{last(backward.scaled_by)} scales the loss of a model that no autocast surrounds: all is fp32"
             message += ", autocast(enabled=False) switches it off" if off is not None else ""
             fix = "call the model and the loss inside torch.autocast('cuda', dtype=torch.float16)"
             yield amp.script.finding("model-outside-autocast", off or backward.node, message, fix=fix)
+            return
+
+
+def meant(amp: Amp) -> bool:
+    """Whether the file imports autocast, which it does not use, or has it in a comment: the with block got lost."""
+    imported = any(full in AUTOCASTS for full in amp.script.imports.values())
+    # Under DataParallel the model's own forward() is where autocast belongs.
+    return (imported or bool(LOST_BLOCK.search(amp.script.text))) and not DATA_PARALLEL.search(amp.script.code)
+
+
+def runs_part_of_model(amp: Amp, event: Event) -> bool:
+    """`model(x)`, `self.model.encoder(x)`, or a method that does."""
+    parts = set(event.called.split(".")) if isinstance(event.node, ast.Call) else set()
+    moved = event.method in ("train", "eval", "parameters", "named_parameters", "to", "zero_grad")
+    return not event.grad_off and (
+        bool(parts & amp.script.model_names) and not moved or bool(models_run_by(amp, event))
+    )
+
+
+def only_in_evaluation(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """A live scaler in training, and the only autocast of the file is around the evaluation's model."""
+    inside = [e for t in amp.traces for e in t.events if e.region is not None and e.region.may_be_on]
+    evaluates = all(e.grad_off or EVALUATION.search(e.function) for e in inside)
+    if not evaluates or not any(is_model(amp, e) for e in inside) or OTHER_HALF.search(amp.script.text):
+        return
+    for backward in filter(is_scaled_backward, trace.events):
+        made = any(last(m.key) == last(backward.scaled_by) and m.enabled is not False for m in amp.scalers)
+        before = [e for e in trace.events[: backward.index] if e.loops == backward.loops and not e.excludes(backward)]
+        forwards = [e for e in before if is_forward(amp, e)]
+        if made and forwards:
+            message = f"{last(forwards[-1].called)} runs under autocast in evaluation only: training computes in fp32"
+            fix = "call the model and the loss inside autocast here too"
+            yield amp.script.finding(
+                "model-outside-autocast", forwards[-1].node, message, fix=fix, related=backward.node
+            )
             return
 
 

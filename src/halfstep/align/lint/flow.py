@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from halfstep.align.lint.regions import Region, is_no_grad, region_of
-from halfstep.align.lint.script import Function, Script, methods_of
+from halfstep.align.lint.script import Function, Script, dotted_name, last, methods_of
 
 MAX_EVENTS = 5_000
 """More calls than any real function has; what follows is not looked at, so that time stays bounded."""
@@ -201,6 +201,8 @@ class Trace:
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_none(test.comparators[0]):
             is_not = isinstance(test.ops[0], ast.IsNot | ast.NotEq)
             return self.conditions(test.left, holds if is_not else not holds, scope)
+        if (due := ends_window(test)) is not None:
+            return self.conditions(due, not holds, scope)
         known = {(self.key_text(test, scope), holds)}
         splits = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if holds else ast.Or)
         if splits and isinstance(test, ast.BoolOp):
@@ -217,6 +219,13 @@ class Trace:
                 isinstance(i, ast.BinOp) and isinstance(i.op, ast.Mod) for i in self.script.below(values[0])
             ):
                 return ast.unparse(values[0])
+        asked = self.script.function_named(last(dotted_name(node.func if isinstance(node, ast.Call) else node)))
+        ends = [n.value for n in asked.body if isinstance(n, ast.Return) and n.value] if asked is not None else []
+        if len(ends) == 1 and any(isinstance(i, ast.Mod) for i in ast.walk(ends[0])):
+            return ast.unparse(ends[0])  # `if self.is_due(step):` asks what it returns
+        if isinstance(node, ast.Compare) and id(node) in self.script.restarts:
+            # A counter that starts again at N is a window of N, as a modulo is.
+            return f"{ast.unparse(node.left)} % {ast.unparse(node.comparators[0])} == 0"
         key = self.key(node, scope)
         return key or ast.unparse(node)
 
@@ -357,6 +366,8 @@ class Trace:
 
     def scaler_of(self, owner: ast.expr | None, scope: Scope) -> str:
         """The scaler behind `scaler.scale(loss)`, a helper that returns it, or a name that holds its result."""
+        if isinstance(owner, ast.IfExp):
+            return self.scaler_of(owner.body, scope) or self.scaler_of(owner.orelse, scope)
         if isinstance(owner, ast.Call):
             callee = self.callee(owner, scope) if scope.depth < MAX_INLINED else None
             if callee is not None and callee.function not in self.active:
@@ -394,6 +405,16 @@ def passed_by(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
         parts = [statement.body, getattr(statement, "orelse", []), *(handler.body for handler in handlers)]
         for inner in (inner for part in parts if not leaves(part) for inner in part):
             yield from passed_by(inner)
+
+
+def ends_window(test: ast.expr) -> ast.expr | None:
+    """`i % n == 0` for `i % n != 0` and for `i % n` alone, which hold where it does not."""
+    unequal = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq) and len(test.ops) == 1
+    left = test.left if unequal and isinstance(test, ast.Compare) else test
+    zero = test.comparators[0] if unequal and isinstance(test, ast.Compare) else ast.Constant(value=0)
+    if not isinstance(left, ast.BinOp) or not isinstance(left.op, ast.Mod) or getattr(zero, "value", None) != 0:
+        return None
+    return ast.copy_location(ast.Compare(left=left, ops=[ast.Eq()], comparators=[zero]), test)
 
 
 def is_none(node: ast.expr) -> bool:

@@ -17,6 +17,7 @@ RULE = "framework-bypassed"
 def find(amp: Amp) -> Iterator[Finding]:
     yield from backward_in_compute_loss(amp)
     yield from plain_backward_in_lightning(amp)
+    yield from apex_without_scaling(amp)
     for trace in amp.traces:
         yield from scaled_for_a_framework(amp, trace)
         yield from beside_accelerate(amp, trace)
@@ -151,6 +152,18 @@ def beside_deepspeed(amp: Amp, trace: Trace) -> Iterator[Finding]:
         found = amp.script.finding(RULE, backward.node, message, fix=f"{last(min(names))}.backward(loss)")
         yield dataclasses.replace(found, severity=Severity.WARNING)
         return
+
+
+def apex_without_scaling(amp: Amp) -> Iterator[Finding]:
+    """amp.initialize(…, loss_scale=1.0): fp16 whose gradients are not scaled, and whose overflows are not noticed."""
+    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize"):
+        level, scale = (amp.script.default(keyword(call, name)) for name in ("opt_level", "loss_scale"))
+        off = isinstance(level, ast.Constant) and level.value == "O0"
+        if isinstance(scale, ast.Constant) and scale.value in (1, "1", "1.0") and not off:
+            message = "loss_scale=1 scales nothing: fp16 gradients below 6e-8 become zero, and no overflow is noticed"
+            yield amp.script.finding(
+                "fp16-without-scaler", keyword(call, "loss_scale") or call, message, fix='loss_scale="dynamic"'
+            )
 
 
 def beside_apex(amp: Amp, trace: Trace) -> Iterator[Finding]:

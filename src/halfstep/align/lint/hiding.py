@@ -11,7 +11,7 @@ from halfstep.align.lint.accumulation import windows
 from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import Script, dotted_name
+from halfstep.align.lint.script import Script, dotted_name, keyword, last
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")
@@ -156,6 +156,7 @@ def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """A clip at every micro-batch of a window: the sum so far is clipped, and again with the next."""
+    yield from clipped_within_accumulate(amp, trace)
     for window in (w for w in windows(trace) if is_plain_backward(w.backward)):
         inside = trace.events[window.backward.index : window.step.index]
         gated = window.step.conditions - window.backward.conditions
@@ -164,6 +165,27 @@ def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 message = f"the sum is clipped after each of {window.length} micro-batches, not once before the step"
                 yield amp.script.finding("clip-twice", clip.node, message, fix="clip where the optimizer steps")
                 return
+
+
+def clipped_within_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """accelerator.clip_grad_norm_() under accumulate() and not under `if accelerator.sync_gradients:`."""
+    opened = {e.receiver: e for e in trace.calls("accumulate") if counts_window(amp, e.receiver)}
+    for clip in trace.calls("clip_grad_norm_", "clip_grad_value_"):
+        owner = opened.get(clip.receiver)
+        gated = any("sync_gradients" in text or "%" in text for text, _ in clip.conditions)
+        if owner is not None and owner.loops == clip.loops and owner.index < clip.index and not gated:
+            message = "gradients are clipped, and unscaled in fp16, at every micro-batch: the second unscale_() raises"
+            fix = f"if {last(clip.receiver)}.sync_gradients: before it"
+            yield amp.script.finding("clip-twice", clip.node, message, fix=fix, related=owner.node)
+            return
+
+
+def counts_window(amp: Amp, accelerator: str) -> bool:
+    """Whether an Accelerator is made here with a window that may be longer than one."""
+    made = [v for v in amp.script.values(accelerator) if isinstance(v, ast.Call)]
+    words = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+    lengths = [amp.script.constant(keyword(call, word)) for call in made for word in words]
+    return any(length is not None and getattr(length, "value", None) != 1 for length in lengths)
 
 
 def clipped(event: Event) -> str:

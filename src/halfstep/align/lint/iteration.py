@@ -36,6 +36,10 @@ MAY_TRAIN = re.compile(r"back|grad|closure|train|step|optim|scal|fit", re.IGNORE
 """In the name of a function that may run backward itself."""
 
 
+PENALTY = re.compile(r"grad(ient)?_?penalty|\b(wgan_)?gp\b|\br1_?(reg|penalty|loss)?\b|_gp\b", re.IGNORECASE)
+"""In the name of a function that differentiates a gradient."""
+
+
 def find(amp: Amp) -> Iterator[Finding]:
     yield from replaced_step(amp)
     for trace in amp.traces:
@@ -76,14 +80,22 @@ def unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
         return
     for event in trace.events:
         region = event.region
-        if event.name != "torch.autograd.grad" or region is None or not region.may_be_on or region.dtype != "fp16":
+        if region is None or not region.may_be_on or region.dtype != "fp16" or region.device == "cpu":
             continue
         text = ast.unparse(event.node)
-        if region.device != "cpu" and "create_graph=True" in text and "scale" not in text and "float()" not in text:
+        inner = event.name == "torch.autograd.grad" and "create_graph=True" in text
+        if (inner or is_penalty(amp, event)) and "scale" not in text and "float()" not in text:
             message = "the inner gradient comes from fp16 autocast and is not scaled: small entries of it become zero"
             fix = "grad(scaler.scale(out), …), then divide by scaler.get_scale(); or compute the penalty in fp32"
             yield amp.script.finding("penalty-unscaled", event.node, message, fix=fix)
             return
+
+
+def is_penalty(amp: Amp, event: Event) -> bool:
+    """`gradient_penalty(critic, real, fake)` of another file: it is given the model that it differentiates."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    named = func is not None and PENALTY.search(ast.unparse(func)) is not None
+    return named and any(last(a) in amp.script.model_names for a in event.arguments if a)
 
 
 def takes_closure(step: Event) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, is_scaled_backward, same_object
+from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step, same_object
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import SCALERS, Function, last, parameters_of
 from halfstep.align.lint.weights import models_of
@@ -16,6 +17,8 @@ FSDP = (
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "torch_xla.distributed.fsdp.XlaFullyShardedDataParallel",
 )
+
+MAKES_SCALER = re.compile(r"(^|_)(amp|scaler|gradscaler|mixed|precision|fp16)(_|$)", re.IGNORECASE)
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -31,7 +34,7 @@ def scalers_made(trace: Trace) -> Iterator[Event]:
 
 def remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """A scaler made in the loop over epochs: its scale, found by skipping steps, is forgotten each time."""
-    for made in scalers_made(trace):
+    for made in (*scalers_made(trace), *scalers_fetched(amp, trace)):
         below = [e for e in trace.events if is_scaled_backward(e) and e.index > made.index and is_own(amp, made, e)]
         scaled = [e for e in below if e.loops[: len(made.loops)] == made.loops]
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
@@ -41,8 +44,24 @@ def remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
             yield amp.script.finding("scaler-remade", made.node, message, fix=fix, related=scaled[0].node)
 
 
+def scalers_fetched(amp: Amp, trace: Trace) -> Iterator[Event]:
+    """`context, scaler = get_amp(config)`: assignments from a helper that makes one, or is named as if it did."""
+    for event in trace.events:
+        call = event.node.value if isinstance(event.node, ast.Assign) else None
+        if not isinstance(call, ast.Call) or not any("scaler" in last(target).lower() for target in event.targets):
+            continue
+        helper = amp.script.name_of(call.func)
+        own = amp.script.functions.get(helper)
+        inside = amp.script.calls_below(own) if own is not None else ()
+        makes = any(amp.script.name_of(inner.func) in SCALERS for inner in inside)
+        if makes or own is None and helper not in SCALERS and MAKES_SCALER.search(last(helper)):
+            yield event
+
+
 def is_own(amp: Amp, made: Event, scaled: Event) -> bool:
-    return any(same_object(m.key, scaled.scaled_by) and m.call is made.node for m in amp.scalers)
+    return scaled.scaled_by in made.targets or any(
+        same_object(m.key, scaled.scaled_by) and m.call is made.node for m in amp.scalers
+    )
 
 
 def how_often(made: Event, scaled: Event) -> str:
@@ -60,7 +79,7 @@ def is_repeated(amp: Amp, trace: Trace, made: Event, scaled: Event) -> bool:
             if isinstance(loop, ast.While)
             else ()
         )
-        over_epochs = any("epoch" in ast.unparse(part).lower() for part in header)
+        over_epochs = any("epoch" in ast.unparse(part).lower() for part in header) or outlived(amp, trace, made, scaled)
         return made.loops == scaled.loops or over_epochs and len(scaled.loops) == len(made.loops) + 1
     if not isinstance(trace.root, Function):
         return False
@@ -68,6 +87,17 @@ def is_repeated(amp: Amp, trace: Trace, made: Event, scaled: Event) -> bool:
     # `train_one_epoch(…)`, or `train(model, loader, epoch)`.
     runs_one = "epoch" in trace.root.name.lower() and "epochs" not in trace.root.name.lower() or "epoch" in names
     return runs_one and made.function == trace.root_name and len(scaled.loops) == 1
+
+
+def outlived(amp: Amp, trace: Trace, made: Event, scaled: Event) -> bool:
+    """Whether the optimizer that the scaler steps was made before the loop, and not again in it: a run goes on."""
+    stepped = {e.optimizer for e in trace.calls("step") if is_scaler_step(e, scaled.scaled_by)} - {""}
+    born = [e for e in trace.events if stepped.intersection(e.targets) and e.index < made.index]
+    around = [e for e in trace.events if e.loops[: len(made.loops)] == made.loops]
+    if not born:  # in __init__(), where no object of this file is made in the loop
+        new = any(e.name in amp.script.class_by_name for e in around)
+        return not new and any("." in name and amp.script.values(name) for name in stepped)
+    return all(len(e.loops) < len(made.loops) and e.loops == made.loops[: len(e.loops)] for e in born)
 
 
 def not_sharded(amp: Amp, trace: Trace) -> Iterator[Finding]:

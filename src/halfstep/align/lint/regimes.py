@@ -102,10 +102,23 @@ def origin(trace: Trace, backward: Event) -> Event | None:
     for event in reversed(trace.events[: backward.index]):
         if not wanted.intersection(event.targets) or event.excludes(backward):
             continue
+        event = returned_under(trace, event)
         if event.regions:
             return event if not is_lifted(event) else None
         wanted |= {name for name in event.uses if "." not in name}
     return None
+
+
+def returned_under(trace: Trace, event: Event) -> Event:
+    """An assignment of what a function of this file returns from inside its `with autocast(…):`, as one under it."""
+    call = event.node.value if isinstance(event.node, ast.Assign) else None
+    name = last(dotted_name(call.func)) if isinstance(call, ast.Call) else ""
+    own = trace.script.function_named(name) if name and not event.regions else None
+    blocks = [n for n in trace.script.below(own) if isinstance(n, ast.With)] if own is not None else []
+    ends = [n for n in blocks if any(isinstance(i, ast.Return) for i in trace.script.below(n))]
+    opened = [region_of(item.context_expr, trace.script) for block in ends for item in block.items]
+    regions = tuple(region for region in opened if region is not None)
+    return dataclasses.replace(event, regions=regions) if regions else event
 
 
 def computed_from(backward: Event) -> set[str]:

@@ -114,6 +114,10 @@ def arms(node: ast.expr | None, script: Script) -> list[ast.expr]:
     table = script.constant(table)
     if isinstance(table, ast.Dict):
         return table.values
+    own = script.functions.get(dotted_name(getter)) if getter is not None else None
+    if own is not None:  # `def pick_dtype(): return torch.bfloat16 if … else torch.float16`
+        ends = (n.value for n in script.below(own) if isinstance(n, ast.Return) and n.value is not None)
+        return [arm for end in ends if not isinstance(end, ast.Call) for arm in arms(end, script)]
     return [node] if node is not None else []
 
 

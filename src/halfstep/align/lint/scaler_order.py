@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import (
     CLIPS,
+    FRAMEWORKS,
     Amp,
     is_clip,
     is_plain_backward,
@@ -20,19 +21,20 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, last, names_in
+from halfstep.align.lint.script import dotted_name, keyword, last, names_in
 
 
 def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
-        helped = [dataclasses.replace(e, scaled_by=e.receiver) for e in trace.events if is_helper_backward(e)]
+        helped = helper_backwards(amp, trace)
         yield from clip_before_unscale(amp, trace, sorted([*scaled, *helped], key=lambda e: e.index))
         if scaled:
             yield from unscale_twice(amp, trace)
             yield from bypassed_scaler(amp, trace, scaled)
             yield from updated_between_steps(amp, trace)
         yield from clip_beside_accelerate(amp, trace)
+        yield from clip_in_a_step(amp, trace)
     yield from step_without_update(amp)
     yield from clip_inside_apex(amp)
 
@@ -56,11 +58,34 @@ def clip_beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
         between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
         changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
         backward = changed[-1] if changed and changed[-1].method == "backward" else None
-        if backward is not None and amp.accelerators.get(amp.script.canonical(backward.receiver)) == "fp16":
+        owner = amp.script.canonical(backward.receiver) if backward is not None else ""
+        if backward is not None and (amp.accelerators.get(owner) == "fp16" or is_fp16_fabric(amp, owner)):
             owner = last(backward.receiver)
             message = f"gradients are clipped while still multiplied by {owner}'s loss scale"
-            fix = f"{owner}.clip_grad_norm_(…), which unscales first"
+            fix = f"{owner}'s own clipping, which unscales first"
             yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+            return
+
+
+def is_fp16_fabric(amp: Amp, name: str) -> bool:
+    """Lightning's Fabric(precision="16-mixed")."""
+    made = [v for v in amp.script.values(name) if isinstance(v, ast.Call) and last(dotted_name(v.func)) == "Fabric"]
+    words = [amp.script.default(keyword(call, "precision")) for call in made]
+    return any(isinstance(word, ast.Constant) and word.value in ("16-mixed", 16, "16") for word in words)
+
+
+def clip_in_a_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`def step(optimizer, scaler): clip; scaler.step(optimizer)` in a file where nothing unscales."""
+    if "unscale" in amp.script.code or any("backward" in e.method for e in trace.events):
+        return
+    for clip in (e for e in trace.events if is_clip(e) and not runs_without_amp(e)):
+        later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
+        steps = [e for e in later if e.optimizer and e.arguments and "scaler" in last(e.receiver).lower()]
+        if steps and not amp.is_disabled(steps[0].receiver):
+            scaler = last(steps[0].receiver)
+            message = f"gradients are clipped while still multiplied by {scaler}'s scale"
+            fix = f"call {scaler}.unscale_(optimizer) before clipping"
+            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=steps[0].node)
             return
 
 
@@ -97,9 +122,16 @@ ABOUT_AMP = re.compile(r"amp|fp16|half|mixed|scaler|precision|enabled|clip|norm|
 AMP_HELPER = re.compile(r"(^|_)(amp|mp|mixed|mixed_precision|precision|scaler|fp16)(_|$)", re.IGNORECASE)
 
 
-def is_helper_backward(event: Event) -> bool:
-    """`self.amp.backward(loss)` of a helper from another file, which scales as its name says."""
-    return event.method == "backward" and bool(event.arguments) and bool(AMP_HELPER.search(last(event.receiver)))
+def helper_backwards(amp: Amp, trace: Trace) -> Iterator[Event]:
+    """`self.amp.backward(loss)` of a helper from another file; who scales is told by its name, or by who steps."""
+    made = {last(made.key) for made in amp.scalers if made.enabled is not False}
+    for event in (e for e in trace.events if "backward" in e.method and e.arguments and not e.scaled_by):
+        if amp.script.canonical(event.receiver) in amp.accelerators or last(event.receiver) in map(last, FRAMEWORKS):
+            continue
+        steps = [e.receiver for e in trace.calls("step") if e.optimizer and e.arguments and not e.excludes(event)]
+        owners = [o for o in (event.receiver, *steps) if AMP_HELPER.search(last(o)) or last(o) in made]
+        if owners:
+            yield dataclasses.replace(event, scaled_by=owners[0])
 
 
 def steps_through(event: Event, scaler: str) -> bool:
@@ -196,13 +228,23 @@ def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
         between = trace.events[first.index + 1 : second.index]
         updates = [e for e in between if e.method == "update" and e.receiver == first.receiver]
         renewed = any(e.method in ("backward", "unscale_") for e in between)
-        if same_scaler and together and updates and not renewed:
+        if same_scaler and together and updates and (not renewed or accumulates(trace, second)):
             scaler = last(first.receiver)
             message = (
                 f"{scaler}.update() before {scaler}.step({last(second.arguments[0])}): it divides by another scale"
             )
             fix = f"call {scaler}.update() once, after all steps"
             yield amp.script.finding("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
+
+
+def accumulates(trace: Trace, step: Event) -> bool:
+    """Whether a step waits for a window's end, so that it uses gradients of earlier, otherwise scaled iterations."""
+    gates = {text for text, holds in step.conditions if holds and text in trace.windows}
+    inside = [e for e in trace.events if e.loops == step.loops and not e.excludes(step)]
+    backward = next((e for e in reversed(inside) if is_scaled_backward(e) and e.index < step.index), None)
+    free = backward is not None and not any(text in gates for text, _ in backward.conditions)
+    mine = (e for e in inside if e.method == "zero_grad" and (e.receiver == step.optimizer or "opt" not in e.receiver))
+    return bool(gates) and free and all(any(text in trace.windows for text, _ in e.conditions) for e in mine)
 
 
 def wrapped_elsewhere(amp: Amp, optimizer: str) -> bool:

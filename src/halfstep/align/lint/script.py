@@ -291,6 +291,19 @@ class Script:
         return name.startswith("torch.optim.") and "lr_scheduler" not in name
 
     @cached_property
+    def restarts(self) -> set[int]:
+        """Tests `count == n` of a counter that its own `if` sets to zero, by identity: windows of n."""
+        ups = {dotted_name(n.target) for n in self.nodes if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Add)}
+        found: set[int] = set()
+        for node in (n for n in self.nodes if isinstance(n, ast.If)):
+            stores = [s for inner in node.body for s in self.below(inner) if isinstance(s, ast.Assign)]
+            zeroed = {dotted_name(t) for s in stores if getattr(s.value, "value", 1) == 0 for t in s.targets}
+            tests = [n for n in self.below(node.test) if isinstance(n, ast.Compare) and len(n.ops) == 1]
+            grows = (n for n in tests if isinstance(n.ops[0], ast.Eq | ast.GtE))
+            found |= {id(n) for n in grows if dotted_name(n.left) in ups & zeroed}
+        return found
+
+    @cached_property
     def parameters(self) -> set[str]:
         """Names of any function's parameters: their value is the caller's business."""
         return {node.arg for node in self.nodes if isinstance(node, ast.arg)}

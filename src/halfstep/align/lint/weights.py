@@ -124,9 +124,11 @@ def half_models(amp: Amp) -> list[HalfModel]:
         dtype = loaded or stored_dtype(call, script)
         if dtype not in ("fp16", "bf16") or not isinstance(call.func, ast.Attribute):
             continue
-        model = assigned_model(amp, call) if loaded else dotted_name(call.func.value) or assigned_model(amp, call)
-        if model and last(model) not in restored and not only_to_evaluate(script, call):
-            found.append(HalfModel(name=model, dtype=dtype, call=call, loaded=bool(loaded)))
+        # `self.net = net.half().cuda()`: both names hold it.
+        names = {assigned_model(amp, call), "" if loaded else dotted_name(call.func.value)} - {""}
+        kept = [name for name in sorted(names) if last(name) not in restored]
+        if not only_to_evaluate(script, call):
+            found += [HalfModel(name=name, dtype=dtype, call=call, loaded=bool(loaded)) for name in kept]
     return [*found, *cast_in_a_loop(script)]
 
 

@@ -1,0 +1,122 @@
+"""autocast and the scaler follow one switch: where AMP is off, both are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.align.findings import Finding
+from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward
+from halfstep.align.lint.flow import Event, Trace, is_none
+from halfstep.align.lint.regimes import origin, scaler_condition
+from halfstep.align.lint.regions import region_of
+from halfstep.align.lint.script import AUTOCASTS, dotted_name, keyword, last
+
+SWITCH = re.compile(r"amp|fp16|half|mixed|autocast", re.IGNORECASE)
+NO_SWITCH = re.compile(r"bf16|bfloat16|float16|dtype|is_available|device|cuda", re.IGNORECASE)
+"""What chooses a dtype, or only asks for a GPU, without which autocast("cuda") is off anyway."""
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    yield from asked_for_scaler(amp)
+    yield from opposite(amp)
+    for trace in amp.traces if amp.scalers else ():
+        yield from always_on(amp, trace)
+
+
+def switches(amp: Amp) -> dict[str, ast.expr]:
+    """Scalers that are always there and only sometimes on, `GradScaler(enabled=args.amp)`, with what switches them."""
+    found: dict[str, ast.expr] = {}
+    for made in amp.scalers:
+        values = [v for key, given in amp.script.assigned.items() if last(key) == last(made.key) for v in given]
+        condition = keyword(made.call, "enabled")
+        always_there = all(any(v is other.call for other in amp.scalers) for v in values)
+        if condition is not None and made.enabled is None and always_there and is_switch(amp, condition):
+            found[last(made.key)] = condition
+    return found
+
+
+def is_switch(amp: Amp, condition: ast.expr) -> bool:
+    """Whether somebody turns AMP off with it, on a machine that has a GPU."""
+    asked = amp.script.constant(condition) or condition
+    parts = asked.values if isinstance(asked, ast.BoolOp) and isinstance(asked.op, ast.And) else [asked]
+    texts = [ast.unparse(part) for part in (condition, *parts)]
+    named = [text for text in texts if SWITCH.search(text) and not NO_SWITCH.search(text)]
+    return bool(named) and not all(NO_SWITCH.search(ast.unparse(part)) for part in parts)
+
+
+def asked_for_scaler(amp: Amp) -> Iterator[Finding]:
+    """autocast on where `scaler is not None`, and the scaler is an object with or without AMP."""
+    scalers = switches(amp)
+    for test, call in autocast_tests(amp) if scalers else ():
+        name = asked_object(amp, test)
+        region = region_of(call, amp.script)
+        fp16 = region is not None and region.dtype == "fp16" and region.device != "cpu"
+        if name in scalers and fp16:
+            flag = ast.unparse(scalers[name])
+            message = f"`{ast.unparse(test)}` holds without {flag} too: autocast stays fp16, the scaler scales nothing"
+            yield amp.script.finding("amp-switch-stuck", call, message, fix=f"enabled={name}.is_enabled()")
+
+
+def opposite(amp: Amp) -> Iterator[Finding]:
+    """autocast(enabled=not flag) beside GradScaler(enabled=flag)."""
+    flags = {ast.unparse(flag) for made in amp.scalers if (flag := scaler_condition(amp, made)) is not None}
+    for test, call in autocast_tests(amp):
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and ast.unparse(test.operand) in flags:
+            message = f"autocast is on where `{ast.unparse(test)}`, the scaler where it is not"
+            yield amp.script.finding("amp-switch-stuck", call, message, fix="give both the same condition")
+
+
+def autocast_tests(amp: Amp) -> Iterator[tuple[ast.expr, ast.Call]]:
+    """What decides on an autocast: `enabled=`, and the test of an `if` around one without it."""
+    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) in AUTOCASTS):
+        if (enabled := keyword(call, "enabled")) is not None:
+            yield enabled, call
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.If | ast.IfExp)):
+        for part in node.body if isinstance(node, ast.If) else [node.body]:
+            for call in amp.script.calls_below(part):
+                if amp.script.name_of(call.func) in AUTOCASTS and keyword(call, "enabled") is None:
+                    yield node.test, call
+
+
+def asked_object(amp: Amp, test: ast.expr) -> str:
+    """`scaler` of `scaler`, `bool(scaler)` and `scaler is not None`, also by a name given that value."""
+    test = amp.script.constant(test) or test
+    if isinstance(test, ast.Call) and dotted_name(test.func) == "bool" and test.args:
+        test = test.args[0]
+    compared = test if isinstance(test, ast.Compare) and is_none(test.comparators[0]) else None
+    if compared is not None and isinstance(compared.ops[0], ast.IsNot | ast.NotEq):
+        test = compared.left
+    return last(dotted_name(test))
+
+
+def always_on(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """autocast without a condition, and a loss that is scaled only where AMP is asked for."""
+    scalers = switches(amp)
+    for backward in trace.calls("backward"):
+        flag = scalers.get(last(backward.scaled_by)) if is_scaled_backward(backward) else None
+        if is_plain_backward(backward):
+            flag = unscaled_where(amp, trace, backward)
+        forward = origin(trace, backward) if flag is not None else None
+        region = forward.region if forward is not None else None
+        if flag is None or forward is None or region is None or forward.grad_off:
+            continue
+        asked = any(SWITCH.search(text) or "scaler" in text for text, _ in forward.conditions)
+        if region.enabled is True and not asked and region.dtype == "fp16" and region.device != "cpu":
+            message = f"autocast is fp16 without {ast.unparse(flag)} too, and then nothing scales the loss"
+            fix = f"autocast(…, enabled={ast.unparse(flag)})"
+            yield amp.script.finding("fp16-without-scaler", forward.node, message, fix=fix, related=backward.node)
+            return
+
+
+def unscaled_where(amp: Amp, trace: Trace, backward: Event) -> ast.expr | None:
+    """The switch of `if use_amp: scaler.scale(loss).backward() else: loss.backward()`, for the second branch."""
+    scaled = [e for e in trace.events if is_scaled_backward(e) and e.excludes(backward)]
+    for guard in backward.guards if scaled else ():
+        test = guard.test
+        held = [made for made in amp.scalers if last(made.key) == asked_object(amp, test)]
+        asked = scaler_condition(amp, held[0]) if held else test
+        if asked is not None and guard in scaled[0].guards and is_switch(amp, asked):
+            return asked
+    return None
