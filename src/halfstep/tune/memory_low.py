@@ -260,7 +260,9 @@ def levers_of(model: nn.Module, optimizer_name: str, *, is_compiled: bool) -> Le
     if any(isinstance(module, Recomputing) for module in model.modules()):
         positions.append((MemorySetting(recompute="pointwise"), MemorySetting(recompute="blocks")))
     else:
-        notes.append(f"recomputing: {type(model).__name__} has no blocks of halfstep.models.recompute")
+        notes.append(
+            f"recomputing: {type(model).__name__} has no halfstep.models.recompute.Blocks (in place of nn.Sequential)"
+        )
     if optimizer_name == "adamw":
         positions.append((MemorySetting(optimizer_bits=8),))
     else:
