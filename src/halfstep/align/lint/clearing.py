@@ -18,7 +18,7 @@ CLEARS = re.compile(
 """Whatever could clear a gradient, or change it by hand; reading one clears nothing."""
 MAY_CLEAR = re.compile(r"zero|clear|reset|train|optim|step_|_step", re.IGNORECASE)
 """In the name of a function of another file that may clear gradients."""
-FIRST = re.compile(r"[\w.]+ == 0")
+FIRST = re.compile(r"(\w+) == 0")
 """Holds in a loop's first iteration alone."""
 WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
 
@@ -63,7 +63,8 @@ def clears_for(amp: Amp, event: Event, step: Event) -> bool:
     looped = {name for n in amp.script.nodes if isinstance(n, ast.For) for name in names_in(n.target)}
     one = amp.script.is_optimizer(event.receiver) and len(amp.script.values(event.receiver)) < 2
     other = one and last(event.receiver) != last(step.optimizer) and event.receiver not in looped
-    once = any(holds and FIRST.fullmatch(text) for text, holds in event.conditions)
+    asked = (text for text, holds in event.conditions - step.conditions if holds)
+    once = any((first := FIRST.fullmatch(text)) is not None and first[1] in looped for text in asked)
     return not other and not once
 
 
