@@ -49,6 +49,7 @@ def test_rounding_to_nearest_is_warned_of_and_its_losses_are_counted(
     run(tmp_path / "run", settings)
     told = said(capsys)
     assert "precision.rounding=nearest" in told
+    assert "weights: bf16, rounded to nearest" in told
     assert "lost updates" in told
 
 

@@ -18,7 +18,7 @@ from halfstep.run.folder import RunFolder
 from halfstep.run.frozen import described
 from halfstep.run.loop import Loop
 from halfstep.run.pace import way_out
-from halfstep.run.stored_state import lost_updates, rounding_warnings
+from halfstep.run.stored_state import half_weights, lost_updates, rounding_warnings
 
 ON_BAD_STEP: dict[str, str] = {
     "found_inf": "its fused kernel skips bad steps",
@@ -42,6 +42,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     islands = [row.module for row in plan.rows if row.kind == "island"]
     rows = [
         ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
+        ("weights", half_weights(parts.step.optimizers)),
         ("its own precision", some_of(apart, 4)),
         ("always fp32", some_of(islands, 4)),
         ("device", f"{plan.device} ({plan.device_name})"),

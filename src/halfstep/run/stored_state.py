@@ -156,6 +156,22 @@ WITHOUT_LOW = (
 )
 
 
+ROUNDED = {
+    "split": "bf16, the 16 bits that it drops beside them (split)",
+    "stochastic": "bf16, rounded stochastically",
+    "nearest": "bf16, rounded to nearest",
+}
+
+
+def half_weights(optimizers: Iterable[Optimizer]) -> str:
+    """How weights that are kept in half are rounded; empty where none is."""
+    return ", ".join(
+        ROUNDED[optimizer.rounding if isinstance(optimizer, JudgedAdamW) else "nearest"]
+        for optimizer in optimizers
+        if any(is_kept_in_half(p) for group in optimizer.param_groups for p in group["params"])
+    )
+
+
 def rounding_warnings(optimizers: Iterable[Optimizer]) -> list[str]:
     """Where weights in bf16 are rounded to nearest: on request, or because only our AdamW can do better."""
     found = []
