@@ -94,7 +94,9 @@ def asked_object(amp: Amp, test: ast.expr) -> str:
 def always_on(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """autocast without a condition, and a loss that is scaled only where AMP is asked for."""
     scalers = switches(amp)
-    for backward in trace.calls("backward"):
+    for backward in (
+        trace.calls("backward") if any(trace.calls("step")) else ()
+    ):  # a loop that only times steps no weight
         flag = scalers.get(last(backward.scaled_by)) if is_scaled_backward(backward) else None
         if is_plain_backward(backward):
             flag = unscaled_where(amp, trace, backward)
