@@ -32,9 +32,9 @@ def reloaded(config: RunConfig, folder: Path) -> RunConfig:
 
 @pytest.mark.parametrize("preset", [None, "fast", "quality", "lowmem", "stable", "debug"])
 def test_presets_round_trip(preset: str | None, tmp_path: Path) -> None:
-    config = load(
-        "unet", preset=preset, overrides=["globals.BATCH_SIZE_PER_GPU=3", "optimizer.betas=[0.9, 0.95]"]
-    ).config
+    words = ["globals.BATCH_SIZE_PER_GPU=3", "optimizer.betas=[0.9, 0.95]"]
+    config = load("unet", flags={"preset": preset} if preset else {}, overrides=words).config
+    assert config.preset == preset
     assert reloaded(config, tmp_path) == config
     assert config.train.batch_size == 3
 

@@ -18,7 +18,7 @@ from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.validate import validate
 from halfstep.tune.layout import convolves_images, in_layout_of, to_channels_last_, wants_channels_last
-from halfstep.workloads import from_dict
+from halfstep.workloads import from_dict, load
 
 
 def assembled(**values: Any) -> Assembly:
@@ -79,13 +79,14 @@ def test_noise_in_validation_is_a_function_of_the_sample_not_of_the_runs_seed(ba
     assert torch.equal(torch.cat(Noted.noted), whole)
 
 
-def test_only_models_that_convolve_images_get_another_layout() -> None:
-    parts = assembled()
+def test_only_models_that_convolve_images_and_are_known_to_take_it_get_another_layout() -> None:
+    parts, ours = assembled(), load("unet").config
     tokens = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     tokens.register_parameter("positions", nn.Parameter(torch.zeros(1, 3, 4, 4)))
     assert not convolves_images(tokens)
-    assert not wants_channels_last(parts.config, parts.plan, tokens)
-    assert wants_channels_last(parts.config, parts.plan, nn.Conv2d(3, 4, 3))
+    assert not wants_channels_last(ours, parts.plan, tokens)
+    assert wants_channels_last(ours, parts.plan, nn.Conv2d(3, 4, 3))
+    assert not wants_channels_last(parts.config, parts.plan, nn.Conv2d(3, 4, 3)), "a model of one's own may flatten"
 
 
 def test_a_model_of_video_and_images_and_its_five_dimensional_batch_take_the_layout() -> None:

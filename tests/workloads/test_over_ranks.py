@@ -57,6 +57,8 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
         (share * size).backward()  # DDP takes the mean
         dist.all_reduce(loss := share.detach().clone())
         found[name] = (loss, gradients(net), bool(talks))
+        del model  # while the others are there: it waits for what it sent them
+    dist.barrier()
     dist.destroy_process_group()
     return found
 
