@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, rescales_gradients
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, is_constant, keyword, last, names_in
+from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last, names_in
 
 MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
 ACCUMULATION_WORDS = ("accum", "micro")

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward
-from halfstep.align.lint.flow import Event, Trace, is_none
+from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.regimes import origin, scaler_condition
 from halfstep.align.lint.regions import region_of
-from halfstep.align.lint.script import AUTOCASTS, dotted_name, keyword, last
+from halfstep.align.lint.script import AUTOCASTS
+from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last
 
 SWITCH = re.compile(r"amp|fp16|half|mixed|autocast", re.IGNORECASE)
 NO_SWITCH = re.compile(r"bf16|bfloat16|float16|dtype|is_available|device|cuda", re.IGNORECASE)
@@ -85,7 +86,7 @@ def asked_object(amp: Amp, test: ast.expr) -> str:
     test = amp.script.constant(test) or test
     if isinstance(test, ast.Call) and dotted_name(test.func) == "bool" and test.args:
         test = test.args[0]
-    compared = test if isinstance(test, ast.Compare) and is_none(test.comparators[0]) else None
+    compared = test if isinstance(test, ast.Compare) and is_constant(test.comparators[0], None) else None
     if compared is not None and isinstance(compared.ops[0], ast.IsNot | ast.NotEq):
         test = compared.left
     return last(dotted_name(test))

@@ -11,7 +11,8 @@ from functools import cached_property
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.regions import Region, switch
 from halfstep.align.lint.roots import traces_of
-from halfstep.align.lint.script import SCALERS, Script, dotted_name, keyword, last
+from halfstep.align.lint.script import SCALERS, Script
+from halfstep.align.lint.syntax import dotted_name, keyword, last
 
 FRAMEWORKS = (
     "accelerator",

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Edit, Finding
 from halfstep.align.lint.amp import Amp
-from halfstep.align.lint.script import Script, is_constant, keyword
+from halfstep.align.lint.script import Script
+from halfstep.align.lint.syntax import is_constant, keyword
 
 OLD_MODULES = ("torch.cuda.amp", "torch.cpu.amp")
 MOVED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp, ScalerMade, is_scaled_backward, passed
 from halfstep.align.lint.flow import Event
-from halfstep.align.lint.script import dotted_name, last
+from halfstep.align.lint.syntax import dotted_name, last
 
 RESUME_WORDS = re.compile(r"resume|restore|start_epoch|(load|from|last|latest)_?(check|ckpt)", re.IGNORECASE)
 

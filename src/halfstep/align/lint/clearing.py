@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.accumulation import modulus, windows
 from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed
-from halfstep.align.lint.flow import Event, Trace, is_none
-from halfstep.align.lint.script import dotted_name, last, names_in, parameters_of
+from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.syntax import dotted_name, is_constant, last, names_in, parameters_of
 
 CLEARS = re.compile(
     r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*([-+*/]?=[^=]|\.\w+_\()", re.IGNORECASE
@@ -158,7 +158,7 @@ def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
 def drops_gradient(event: Event) -> bool:
     """`p.grad = None`."""
     value = event.node.value if isinstance(event.node, ast.Assign) else None
-    return value is not None and is_none(value) and any(target.endswith(".grad") for target in event.targets)
+    return value is not None and is_constant(value, None) and any(target.endswith(".grad") for target in event.targets)
 
 
 def stepped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:

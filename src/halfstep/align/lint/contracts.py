@@ -12,7 +12,8 @@ from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.api import serves_two_versions
 from halfstep.align.lint.regions import format_of
 from halfstep.align.lint.scaler_use import is_scaler
-from halfstep.align.lint.script import AUTOCASTS, Script, argument, dotted_name, keyword, last
+from halfstep.align.lint.script import AUTOCASTS, Script
+from halfstep.align.lint.syntax import argument, dotted_name, keyword, last
 
 FLAG = re.compile(
     r"^(use_?|enable_?|no_?|with_?|is_?)*(amp|fp16|bf16|mixed|mixed_precision|half|autocast|enabled?)$", re.I

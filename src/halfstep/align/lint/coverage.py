@@ -10,16 +10,8 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.regions import region_of
-from halfstep.align.lint.script import (
-    AUTOCASTS,
-    Function,
-    dotted_name,
-    is_constant,
-    keyword,
-    last,
-    methods_of,
-    parameters_of,
-)
+from halfstep.align.lint.script import AUTOCASTS
+from halfstep.align.lint.syntax import Function, dotted_name, is_constant, keyword, last, methods_of, parameters_of
 from halfstep.align.lint.weights import half_models
 
 OWN_METHODS = ("encode", "decode", "compute_loss", "get_loss", "training_loss")

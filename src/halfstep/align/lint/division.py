@@ -10,7 +10,7 @@ from halfstep.align.lint.accumulation import ACCUMULATION_WORDS, loss_chain
 from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward
 from halfstep.align.lint.clearing import is_torch_optimizer
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, last, names_in
+from halfstep.align.lint.syntax import dotted_name, last, names_in
 
 
 def find(amp: Amp) -> Iterator[Finding]:

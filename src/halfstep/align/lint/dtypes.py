@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from halfstep.align.lint.regions import Region, format_of, region_of
-from halfstep.align.lint.script import Function, Script, dotted_name, keyword, paired
+from halfstep.align.lint.script import Script
+from halfstep.align.lint.syntax import Function, dotted_name, keyword, paired
 
 UNKNOWN = ""
 NEUTRAL = "scalar"

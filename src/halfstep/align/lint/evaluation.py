@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import Function, last
+from halfstep.align.lint.syntax import Function, last
 
 
 def find(amp: Amp) -> Iterator[Finding]:

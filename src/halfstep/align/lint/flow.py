@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from halfstep.align.lint.regions import Region, is_no_grad, region_of
-from halfstep.align.lint.script import Function, Script, dotted_name, last, methods_of
+from halfstep.align.lint.script import Script
+from halfstep.align.lint.syntax import Function, dotted_name, ends_window, is_constant, last, methods_of, passed_by
 
 MAX_EVENTS = 5_000
 """More calls than any real function has; what follows is not looked at, so that time stays bounded."""
@@ -198,7 +199,7 @@ class Trace:
         """What is known where `test` holds (or not): negations and `is None` are brought to one form."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.conditions(test.operand, not holds, scope)
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_none(test.comparators[0]):
+        if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_constant(test.comparators[0], None):
             is_not = isinstance(test.ops[0], ast.IsNot | ast.NotEq)
             return self.conditions(test.left, holds if is_not else not holds, scope)
         if (due := ends_window(test)) is not None:
@@ -391,36 +392,3 @@ class Trace:
             self.key(n, scope) for n in self.script.below(node.value) if isinstance(n, ast.Name | ast.Attribute)
         )
         self.events.append(self.event(node, scope, targets=targets, uses=uses))
-
-
-def passed_by(statement: ast.stmt) -> Iterator[tuple[ast.expr, bool]]:
-    """Tests whose answer is known after a statement, because the other one leaves; those inside its blocks too."""
-    if isinstance(statement, ast.If):
-        if leaves(statement.body):
-            yield statement.test, False
-        elif leaves(statement.orelse):
-            yield statement.test, True
-    if isinstance(statement, ast.If | ast.With | ast.Try):
-        handlers = getattr(statement, "handlers", [])
-        parts = [statement.body, getattr(statement, "orelse", []), *(handler.body for handler in handlers)]
-        for inner in (inner for part in parts if not leaves(part) for inner in part):
-            yield from passed_by(inner)
-
-
-def ends_window(test: ast.expr) -> ast.expr | None:
-    """`i % n == 0` for `i % n != 0` and for `i % n` alone, which hold where it does not."""
-    unequal = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq) and len(test.ops) == 1
-    left = test.left if unequal and isinstance(test, ast.Compare) else test
-    zero = test.comparators[0] if unequal and isinstance(test, ast.Compare) else ast.Constant(value=0)
-    if not isinstance(left, ast.BinOp) or not isinstance(left.op, ast.Mod) or getattr(zero, "value", None) != 0:
-        return None
-    return ast.copy_location(ast.Compare(left=left, ops=[ast.Eq()], comparators=[zero]), test)
-
-
-def is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block never falls through to what follows it."""
-    return bool(body) and isinstance(body[-1], ast.Return | ast.Continue | ast.Break | ast.Raise)

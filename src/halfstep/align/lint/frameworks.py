@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep.align.lint.flow import Trace
-from halfstep.align.lint.script import Function, dotted_name, keyword, last, methods_of
+from halfstep.align.lint.syntax import Function, dotted_name, keyword, last, methods_of
 
 RULE = "framework-bypassed"
 

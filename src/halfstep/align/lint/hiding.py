@@ -11,7 +11,8 @@ from halfstep.align.lint.accumulation import windows
 from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import Script, dotted_name, keyword, last
+from halfstep.align.lint.script import Script
+from halfstep.align.lint.syntax import dotted_name, keyword, last
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.flow import Trace
-from halfstep.align.lint.script import last
+from halfstep.align.lint.syntax import last
 
 
 def find(amp: Amp) -> Iterator[Finding]:

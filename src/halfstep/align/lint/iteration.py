@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, runs_without_amp, same_object
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, last
+from halfstep.align.lint.syntax import dotted_name, last
 
 HARMLESS = {
     *("unscale_", "update", "step", "zero_grad", "get_scale", "get_last_lr", "item", "detach", "cpu", "append"),

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step, same_object
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import SCALERS, Function, last, parameters_of
+from halfstep.align.lint.script import SCALERS
+from halfstep.align.lint.syntax import Function, last, parameters_of
 from halfstep.align.lint.weights import models_of
 
 FSDP = (

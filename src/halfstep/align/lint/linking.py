@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from halfstep.align.lint.script import Function
+from halfstep.align.lint.syntax import Function
 
 SCALES = re.compile(r"GradScaler|autocast|\.backward\(|unscale_")
 MAX_CHARACTERS = 200_000

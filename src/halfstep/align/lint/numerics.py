@@ -18,7 +18,8 @@ from halfstep.align.lint.dtypes import (
     tensor_argument,
 )
 from halfstep.align.lint.flow import Event
-from halfstep.align.lint.script import Function, Script, argument, dotted_name, keyword, last, methods_of
+from halfstep.align.lint.script import Script
+from halfstep.align.lint.syntax import Function, argument, dotted_name, keyword, last, methods_of
 from halfstep.formats import BF16, FP16, Format, round_value
 
 FORMATS = {"fp16": FP16, "bf16": BF16}

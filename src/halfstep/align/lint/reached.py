@@ -17,7 +17,7 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Condition, Event, Trace
-from halfstep.align.lint.script import dotted_name, keyword, last, names_in
+from halfstep.align.lint.syntax import dotted_name, keyword, last, names_in
 
 BAD_GRADIENT = re.compile(
     r"(nan|inf\b|inf_|finite|overflow|bad|invalid).*(grad|norm)|(grad|norm).*(nan|inf\b|finite|overflow)", re.IGNORECASE

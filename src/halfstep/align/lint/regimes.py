@@ -18,7 +18,8 @@ from halfstep.align.lint.amp import (
 )
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.regions import format_of, region_of
-from halfstep.align.lint.script import AUTOCASTS, dotted_name, is_constant, keyword, last, names_in
+from halfstep.align.lint.script import AUTOCASTS
+from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last, names_in
 from halfstep.align.spellings import dtype_of
 
 BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from halfstep.align.lint.script import AUTOCASTS, Function, Script, argument, dotted_name, is_constant, last
+from halfstep.align.lint.script import AUTOCASTS, Script
+from halfstep.align.lint.syntax import Function, argument, dotted_name, is_constant, last
 from halfstep.align.spellings import dtype_of
 
 DEFAULT_DTYPE = {"cuda": "fp16", "cpu": "bf16", "mps": "fp16"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 
 from halfstep.align.lint.flow import MAX_INLINED, Trace
-from halfstep.align.lint.script import Function, Script, methods_of
+from halfstep.align.lint.script import Script
+from halfstep.align.lint.syntax import Function, methods_of
 
 STEP_WORDS = {
     *("backward", "unscale_", "scale", "clip_grad_norm_", "clip_grad_value_", "zero_grad", "eval", "get_scale"),

@@ -21,7 +21,7 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import dotted_name, keyword, last, names_in
+from halfstep.align.lint.syntax import dotted_name, keyword, last, names_in
 
 
 def find(amp: Amp) -> Iterator[Finding]:

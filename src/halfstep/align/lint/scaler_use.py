@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward
-from halfstep.align.lint.flow import Trace, is_none
-from halfstep.align.lint.script import dotted_name, last, paired
+from halfstep.align.lint.flow import Trace
+from halfstep.align.lint.syntax import dotted_name, is_constant, last, paired
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -83,7 +83,7 @@ def is_scaler(amp: Amp, node: ast.expr) -> bool:
         for t, v in paired(n)
         if last(dotted_name(t)) == last(name) and ("." in dotted_name(t)) == ("." in name)
     ]
-    return bool(values) and all(is_none(v) or any(True for _ in amp.made_scalers(v)) for v in values)
+    return bool(values) and all(is_constant(v, None) or any(True for _ in amp.made_scalers(v)) for v in values)
 
 
 def asked_for_result(amp: Amp) -> Iterator[Finding]:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from halfstep.align.findings import Edit, Finding, Place
+from halfstep.align.lint.syntax import Function, dotted_name, is_constant, keyword, last, methods_of, paired
 from halfstep.align.textlines import lines_of
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MARKS = ast.expr_context | ast.operator | ast.unaryop | ast.cmpop | ast.boolop
 """Nodes that stand for a word, not for code; `ast` uses one object for all of a kind."""
@@ -362,57 +361,3 @@ class Script:
                 return node
             node = values[0]
         return node
-
-
-def last(key: str) -> str:
-    """`scaler` of `self.scaler` and of `train:scaler`."""
-    return key.rsplit(".", 1)[-1].rsplit(":", 1)[-1]
-
-
-def dotted_name(node: ast.AST | None) -> str:
-    """`a.b.c` of a chain of attributes, or an empty string."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if not isinstance(node, ast.Name):
-        return ""
-    return ".".join([node.id, *reversed(parts)])
-
-
-def paired(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Targets with their values; `a, b = f(), g()` is two assignments."""
-    for target in node.targets:
-        if (
-            isinstance(target, ast.Tuple)
-            and isinstance(node.value, ast.Tuple)
-            and len(target.elts) == len(node.value.elts)
-        ):
-            yield from zip(target.elts, node.value.elts, strict=True)
-        else:
-            yield target, node.value
-
-
-def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((k.value for k in call.keywords if k.arg == name), None)
-
-
-def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
-    """An argument by position or by name."""
-    return call.args[position] if len(call.args) > position else keyword(call, name)
-
-
-def is_constant(node: ast.AST | None, value: object) -> bool:
-    return isinstance(node, ast.Constant) and node.value is value
-
-
-def names_in(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-
-
-def methods_of(class_node: ast.ClassDef) -> dict[str, Function]:
-    return {node.name: node for node in class_node.body if isinstance(node, Function)}
-
-
-def parameters_of(root: ast.AST) -> set[str]:
-    return {a.arg for a in ast.walk(root.args) if isinstance(a, ast.arg)} if isinstance(root, Function) else set()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.script import last
+from halfstep.align.lint.syntax import last
 
 SKIP_WORDS = re.compile(r"skip|found_inf|is(finite|inf|nan)\W.*(norm|grad)")
 """In a condition around the step: an overflow is seen before the scaler has to skip. A finite loss shows nothing."""

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp
-from halfstep.align.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, is_constant, keyword, last
+from halfstep.align.lint.script import AUTOCASTS, SCALERS, Script
+from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last
 from halfstep.align.spellings import dtype_of
 
 AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)

@@ -12,7 +12,8 @@ from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp
 from halfstep.align.lint.dtypes import explicit_cast
 from halfstep.align.lint.regions import format_of
-from halfstep.align.lint.script import WRAPPER, Script, argument, dotted_name, is_constant, keyword, last, paired
+from halfstep.align.lint.script import WRAPPER, Script
+from halfstep.align.lint.syntax import argument, dotted_name, is_constant, keyword, last, paired
 from halfstep.align.spellings import dtype_of
 
 PLAIN_OPTIMIZERS = {
