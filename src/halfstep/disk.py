@@ -38,17 +38,18 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
+def whole_folder(path: Path, *, replaces: bool = False, flushes: bool = True) -> Iterator[Path]:
     """A hidden folder to write into; it becomes `path` in one rename, or vanishes with the error.
 
-    `replaces` removes an earlier one first. What a killed process leaves behind is named `.writing-*`."""
+    `replaces` removes an earlier one first; without `flushes` a power cut may cost the new one. What a killed process
+    leaves behind is named `.writing-*`."""
     hidden = path.with_name(f".writing-{path.name}-{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
     try:
         yield hidden
-        for written in [*hidden.rglob("*"), hidden]:
+        for written in [*hidden.rglob("*"), hidden] if flushes else ():
             flush(written)
         if replaces:
             shutil.rmtree(path, ignore_errors=True)

@@ -153,7 +153,7 @@ def _config(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
 def _mode(asked: str | None, config: RunConfig) -> Mode:
     word = asked or OF_FAST[config.train.fast]
     if word not in TRACED:
-        raise ConfigError(f"--mode takes no {word!r}", why=f"it takes {', '.join(TRACED)}", fix=nearest(word, TRACED))
+        raise ConfigError(f"--mode takes no {word!r}", fix=nearest(word, TRACED))
     return word  # type: ignore[return-value]
 
 

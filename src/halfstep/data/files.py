@@ -6,9 +6,7 @@ import os
 import pickle
 import random
 import re
-import shutil
 import struct
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.disk import free_bytes
+from halfstep.disk import free_bytes, whole_folder
 from halfstep.errors import DataError
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
@@ -159,16 +157,9 @@ def some_of(names: Iterable[object], count: int = 5) -> str:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` at the end and vanishes on any error."""
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` at the end and vanishes on any error; none may be there."""
     if folder.exists():
         raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with whole_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
         yield unfinished
-        unfinished.chmod(0o755)  # mkdtemp makes it private
-        os.rename(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise

@@ -168,7 +168,7 @@ class Recorder:
         except HalfstepError as error:  # a by-product: the run itself goes on
             return self.notice(f"{error.what} ({error.why})")
         is_run = bool(self.context.config)
-        replay = suggested("replay", path) if is_run else f'hs.replay("{path}", model, loss_fn)'
+        replay = suggested("replay", path) if is_run else f"hs.replay({str(path)!r}, model, loss_fn)"
         return self.notice(f"step {reading.attempted} is kept; find the cause with: {replay}")
 
     def _committed(self, phase: str) -> Tensor:

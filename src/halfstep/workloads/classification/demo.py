@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import whole_folder
+from halfstep.data.files import new_folder
 
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,7 @@ def write_demo(
     folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL, side: int = SIDE
 ) -> None:
     """Write `train/<class>/*.jpg` and `val/<class>/*.jpg` into `folder`, which appears only when it is complete."""
-    with whole_folder(folder) as unfinished:
+    with new_folder(folder) as unfinished:
         for split, (split_name, num_images) in enumerate((("train", num_train), ("val", num_val))):
             for label, name in enumerate(CLASSES):
                 class_folder = unfinished / split_name / name

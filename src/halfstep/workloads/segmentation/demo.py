@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import whole_folder
+from halfstep.data.files import new_folder
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +22,7 @@ SIDE = 64
 
 def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, side: int = SIDE) -> None:
     """Write the set into `folder`, which appears only when it is complete."""
-    with whole_folder(folder) as unfinished:
+    with new_folder(folder) as unfinished:
         for part in ("imgs", "masks"):
             (unfinished / part).mkdir()
         for number in range(num_images):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.data.files import whole_folder
+from halfstep.data.files import new_folder
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +34,7 @@ def write_demo(
 ) -> None:  # fmt: skip
     """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … into `folder`, whole or not at all."""
     ground = _texture(np.random.default_rng([seed, GROUND]), side, knots=4, strength=0.25) * 0.8 + 0.1
-    with whole_folder(folder) as unfinished:
+    with new_folder(folder) as unfinished:
         first = 0
         for part, count in (("train", num_train), ("validation", num_val)):
             for shard, start in enumerate(range(0, count, per_shard)):
