@@ -88,8 +88,9 @@ def main() -> None:
 
 
 def config_of(model: Model, small: bool) -> RunConfig:
-    words = (*model.words, *model.small) if small else model.words
-    return bench_config(model.workload, words, {"batch_size": 2 if small else model.batch_size}, small=False)
+    words = dict(word.split("=", 1) for word in (*model.words, *(model.small if small else ())))
+    settings = tuple(f"{key}={value}" for key, value in words.items())
+    return bench_config(model.workload, settings, {"batch_size": 2 if small else model.batch_size}, small=False)
 
 
 def fill(arguments: argparse.Namespace) -> None:

@@ -167,7 +167,7 @@ class OneAtATime:
 
     def __init__(self, file: TextIO, device: torch.device) -> None:
         self.file, self.device = file, device  # a file's lock goes with the process, however that ends
-        self._num_compiling = 0
+        self._is_compiling = False  # torch.compile is at work, with kernels of its own among the rest
 
     def lent_to(self, problem: Problem) -> Problem:
         """The same problem, whose runner keeps to this."""
@@ -180,24 +180,27 @@ class OneAtATime:
 
     def lend_while_compiling(self) -> None:
         """From now on, whether torch.compile is at work or Triton with a kernel written by hand."""
-        on_compile_start(lambda _: self._begin())
-        on_compile_end(lambda _: self._end())
+        on_compile_start(lambda _: self._compiles(True))
+        on_compile_end(lambda _: self._compiles(False))
         if self.device.type == "cuda":
             from triton import knobs
 
-            knobs.runtime.jit_cache_hook = lambda **_: self._begin()
-            knobs.runtime.jit_post_compile_hook = lambda **_: self._end()
+            knobs.runtime.jit_cache_hook = lambda **_: self.lend(True)
+            knobs.runtime.jit_post_compile_hook = lambda **_: self.lend(False)
 
-    def _begin(self) -> None:
-        self._num_compiling += 1
+    def _compiles(self, begins: bool) -> None:
+        self._is_compiling = False
+        self.lend(begins)
+        self._is_compiling = begins
+
+    def lend(self, lent: bool) -> None:
+        """Leave it, or take it again; what happens inside torch.compile, which has left it, changes nothing."""
         is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self._num_compiling == 1 and not is_capturing:  # a capture does not survive waiting for the device
+        if self._is_compiling or is_capturing:  # a capture does not survive waiting for the device
+            return
+        if lent:
             self.leave()
-
-    def _end(self) -> None:
-        # Inductor tells of its kernels' end alone.
-        self._num_compiling = max(0, self._num_compiling - 1)
-        if not self._num_compiling:
+        else:
             self.take()
 
     def take(self) -> None:
