@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import nn
-from torch._dynamo.callback import on_compile_end, on_compile_start
+from torch._dynamo.callback import CompilationCallbackHandler, callback_handler, on_compile_end, on_compile_start
 from torch._inductor import config as inductor_config
 
 from halfstep.bench.bench import Request, measured, runners
@@ -173,15 +173,21 @@ class OneAtATime:
         """The same problem, whose runner keeps to this."""
 
         def make_model() -> nn.Module:
-            self.lend_while_compiling()  # not before: torch.compiler.reset, with which every row begins, forgets it
+            self.lend_while_compiling()
             return problem.make_model()
 
         return replace(problem, make_model=make_model)
 
     def lend_while_compiling(self) -> None:
         """From now on, whether torch.compile is at work or Triton with a kernel written by hand."""
-        on_compile_start(lambda _: self._compiles(True))
-        on_compile_end(lambda _: self._compiles(False))
+
+        def listen() -> None:
+            CompilationCallbackHandler.clear(callback_handler)
+            on_compile_start(lambda _: self._compiles(True))
+            on_compile_end(lambda _: self._compiles(False))
+
+        callback_handler.clear = listen  # type: ignore[method-assign]  # torch.compiler.reset, which each trial calls
+        listen()
         if self.device.type == "cuda":
             from triton import knobs
 
