@@ -32,7 +32,8 @@ from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.tune.layout import in_layout_of
-from halfstep.workloads import from_dict
+from halfstep.workloads import load
+from parity import said
 from recording import shown_settings, store, time_steps
 
 Batch = dict[str, Tensor]
@@ -95,7 +96,7 @@ def assembled(arguments: argparse.Namespace, scratch: Path) -> Assembly:
         "train.epochs": 1000,
         "optimizer.lr": 1e-4,  # only time counts: nothing may diverge, or the guard would stop the run
     }
-    config = from_dict(arguments.workload, settings, overrides=arguments.set).config
+    config = load(arguments.workload, overrides=[*said(settings), *arguments.set]).config
     workload = build_workload(config)
     assert isinstance(workload.train_samples, TrainingImages)
     workload = dataclasses.replace(workload, train_samples=Repeated(workload.train_samples, arguments.images))
