@@ -13,6 +13,7 @@ from halfstep.bench.settings import Mode, in_precision, run_by
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, TrainingStopped
 from halfstep.hardware.facts import Hardware
+from halfstep.models.first_values import unfilled
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
@@ -61,7 +62,9 @@ class Ours:
 
     def workload(self) -> Workload:
         """As a run would build it, with its seeded weights."""
-        return _in_full_swing(random_workload(self.config), self.problem.make_model())
+        model = self.problem.make_model()
+        with unfilled():
+            return _in_full_swing(random_workload(self.config), model)
 
     def _planned(self, workload: Workload) -> Plan:
         return tuned(

@@ -23,6 +23,7 @@ from halfstep.kernels.cross_entropy import linear_cross_entropy
 from halfstep.kernels.fast_forms import has_room_for_tiles
 from halfstep.kernels.transformer_chain import Block as Layers
 from halfstep.kernels.transformer_chain import Stream, through_blocks
+from halfstep.models.first_values import bare, draw_normal_
 from halfstep.models.layers import Checks, always, are_plain, consists_of, has_bias, has_gain_and_bias
 from halfstep.models.recompute import Blocks
 from halfstep.models.vit import chain_wanted
@@ -69,8 +70,8 @@ class CausalAttention(nn.Module):
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
         self.heads, self.dropout = size.heads, dropout
-        self.c_attn = nn.Linear(size.dim, 3 * size.dim, bias=bias)
-        self.c_proj = nn.Linear(size.dim, size.dim, bias=bias)
+        self.c_attn = bare(nn.Linear, size.dim, 3 * size.dim, bias=bias)
+        self.c_proj = bare(nn.Linear, size.dim, size.dim, bias=bias)
         self.resid_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, memory: KeysAndValues | None = None) -> Tensor:
@@ -95,8 +96,8 @@ def _after_past(num_queries: int, num_keys: int, device: torch.device) -> Tensor
 class Perceptron(nn.Module):
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(size.dim, 4 * size.dim, bias=bias)
-        self.c_proj = nn.Linear(4 * size.dim, size.dim, bias=bias)
+        self.c_fc = bare(nn.Linear, size.dim, 4 * size.dim, bias=bias)
+        self.c_proj = bare(nn.Linear, 4 * size.dim, size.dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,8 +132,8 @@ class Transformer(nn.Module):
 
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool, checkpointing: bool) -> None:
         super().__init__()
-        self.wte = nn.Embedding(padded(size.vocab), size.dim)
-        self.wpe = nn.Embedding(size.context, size.dim)
+        self.wte = bare(nn.Embedding, padded(size.vocab), size.dim)
+        self.wpe = bare(nn.Embedding, size.context, size.dim)
         self.drop = nn.Dropout(dropout)
         blocks = {str(number): Block(size, dropout=dropout, bias=bias) for number in range(size.depth)}
         self.h = Blocks(blocks, checkpointing=checkpointing)
@@ -241,15 +242,15 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        for block in self.transformer.h:
-            assert isinstance(block, Block)
-            for last in (block.attn.c_proj, block.mlp.c_proj):  # two for each block add up in the stream
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * self.size.depth))
+        deviation, blocks = 0.02, [block for block in self.transformer.h if isinstance(block, Block)]
+        # Two branches for each block add up in the stream.
+        last = {part.c_proj.weight for block in blocks for part in (block.attn, block.mlp)}
+        layers = [module for module in self.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+        share = 1 / math.sqrt(2 * self.size.depth)
+        draw_normal_([(layer.weight, deviation * (share if layer.weight in last else 1)) for layer in layers])
+        for layer in layers:
+            if isinstance(layer, nn.Linear) and layer.bias is not None:
+                nn.init.zeros_(layer.bias)
         self.transformer.wte.weight[self.size.vocab :] = 0.0
 
 

@@ -6,6 +6,7 @@ so that state_dict names stay as they are and the whole loss lies inside the com
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from halfstep.data.loader import Loader
 from halfstep.data.prefetch import RecentWindows
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
+from halfstep.models.first_values import unfilled
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -157,9 +159,12 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
 
 
 def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Workload:
-    """The workload with freshly seeded weights, or for a stored run with what its checkpoint knows of the data."""
+    """The workload with freshly seeded weights, or for a stored run with what its checkpoint knows of the data.
+
+    A stored run's weights are in its checkpoint as well: whoever gives its store loads all of them."""
     seed_everything(config.train.seed)
-    return build(config, store)
+    with nullcontext() if store is None else unfilled():
+        return build(config, store)
 
 
 def with_settled(config: RunConfig, workload: Workload) -> RunConfig:

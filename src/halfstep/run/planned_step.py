@@ -18,6 +18,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError
 from halfstep.hardware.gpus import known_gpu
+from halfstep.models.first_values import unfilled
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.frozen import apply_frozen_
@@ -271,7 +272,8 @@ def planned_step(config: RunConfig, store: Store | None = None) -> PlannedStep:
     kind = KINDS.of(config.workload)
     small = config.changed(train={"batch_size": SEEN})
     if config.data.dir is not None and store is None or kind.over is None or kind.random_batch is None:
-        workload = build_workload(config)
+        with unfilled():  # nobody reads the weights
+            workload = build_workload(config)
         return PlannedStep(config, workload, first_batch(small, workload))
     if store is None:
         assert kind.random_store is not None, "a family that makes batches says what they are of"

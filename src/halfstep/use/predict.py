@@ -11,6 +11,7 @@ from halfstep.data.files import natural_key, some_of
 from halfstep.disk import write_whole
 from halfstep.errors import ConfigError, DataError
 from halfstep.measure.clock import Stopwatch
+from halfstep.models.first_values import unfilled
 from halfstep.report.prediction_view import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen import naming_lost_files
@@ -66,7 +67,7 @@ def predict(
     kind = _kind_of(run.config.workload)
     wishes = replace(wishes, options=with_defaults(kind.predict_options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(kind, asked, run.config.workload)
-    with naming_lost_files(run.frozen):
+    with naming_lost_files(run.frozen), unfilled():
         predictor: Predictor = kind.part("predictor")(run.config, run.store)
     frozen = as_trained(run, frozen_of(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)

@@ -14,6 +14,7 @@ from halfstep.data.seeds import Key, generator_for
 from halfstep.data.tokenizers import Tokenizer, save_tokenizer
 from halfstep.data.tokens import Tokens, TokenSamples
 from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.models.first_values import unfilled
 from halfstep.models.gpt2 import GPT2, GPT2S, GPT2Size, size_of
 from halfstep.models.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep.workloads import model_of
@@ -38,9 +39,7 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
         store = {"vocab": data.vocab, "tokenizer": stored}
     if is_new:
         _check_length(data.train, model_size(config, store).context)
-    model = model_from_store(config, store)
-    if is_new and config.model.weights:
-        load_gpt2_(model, Path(config.model.weights))
+    model = _with_weights(config, store) if is_new and config.model.weights else model_from_store(config, store)
     return over_samples(
         config,
         store,
@@ -105,6 +104,14 @@ def _sampler(store: Mapping[str, Any]) -> Sample | None:
         }
 
     return sample
+
+
+def _with_weights(config: LanguageConfig, store: Store) -> GPT2:
+    assert config.model.weights is not None
+    with unfilled():
+        model = model_from_store(config, store)
+    load_gpt2_(model, Path(config.model.weights))
+    return model
 
 
 def model_from_store(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:

@@ -1,0 +1,72 @@
+"""First values of large models: drawn once, by several threads, and only where somebody reads them.
+
+torch fills every layer when it is made, on one core, and a model that has values of its own then fills it again: a
+minute for 1.5 billion weights. Here layers are made `bare`, and `draw_normal_` gives every piece of a weight a stream
+of its own (SFC64), so that the numbers follow from torch's seed alone, whatever the number of threads.
+
+Inside `unfilled` nothing is drawn: for whoever loads all weights afterwards, or looks at their shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+PIECE = 2**22
+"""Values of one stream; a change changes the values that a seed draws."""
+
+_draws = ContextVar("draws first values", default=True)
+Layer = TypeVar("Layer", bound=nn.Module)
+Arguments = ParamSpec("Arguments")
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """Models built inside hold whatever memory holds where `draw_normal_` would fill them."""
+    token = _draws.set(False)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
+
+
+def bare(layer: Callable[Arguments, Layer], *args: Arguments.args, **settings: Arguments.kwargs) -> Layer:
+    """A layer of torch's without its first values, on the device where layers are being made."""
+    place = torch.get_default_device()
+    with torch.device("meta"):
+        made = layer(*args, **settings)
+    return made.to_empty(device=place)
+
+
+def draw_normal_(weights: Sequence[tuple[Tensor, float]]) -> None:
+    """Fill each weight with normal numbers of its deviation."""
+    if not _draws.get():
+        return
+    root = int(torch.randint(2**62, (), device="cpu"))
+    pieces = [
+        (piece, deviation, (root, number, place))
+        for number, (weight, deviation) in enumerate(weights)
+        if not weight.is_meta
+        for place, piece in enumerate(weight.detach().view(-1).split(PIECE))
+    ]
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for _ in threads.map(_draw_, pieces):
+            pass
+
+
+def _draw_(job: tuple[Tensor, float, tuple[int, ...]]) -> None:
+    piece, deviation, key = job
+    generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
+    is_plain = piece.device.type == "cpu" and piece.dtype == torch.float32
+    values: Any = piece.numpy() if is_plain else np.empty(len(piece), np.float32)
+    generator.standard_normal(out=values, dtype=np.float32)
+    values *= np.float32(deviation)
+    if not is_plain:
+        piece.copy_(torch.from_numpy(values))
