@@ -1,12 +1,12 @@
 """Peak memory as `halfstep plan --memory` predicts it, beside what a GPU measured.
 
-    python benchmarks/memory_plan.py [--only unet,gpt2] [--modes eager,compile] [--seconds 240] [--out DIR]
+    python benchmarks/memory_plan.py [--only unet,gpt2] [--modes eager,compile] [--held-out] [--seconds 240] [--out DIR]
     python benchmarks/memory_plan.py --again [--stored FILE]    # predict anew for stored rows; needs no GPU
 
 Each row makes a few steps as `halfstep train` makes them, on random data; rows run in several processes side by side,
 and memory is each process's own. Measured is the larger of max_memory_allocated before a step is captured and reserved
 memory after it, from the third step on. `within`: at most 10 % off (captured steps: 15 %), at most 5 % below. Rows are
-stored as they come, so that a machine that is taken away leaves what it has.
+stored as they come, so that a machine that is taken away leaves what it has; stored rows that were not asked for stay.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ ROWS: tuple[Row, ...] = (
     Row(STEVE, "fp32", "eager"),
     Row(SHORT_GPT2, "bf16", "compile"), Row(UNET, "bf16", "compile"), Row(VIT, "bf16", "compile"),
     Row(RESNET, "bf16", "compile"), Row(UNET, "bf16", "graph"), Row(SHORT_GPT2, "bf16", "graph"),
+    Row("gpt2 train.batch_size=16", "bf16", "graph"),
     Row(SHORT_GPT2, "bf16-true", "compile", "8bit"), Row(SHORT_GPT2, "bf16", "compile", "pointwise"),
     Row(STEVE, "bf16", "compile"), Row(SLOTS, "bf16", "compile"), Row(RADIO_VAE, "bf16", "compile"),
     Row(UNET, "bf16", "compile", "pointwise"), Row(RESNET, "tf32", "compile"), Row(VIT, "fp16", "graph"),
@@ -154,19 +155,23 @@ def measured(row: Row) -> dict[str, Any]:
         "start_gb": (start_peak - left_over) / 1e9,
         "reserved_gb": reserved / 1e9,
         "left_over_gb": left_over / 1e9,
+        "measured_on": time.strftime("%Y-%m-%d %H:%M"),
     }
 
 
-def whole_row(number: int) -> dict[str, Any]:
-    """Predicted, then measured; what fails says why."""
-    row = ROWS[number]
+def whole_row(row: Row) -> dict[str, Any]:
+    """Measured, then predicted; what fails says why."""
     found: dict[str, Any] = row._asdict()
-    for part in (predicted, measured):
+    for part in (measured, predicted):  # the device is what may be taken away
         try:
             found |= part(row)
         except Exception as error:
             found["problem"] = f"{part.__name__}: {type(error).__name__}: {first_line(error)}"
     return judged(found)
+
+
+def row_of(found: dict[str, Any]) -> Row:
+    return Row(found["words"], found["precision"], found["mode"], found["level"])
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
@@ -194,16 +199,21 @@ def kept(rows: Iterable[dict[str, Any]], out: str | None, device: torch.device) 
 def measure_all(asked: argparse.Namespace) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     only, modes = set(filter(None, asked.only.split(","))), asked.modes.split(",")
-    wanted = [n for n, row in enumerate(ROWS) if row.mode in modes and (not only or row.words.split()[0] in only)]
+    possible = HELD_OUT if asked.held_out else ROWS
+    wanted = [row for row in possible if row.mode in modes and (not only or row.words.split()[0] in only)]
     pool = ProcessPoolExecutor(asked.at_once, mp_context=multiprocessing.get_context("spawn"))
-    rows: list[dict[str, Any]] = []
+    rows = {row_of(found): found for found in json.loads(asked.stored.read_text())["rows"]}
+    num_left = len(wanted)
     try:
-        for done in as_completed([pool.submit(whole_row, n) for n in wanted], timeout=asked.seconds or None):
-            rows.append(done.result())
-            show(rows[-1])
-            kept(rows, asked.out, torch.device("cuda"))
+        for done in as_completed([pool.submit(whole_row, row) for row in wanted], timeout=asked.seconds or None):
+            found = done.result()
+            show(found)
+            num_left -= 1
+            if "measured_gb" in found:
+                rows[row_of(found)] = found
+                kept(rows.values(), asked.out, torch.device("cuda"))
     except OutOfTime:
-        print(f"{len(wanted) - len(rows)} rows had no time", flush=True)
+        print(f"{num_left} rows had no time", flush=True)
     for worker in multiprocessing.active_children():
         worker.terminate()
     os._exit(0)  # the pool would wait for rows that are still compiling
@@ -215,8 +225,7 @@ def predict_again(stored: Path) -> None:
     for old in record["rows"]:
         if "measured_gb" not in old:
             continue
-        row = Row(old["words"], old["precision"], old["mode"], old["level"])
-        rows.append(judged(old | predicted(row)))
+        rows.append(judged(old | predicted(row_of(old))))
         show(rows[-1])
     record |= {"rows_within": sum(row["within"] for row in rows), "rows_measured": len(rows), "rows": rows}
     stored.write_text(json.dumps(record, indent=2) + "\n")
@@ -227,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="workloads, with commas")
     parser.add_argument("--modes", default="eager,compile,graph")
+    parser.add_argument("--held-out", action="store_true", help="only rows that nothing was fitted to")
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0, help="store what there is after so many; 0: no limit")
     parser.add_argument("--out")
