@@ -29,7 +29,7 @@ from halfstep.hardware.probe import probe
 from halfstep.measure.clock import wait_for
 from speed_turns import OneAtATime
 
-COMPILING_SHARE = 0.7
+COMPILING_SHARE = 0.75
 """Of the time there is: who is not ready by then is left out, or nothing would be timed."""
 READY = "ready"
 TURNS = "HALFSTEP_ROW_TURNS"
