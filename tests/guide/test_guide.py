@@ -38,7 +38,7 @@ from tiny_radio import write_tiny_demo
 CPU = Hardware(
     kind="cpu", device="cpu", name="CPU", vendor="Arm", memory_total_bytes=8 * 2**30, support={"fp32": "native"}
 )
-CHEAP = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**8, sample_flops=10**10)
+CHEAP = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**8, sample_flops=lambda: 10**10)
 
 
 def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
@@ -63,7 +63,7 @@ def traced_once() -> Iterator[None]:
     """A step is traced once for each model and precision, not once for each test."""
     found: dict[str, StepCost] = {}
 
-    def cost(config: Any, store: Any, hardware: Hardware, precision: str) -> StepCost:
+    def cost(config: Any, store: Any, hardware: Hardware, precision: str, known: Any) -> StepCost:
         parts = (config.workload, config.model, config.data.image_size, config.optimizer, config.train, config.ema)
         key = repr((parts, store, hardware.name, precision))
         if key not in found:
@@ -198,7 +198,16 @@ def test_half_precision_and_recomputing_save_memory() -> None:
     assert half.fixed_bytes > full.fixed_bytes, "autocast keeps half copies of the weights"
     recomputed = step_cost(config(**{"train.activation_checkpointing": True}), store, CPU, "fp32")
     assert recomputed.sample_bytes < 0.8 * full.sample_bytes
-    assert recomputed.sample_flops == full.sample_flops
+    assert recomputed.sample_flops() == full.sample_flops()
+
+
+def test_configs_that_differ_in_how_long_they_train_are_traced_once() -> None:
+    known: dict[str, Any] = {}
+    changes: tuple[dict[str, Any], ...] = ({}, {"train.epochs": 3, "guard.on_fault": "rollback"}, {"train.fast": "off"})
+    costs = [step_cost(config(**some), {"classes": ["a"]}, CPU, "fp32", known) for some in changes]
+    assert len({cost.bytes_at(8) for cost in costs}) == len(known) == 1
+    step_cost(config(**{"data.image_size": 64}), {"classes": ["a"]}, CPU, "fp32", known)
+    assert len(known) == 2, "another step is not taken for it"
 
 
 # Batch, learning rate, workers.

@@ -176,6 +176,11 @@ def test_average_and_select_optimizers_are_counted() -> None:
     assert 0 < more["optimizer"] < plain["optimizer"]
 
 
+def test_on_the_way_to_an_average_no_more_is_taken_than_it_has() -> None:
+    fixed = planner_of(*UNET, "ema.enabled=true", "optimizer.name=adamw").step.fixed("fp32", NORMAL)
+    assert 0 < fixed.update <= 3 * fixed.average
+
+
 # --- every kind of workload ---
 
 

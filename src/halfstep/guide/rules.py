@@ -155,7 +155,7 @@ def training_rate(situation: Situation, cost: StepCost, precision: str, trial: T
     rates = [m.tflops for m in situation.hardware.measurements if m.format == precision]
     if not rates:
         return Rate(per_s=None, is_limit=True, words="was not measured")
-    per_s = max(rates) * 1e12 / cost.sample_flops
+    per_s = max(rates) * 1e12 / cost.sample_flops()
     words = f"trains at most {per_s:,.0f} samples/s (an estimate from measured matmuls and convolutions)"
     return Rate(per_s=per_s, is_limit=True, words=words)
 

@@ -15,7 +15,7 @@ from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
-from halfstep.run.planned_batch import step_cost
+from halfstep.run.planned_batch import Planners, step_cost
 from halfstep.workloads import KINDS, from_dict
 
 ORDER = {
@@ -62,8 +62,9 @@ class Suggestion:
 def suggestions(situation: Situation) -> tuple[Suggestion, ...]:
     """The config for the goal, and others worth a look; two that say the same are one."""
     found: list[Suggestion] = []
+    planners: Planners = {}
     for preset in ORDER[situation.goal]:
-        one = _suggestion(situation, _for_small_data(preset, situation))
+        one = _suggestion(situation, _for_small_data(preset, situation), planners)
         if one.config not in [other.config for other in found]:
             found.append(one)
     return tuple(found)
@@ -75,7 +76,7 @@ def _for_small_data(preset: str, situation: Situation) -> str:
     return "quick" if preset == "fast" and is_small and has_quick else preset
 
 
-def _suggestion(situation: Situation, preset: str) -> Suggestion:
+def _suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
     precision = _precision(situation, preset)
     paths = {"precision": precision, **_base(situation, preset)}
     facts = [("why", REASONS[preset]), ("precision", _precision_reason(situation, precision))]
@@ -86,7 +87,7 @@ def _suggestion(situation: Situation, preset: str) -> Suggestion:
         paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
         facts.append(("memory", "not known for your own model: train.auto_batch halves the batch where it must"))
     else:
-        cost = step_cost(start, situation.look.store, situation.hardware, precision)
+        cost = step_cost(start, situation.look.store, situation.hardware, precision, planners)
         size, size_facts = batch(situation, preset, start, cost)
         trial, against_fp32 = _tried(situation, preset, paths, size["train.batch_size"])
         trained = training_rate(situation, cost, precision, trial)

@@ -175,7 +175,7 @@ class MemoryPlanner:
     def _input_bytes(self, batch_size: int) -> tuple[int, int]:
         """As loaded, and ready for the model: so much for each sample."""
         if not self._inputs:
-            self._inputs = {size: self.step.input_bytes(size) for size in (2, 4)}
+            self._inputs = self.step.input_bytes(2, 4)
         (raw, prepared), (more_raw, more_prepared) = self._inputs[2], self._inputs[4]
         steps = (batch_size - 2) / 2
         return int(raw + (more_raw - raw) * steps), int(prepared + (more_prepared - prepared) * steps)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,8 @@ class StepCost:
     num_parameters: int
     fixed_bytes: int
     sample_bytes: int
-    sample_flops: int
+    sample_flops: Callable[[], int]
+    """Counted when asked for: that takes another pass."""
     usable: float = USABLE_MEMORY
     """The share of a device's memory that may be taken: less where workspaces are not counted."""
 
@@ -59,22 +61,36 @@ class StepCost:
         return max(0, int((memory_bytes * self.usable - self.fixed_bytes) / self.sample_bytes))
 
 
-def step_cost(config: RunConfig, store: Store, hardware: Hardware, precision: str) -> StepCost:
-    """Of a step in the mode and memory level of the config; `store` says what the data are."""
+Planners = dict[str, MemoryPlanner]
+NOT_OF_THE_STEP: Any = {
+    **dict.fromkeys(("preset", "device", "schedule", "guard", "log"), True),
+    "precision": {"default"},
+    "train": {"fast", "memory", "epochs", "batch_size", "accumulate"},
+}
+"""Settings that a planner is told with each cell, or that change nothing of what a step allocates."""
+
+
+def step_cost(
+    config: RunConfig, store: Store, hardware: Hardware, precision: str, known: Planners | None = None
+) -> StepCost:
+    """Of a step in the mode and memory level of the config; `store` says what the data are. Steps of this store and
+    hardware that are planned with the same `known` share what was traced."""
     is_gpu = hardware.kind in ("cuda", "rocm")
     # The same tensors in strict fp32, but for what cuDNN takes besides.
     traced = "tf32" if precision == "fp32" and not is_gpu else precision
     mode: Mode = "compile" if config.train.fast in ("compile", "graph") else "eager"
     size = max(config.train.batch_size, 2)
     cell = dataclasses.replace(Cell.of(config, traced, mode), batch_size=size, accumulate=1)
-    step = planned_step(config, store)
-    found = MemoryPlanner(step, hardware).predict(cell)
+    known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
+    if key not in known:
+        known[key] = MemoryPlanner(planned_step(config, store), hardware)
+    step, found = known[key].step, known[key].predict(cell)
     by_batch = sum(found.components[name] for name in BY_BATCH)
     return StepCost(
         num_parameters=step.num_parameters,
         fixed_bytes=found.total - by_batch,
         sample_bytes=max(1, by_batch // size),
-        sample_flops=step.sample_flops(),
+        sample_flops=step.sample_flops,
         usable=USABLE if is_gpu else USABLE_MEMORY,
     )
 

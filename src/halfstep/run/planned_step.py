@@ -31,7 +31,7 @@ from halfstep.step.adamw8bit import AdamW8bit, empty_state
 from halfstep.step.adamw_bf16 import AdamWBf16, at_once
 from halfstep.step.batches import batch_length
 from halfstep.step.codes import signed_table, unsigned_table
-from halfstep.step.ema import CHUNK_ELEMENTS, Ema
+from halfstep.step.ema import Ema
 from halfstep.step.optimizers import CAPTURABLE
 from halfstep.tune.layout import convolves_images, in_layout_of
 from halfstep.tune.memory_limit import first_line
@@ -50,7 +50,7 @@ HAS_ALL_FORMATS = "H200"
 BATCHES_AHEAD = 3
 """As loaded: the one that is trained on, and two that are copied ahead (data/prefetch.py)."""
 EMA_PIECES = 3
-"""Of CHUNK_ELEMENTS fp32 values, on the way to the average."""
+"""As large as the largest of the average's, on the way to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class PlannedStep:
                 frozen=_bytes(frozen),
                 optimizer=sum(states),
                 average=_bytes(average),
-                update=max(updates) + bool(average) * EMA_PIECES * 4 * CHUNK_ELEMENTS,
+                update=max(updates) + EMA_PIECES * max((shadow.nbytes for shadow in average), default=0),
             )
 
     def sample_flops(self) -> int:
@@ -131,12 +131,13 @@ class PlannedStep:
             # Backward: one product for the input's gradient, one for the weight's.
             return 3 * int(counter.get_total_flops()) // SEEN
 
-    def input_bytes(self, batch_size: int) -> tuple[int, int]:
-        """Of batches as they are loaded, and of one that is ready for the model."""
+    def input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
+        """By size: of batches as they are loaded, and of one that is ready for the model."""
         with self.pretence.entered(), _explained(self.config.workload):
-            prepared = self._batch(batch_size)
-            raw = sum(t.nbytes for t in _of_size(self.raw, batch_size).values())
-            return BATCHES_AHEAD * raw, _bytes(prepared.values())
+            return {size: (self._raw_bytes(size), _bytes(self._batch(size).values())) for size in batch_sizes}
+
+    def _raw_bytes(self, batch_size: int) -> int:
+        return BATCHES_AHEAD * sum(t.nbytes for t in _of_size(self.raw, batch_size).values())
 
     # --- placing ---
 
