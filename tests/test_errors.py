@@ -1,4 +1,4 @@
-"""What messages are made of: commands that a shell takes as they stand, and counts with their noun."""
+"""What messages are made of: commands that a shell takes as they stand, counts with nouns, sizes with units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.errors import counted, suggested
+from halfstep.errors import counted, format_bytes, suggested
 
 
 @pytest.mark.parametrize("folder", ["runs/unet", "runs/my unet", "it's here", "a$b", "ä ö", "-x"])
@@ -26,3 +26,22 @@ def test_one_thing_is_not_plural(number: int, words: str) -> None:
 
 def test_irregular_plurals_are_given() -> None:
     assert (counted(1, "class", "classes"), counted(3, "class", "classes")) == ("1 class", "3 classes")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "short", "fine"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (49_152, "49 kB", "49.2 kB"),
+        (12_345_678, "12 MB", "12.3 MB"),
+        (999_700_000, "1.0 GB", "1.00 GB"),
+        (4_800_000_000, "4.8 GB", "4.80 GB"),
+        (9_999_000_000, "10.0 GB", "10.0 GB"),
+        (99_960_000_000, "100 GB", "100 GB"),
+        (139_800_000_000, "140 GB", "140 GB"),
+        (1_500_000_000_000, "1.5 TB", "1.50 TB"),
+    ],
+)
+def test_sizes_speak_in_the_decimal_unit_that_fits_them(num_bytes: int, short: str, fine: str) -> None:
+    assert (format_bytes(num_bytes), format_bytes(num_bytes, digits=3)) == (short, fine)

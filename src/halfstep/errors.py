@@ -136,3 +136,23 @@ def suggested(*words: object) -> str:
 def counted(number: int, thing: str, things: str = "") -> str:
     """`1 file`, `2,000 files`, `3 classes`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+BYTE_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+"""Decimal, as vendors and papers print them."""
+
+
+def byte_unit(num_bytes: float) -> tuple[str, float]:
+    """The unit that speaks of so many bytes, and its bytes; 999.5 MB would round to 1000."""
+    return next((one for one in BYTE_UNITS if abs(num_bytes) >= 0.9995 * one[1]), BYTE_UNITS[-1])
+
+
+def format_bytes(num_bytes: float, *, digits: int = 0) -> str:
+    """`4.8 GB`, `12 MB`; `digits` significant ones where sizes are compared: `4.81 GB`."""
+    unit, size = byte_unit(num_bytes)
+    value = num_bytes / size
+    if digits and unit != "B":
+        shown = max(digits - len(f"{abs(value):.0f}"), 0)
+    else:
+        shown = int(abs(value) < 99.95 and unit in ("GB", "TB"))  # 99.95 would round to "100.0"
+    return f"{value:.{shown}f} {unit}"

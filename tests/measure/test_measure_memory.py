@@ -5,26 +5,9 @@ import mmap
 import pytest
 import torch
 
-from halfstep.measure.memory import CLEAR_REFS, format_bytes, memory_picture, peak_memory_bytes, reset_peak
+from halfstep.measure.memory import CLEAR_REFS, memory_picture, peak_memory_bytes, reset_peak
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (12_345_678, "12 MB"),
-        (999_700_000, "1.0 GB"),
-        (4_800_000_000, "4.8 GB"),
-        (99_960_000_000, "100 GB"),
-        (139_800_000_000, "140 GB"),
-        (1_500_000_000_000, "1.5 TB"),
-    ],
-)
-def test_sizes_are_printed_in_decimal_units(num_bytes: int, text: str) -> None:
-    assert format_bytes(num_bytes) == text
 
 
 def touch_and_free(num_bytes: int) -> None:

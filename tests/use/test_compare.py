@@ -91,8 +91,9 @@ def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path
     row = Row(name="wild", overrides=("optimizer.lr=1e30", "train.clip_norm=0", "guard.max_consecutive=1"))
     outcome = one_run(row, 0, tmp_path / "wild", target=MOONS, overrides=SMALL)
     assert math.isnan(outcome.value)
-    assert outcome.stopped
-    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).stopped == outcome.stopped
+    assert (outcome.end, bool(outcome.stopped)) == ("stopped", True)
+    stored = Outcome.from_json(json.loads(json.dumps(outcome.to_json())))
+    assert (stored.end, stored.stopped) == (outcome.end, outcome.stopped)
     rows = (Row(name="a", overrides=("precision=fp32",)), row)
     request = Request(target=MOONS, overrides=SMALL, rows=rows)
     runs = [timed("a", 0, [0.5, 0.8]), outcome]

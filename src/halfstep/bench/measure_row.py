@@ -22,9 +22,9 @@ import torch
 from halfstep.bench.apart import CacheWatch, Found, apart, clock_limits
 from halfstep.bench.problem import Problem, Runner
 from halfstep.bench.row import Row
-from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError
+from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes
 from halfstep.measure.clock import wait_for
-from halfstep.measure.memory import format_bytes, peak_memory_bytes, reset_peak
+from halfstep.measure.memory import peak_memory_bytes, reset_peak
 from halfstep.measure.nvml import EnergyMeter
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.memory_limit import first_line

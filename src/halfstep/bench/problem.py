@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import ConfigError, MemoryLimitError
+from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
-from halfstep.measure.memory import format_bytes
 from halfstep.run.planned_batch import step_cost
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything

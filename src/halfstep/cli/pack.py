@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli.options import Json, flags_of, option, said
-from halfstep.errors import ConfigError, DataError, counted, suggested
+from halfstep.errors import ConfigError, DataError, counted, format_bytes, suggested
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -92,7 +92,6 @@ def command(
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """What the config's workload can make ahead; everything else is the config's to say."""
-    from halfstep.measure.memory import format_bytes
     from halfstep.report.evaluation_view import json_text
     from halfstep.workloads import KINDS, load
 
@@ -204,8 +203,6 @@ def show(summary: Summary, *, as_json: bool) -> None:
 
         typer.echo(json_text(summary))
         return
-    from halfstep.measure.memory import format_bytes
-
     left_out = summary["left_out"]
     assert isinstance(left_out, list)
     classes = counted(int(str(summary["classes"])), "class", "classes")

@@ -14,12 +14,11 @@ from rich.table import Table
 
 from halfstep.config.aliases import precision_name
 from halfstep.config.schema import RunConfig
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, format_bytes, nearest
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import known_gpu
 from halfstep.hardware.probe import probe
-from halfstep.measure.memory import format_bytes
-from halfstep.report.memory_view import MemoryRow, draw_memory, gigabytes, memory_table, short_level, told_once
+from halfstep.report.memory_view import MemoryRow, draw_memory, memory_table, memory_unit, short_level, told_once
 from halfstep.report.picture_file import refuse_unknown_format
 from halfstep.report.tables import columns_table
 from halfstep.run.memory_fit import (
@@ -162,7 +161,9 @@ def _print(plan: MemoryPlan) -> None:
     is_wide = console.width >= TABLE_WIDTH
     of_modes = "in each mode" if len(plan.rows[0].totals) > 1 else ""
     parts = [f"by component in {plan.mode} mode" if is_wide else "", of_modes]
-    console.print(f"{plan.title}: predicted peak in GB{''.join(f', {part}' for part in parts if part)}")
+    console.print(
+        f"{plan.title}: predicted peak in {memory_unit(plan.rows)[0]}{''.join(f', {part}' for part in parts if part)}"
+    )
     console.print(memory_table(told_once(plan.rows), with_components=is_wide))
     if not is_wide:
         console.print(f"components: a terminal of {TABLE_WIDTH} columns, --json or --picture FILE", style="dim")
@@ -183,7 +184,7 @@ def _fit_table(fits: Sequence[Fit]) -> Table:
         "memory": [short_level(str(cell.setting)) for cell in cells],
         "largest\nbatch": [f"{fit.largest_batch:,}" for fit in fits],
         "batch x\naccumulate": [f"{fit.batch_size} x {fit.accumulate}" for fit in fits],
-        "GB": [gigabytes(fit.prediction.total) for fit in fits],
+        "peak": [format_bytes(fit.prediction.total, digits=3) for fit in fits],
         "predicted\ntime": [f"{fit.relative_time:.2f}x" for fit in fits],
     }
     return columns_table(columns, left=("precision", "memory"))

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from halfstep.disk import free_bytes, whole_folder
-from halfstep.errors import DataError
+from halfstep.errors import DataError, format_bytes
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 ARRAYS = (".npy", ".pt", ".pth")
@@ -87,8 +87,10 @@ def refuse_no_room(path: Path, num_bytes: int, what: str) -> None:
         raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=elsewhere)
     free = free_bytes(path.parent)
     if num_bytes > free:
-        why = f"{path.parent} has {free / 1e9:.1f} GB left"
-        raise DataError(f"{what} would take {num_bytes / 1e9:.1f} GB", why=why, fix=f"free some, or {elsewhere}")
+        why = f"{path.parent} has {format_bytes(free, digits=3)} left"
+        raise DataError(
+            f"{what} would take {format_bytes(num_bytes, digits=3)}", why=why, fix=f"free some, or {elsewhere}"
+        )
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:

@@ -24,7 +24,7 @@ from halfstep.data.folder_samples import REDUCING_GAP, centre_square
 from halfstep.data.image_folder import ImageFolder
 from halfstep.data.loader import read_ahead
 from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, is_pack, open_pack, partial_file
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, counted, format_bytes
 
 
 class PackingBar:
@@ -165,8 +165,8 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
     if needed > settings.limit_gb * 1e9:
         fits = math.isqrt(int(settings.limit_gb * 1e9 / num_images / 3))
         raise DataError(
-            f"{what} would take {needed / 1e9:.1f} GB",
-            why=f"the limit is {settings.limit_gb:g} GB",
+            f"{what} would take {format_bytes(needed, digits=3)}",
+            why=f"the limit is {format_bytes(settings.limit_gb * 1e9, digits=3)}",
             fix=f"raise data.cache_limit_gb (--limit-gb), or store {fits} pixels per side: data.cache_size (--size)",
         )
     if path.exists() and not is_pack(path):

@@ -6,7 +6,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from halfstep.errors import counted
+from halfstep.errors import counted, format_bytes
 from halfstep.exercises.story import Claim, Story
 from halfstep.hardware.probe import probe
 from halfstep.report.comparison_view import Line, draw_comparison
@@ -82,7 +82,7 @@ def _cells(line: Line, baseline: Line) -> tuple[str, ...]:
         line.name,
         f"{speed:,.0f} samples/s" if speed else "simulated",
         f"{speed / first:.2f}x" if speed and first else "",
-        f"{line.memory_bytes / 1e9:.2f} GB" if line.memory_bytes else "",
+        format_bytes(line.memory_bytes, digits=3) if line.memory_bytes else "",
         f"{mean * 100:.1f} %",
         line.verdict,
     )

@@ -12,11 +12,10 @@ from typing import Any
 
 from halfstep.config.schema import RunConfig
 from halfstep.config.training import ADAM_LIKE
-from halfstep.errors import counted, suggested
+from halfstep.errors import counted, format_bytes, suggested
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware
-from halfstep.measure.memory import format_bytes
 from halfstep.run.planned_batch import StepCost
 
 STEPS_AN_EPOCH = 10

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfstep.errors import format_bytes
 from halfstep.measure.nvml import ask_nvml
 
 if TYPE_CHECKING:
@@ -17,17 +18,6 @@ if TYPE_CHECKING:
 PROCESS_MEMORY = Path("/proc/self/status")
 MACHINE_MEMORY = Path("/proc/meminfo")
 CLEAR_REFS = Path("/proc/self/clear_refs")
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Decimal units, as vendors and papers print them: 4_800_000_000 is "4.8 GB"."""
-    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
-    while abs(value) >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    # 99.95 would round to "100.0".
-    digits = 1 if abs(value) < 99.95 and units[0] in ("GB", "TB") else 0
-    return f"{value:.{digits}f} {units[0]}"
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from halfstep.errors import format_bytes
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.tables import columns_table
 
@@ -45,7 +46,7 @@ def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str
     measured: Mapping[str, list[str]] = {
         "s/epoch": [_number(line.seconds_per_epoch) for line in lines],
         "samples/s": [_number(line.samples_per_s) for line in lines],
-        "memory": [_gigabytes(line.memory_bytes) for line in lines],
+        "memory": [format_bytes(line.memory_bytes, digits=3) if line.memory_bytes else "" for line in lines],
         "largest\nbatch": [f"{line.largest_batch:,}" if line.largest_batch else "" for line in lines],
         "J/run": [_number(line.joules) for line in lines],
         "money/run": [_number(line.money) for line in lines],
@@ -105,10 +106,6 @@ def band(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def _gigabytes(value: float | None) -> str:
-    return "" if not value else f"{value / 1e9:.2f} GB"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from halfstep.errors import byte_unit
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.tables import columns_table
 
@@ -35,12 +36,17 @@ class MemoryRow:
 
 
 def memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> Table:
-    """Gigabytes in each mode; by component where there is room, without those that no row has."""
+    """Peaks by mode, in the unit of the largest; by component where there is room, without those that no row has."""
     names = [name for name in COLOURS if with_components and any(row.components.get(name) for row in rows)]
     columns = {"precision": [row.precision for row in rows], "memory": [short_level(row.level) for row in rows]}
-    columns |= {name.replace(" ", "\n"): [gigabytes(row.components.get(name, 0)) for row in rows] for name in names}
-    columns |= {mode: [gigabytes(row.totals[mode]) for row in rows] for mode in rows[0].totals}
+    _, unit = memory_unit(rows)
+    columns |= {name.replace(" ", "\n"): [in_unit(row.components.get(name, 0), unit) for row in rows] for name in names}
+    columns |= {mode: [in_unit(row.totals[mode], unit) for row in rows] for mode in rows[0].totals}
     return columns_table(columns, left=("precision", "memory"))
+
+
+def memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:
+    return byte_unit(max(max(row.total, *row.totals.values()) for row in rows))
 
 
 def told_once(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
@@ -58,11 +64,9 @@ def short_level(level: str) -> str:
     return level.replace("recompute ", "").replace(" optimizer", "")
 
 
-def gigabytes(size: int) -> str:
-    if not size:
-        return "-"
-    value = size / 1e9
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+def in_unit(size: int, unit_bytes: float) -> str:
+    value = size / unit_bytes
+    return f"{value:.2f}" if 0 < value < 10 else f"{value:.1f}" if size else "-"
 
 
 def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_bytes: int = 0) -> None:
@@ -70,20 +74,20 @@ def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_byte
     figure = new_figure((10.5, 1.8 + INCHES_A_ROW * len(rows)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     axes = figure.subplots()
-    places, ends = range(len(rows)), [0.0] * len(rows)
+    places, ends, (unit, unit_bytes) = range(len(rows)), [0.0] * len(rows), memory_unit(rows)
     for name, colour in COLOURS.items():
-        sizes = [row.components.get(name, 0) / 1e9 for row in rows]
+        sizes = [row.components.get(name, 0) / unit_bytes for row in rows]
         if any(sizes):
             axes.barh(places, sizes, left=ends, height=0.72, color=colour, label=name, edgecolor="white", linewidth=0.4)
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     for place, end in enumerate(ends):
-        axes.annotate(f"{end:.2f} GB", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+        axes.annotate(f"{end:.2f} {unit}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
     if limit_bytes:
-        axes.axvline(limit_bytes / 1e9, color=INK, linestyle="--", linewidth=1)
+        axes.axvline(limit_bytes / unit_bytes, color=INK, linestyle="--", linewidth=1)
     axes.set_yticks(places, [f"{row.precision}  {row.level}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, 1.15 * max([*ends, limit_bytes / 1e9]))
-    axes.set_xlabel("predicted peak memory, GB", fontsize=9, color=FAINT)
+    axes.set_xlim(0, 1.15 * max([*ends, limit_bytes / unit_bytes]))
+    axes.set_xlabel(f"predicted peak memory, {unit}", fontsize=9, color=FAINT)
     axes.tick_params(labelsize=9, labelcolor=INK, length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, fontsize=8.5, frameon=False)

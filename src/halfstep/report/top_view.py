@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from halfstep.disk import is_owned
-from halfstep.errors import suggested
+from halfstep.errors import format_bytes, suggested
 from halfstep.report.page.read_run import RunRecord
 from halfstep.report.tables import pairs_table
 
@@ -46,7 +46,7 @@ def top_table(run: RunRecord, facts: dict[str, Any]) -> Table:
             "step": f"{facts['step']:,} (epoch {facts['epoch']})",
             "loss": f"{facts['loss']:.4f}  {sparkline([r['loss'] for r in train])}",
             "samples/s": f"{facts['samples_per_s']:,.1f}",
-            "memory": f"{facts['memory_bytes'] / 1e9:.2f} GB" if facts.get("memory_bytes") else "",
+            "memory": format_bytes(facts["memory_bytes"], digits=3) if facts.get("memory_bytes") else "",
             "skipped": f"{facts['skipped']}",
         }
     if metric in facts:

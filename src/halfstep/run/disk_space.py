@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.disk import free_bytes
-from halfstep.errors import CheckpointError
-from halfstep.measure.memory import format_bytes
+from halfstep.errors import CheckpointError, format_bytes
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
 from halfstep.step.guard import LAG

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from halfstep.data.loader import NamedSamples, Samples
+from halfstep.errors import format_bytes
 from halfstep.measure.clock import Stopwatch
-from halfstep.measure.memory import format_bytes, peak_memory_bytes
+from halfstep.measure.memory import peak_memory_bytes
 from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport

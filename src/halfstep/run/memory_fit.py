@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from halfstep.config.schema import RunConfig
 from halfstep.config.training import ADAM_LIKE
-from halfstep.errors import ConfigError, MemoryLimitError
+from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
-from halfstep.measure.memory import format_bytes
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.ladder import lacks
 from halfstep.run.memory_plan import Cell, MemoryPlanner, Prediction

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, format_bytes
 from halfstep.hardware.facts import Hardware
-from halfstep.measure.memory import format_bytes
 from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly

@@ -9,8 +9,8 @@ from halfstep.config.load import Loaded
 from halfstep.config.section import num_cores
 from halfstep.config.statements import DEFAULT
 from halfstep.data.files import some_of
-from halfstep.errors import counted, suggested
-from halfstep.measure.memory import format_bytes, peak_memory_bytes
+from halfstep.errors import counted, format_bytes, suggested
+from halfstep.measure.memory import peak_memory_bytes
 from halfstep.report.config_view import header_lines
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.errors import format_bytes
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.step.adamw_bf16 import AdamWBf16
@@ -233,10 +234,7 @@ def _refused(trials: Sequence[Trial]) -> str:
 
 
 def _size(cost: Cost) -> str:
-    for unit, size, digits in (("GB", 1e9, 2), ("MB", 1e6, 1)):
-        if cost.peak_bytes >= size:
-            return f"{cost.peak_bytes / size:.{digits}f} {unit}"
-    return f"{cost.peak_bytes / 1e3:.1f} kB"
+    return format_bytes(cost.peak_bytes, digits=3)
 
 
 def _change(cost: Cost, base: Cost) -> str:

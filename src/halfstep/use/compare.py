@@ -29,7 +29,7 @@ from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.precision.decide import decide
 from halfstep.run.folder import RunFolder, with_absolute_paths
-from halfstep.use.compare_run import Outcome, Row, keep_the_records, loaded_for, one_run
+from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome, Row, keep_the_records, loaded_for, one_run
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
 
 PILOT_SEED = 1_000_000
@@ -290,7 +290,7 @@ def _outcomes(request: Request, jobs: Sequence[Job], known: Sequence[Outcome]) -
     run = partial(one_run, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
     if is_alone:
         for row, seed, place in jobs:
-            too_large = next((one for one in known if one.row == row.name and one.is_out_of_memory), None)
+            too_large = next((one for one in known if one.row == row.name and one.end == OUT_OF_MEMORY), None)
             # Another seed takes as much memory: the row is not tried again.
             yield run(row, seed, place) if too_large is None else replace(too_large, seed=seed)
         return

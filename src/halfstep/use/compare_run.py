@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from halfstep.config.load import Loaded
 from halfstep.errors import CheckpointError, MemoryLimitError, TrainingStopped
@@ -21,11 +21,13 @@ from halfstep.run.train import train
 from halfstep.tune.memory_limit import OutOfMemory, first_line
 from halfstep.workloads import load
 
+End = Literal["done", "stopped", "out of memory"]
+"""How a run came to its end: by itself, by its guard, or by the device's memory."""
 QUIET = ("log.quiet=true", "log.curves=false")
 """A comparison has one table and one picture, of all its runs."""
 STRICT = "precision.strict=true"
 """Unless it says otherwise: a row that ran in another format than it names would compare nothing."""
-OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY: End = "out of memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +51,9 @@ class Outcome:
     summary: dict[str, Any]
     alone: bool
     """Whether nothing else ran beside it, from start to end: only then time, memory and energy are its own."""
+    end: End = "done"
     stopped: str = ""
     """Why the guard ended it, or that it did not fit the device."""
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        return self.stopped.startswith(OUT_OF_MEMORY)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Outcome:
@@ -78,6 +77,7 @@ def one_run(
 ) -> Outcome:
     """Train this row with this seed; what an interruption left of it goes on from its checkpoint."""
     loaded = loaded_for(target, overrides, row, seed)
+    end: End = "done"
     stopped, is_resumed = "", bool(list(folder.glob("checkpoints/step-*")))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
@@ -88,20 +88,21 @@ def one_run(
                 shutil.rmtree(folder, ignore_errors=True)  # it was interrupted before its first checkpoint
                 train(loaded, out=folder)
         except TrainingStopped as error:
-            stopped = error.what
+            end, stopped = "stopped", error.what
         except (MemoryLimitError, OutOfMemory) as error:
-            stopped = _does_not_fit(error, alone=alone)
+            end, stopped = OUT_OF_MEMORY, _does_not_fit(error, alone=alone)
         except CheckpointError as error:
             if is_resumed:
                 error.fix = f"delete {folder}: the comparison then trains this run again"
             raise
-    if stopped:
+    if end != "done":
         gc.collect()  # its model and batches, for the runs to come
-    return _outcome(folder, row, seed, best=best, alone=alone and not is_resumed, stopped=stopped)
+    found = _outcome(folder, row, seed, best=best, alone=alone and not is_resumed, has_ended=end == "done")
+    return dataclasses.replace(found, end=end, stopped=stopped)
 
 
-def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, stopped: str) -> Outcome:
-    summary = {} if stopped else (read_summary(folder) or {}) | data_of(folder)
+def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, has_ended: bool) -> Outcome:
+    summary = (read_summary(folder) or {}) | data_of(folder) if has_ended else {}
     validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
     curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
     value = curve[-1][2] if curve else math.nan
@@ -114,13 +115,11 @@ def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, stop
         curve=tuple(point for point in curve if math.isfinite(point[2])),
         summary=summary,
         alone=alone,
-        stopped=stopped,
     )
 
 
 def _does_not_fit(error: MemoryLimitError | OutOfMemory, *, alone: bool) -> str:
     what = error.what if isinstance(error, MemoryLimitError) else first_line(error)
-    what = what if what.startswith(OUT_OF_MEMORY) else f"{OUT_OF_MEMORY}: {what}"
     return what if alone else f"{what}, with other runs beside it"
 
 

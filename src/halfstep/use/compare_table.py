@@ -30,7 +30,7 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
     is_simulated = any(run.summary.get("simulated") for run in runs)
     times = [] if is_simulated else seconds_to_quality(comparison, [run for run in runs if run.alone])
     reached = [time for time in times if time is not None]
-    does_not_fit = any(run.is_out_of_memory for run in runs)
+    does_not_fit = any(run.end == OUT_OF_MEMORY for run in runs)
     return Line(
         name=row,
         seconds_per_epoch=_median(alone, "trained_s", per="epochs"),

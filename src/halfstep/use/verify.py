@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import counted
+from halfstep.errors import counted, format_bytes
 from halfstep.evidence.proofs import (
     Line,
     clipping,
@@ -15,7 +15,6 @@ from halfstep.evidence.proofs import (
     rates_are_scheduled,
     scheduled_rate,
 )
-from halfstep.measure.memory import format_bytes
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import prepared_window

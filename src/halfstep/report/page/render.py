@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from halfstep.errors import format_bytes
 from halfstep.report.memory_view import COLOURS
 from halfstep.report.page.charts import Chart, charts_of
 from halfstep.report.page.read_run import RunRecord, shown
@@ -77,7 +78,7 @@ def _cards(run: RunRecord) -> str:
         (f"best {run.metric}", _optional(summary.get("best"), "{:.4f}")),
         ("time", _optional(summary.get("elapsed_s"), "{:,.0f} s")),
         ("speed", _optional(summary.get("samples_per_s"), "{:,.1f} samples/s")),
-        ("peak memory", _optional(summary.get("peak_memory_bytes"), "{:.2f} GB", 1e-9)),
+        ("peak memory", _bytes(summary.get("peak_memory_bytes"))),
         ("energy", _optional(summary.get("joules"), "{:,.0f} J")),
         ("skipped steps", _optional(summary.get("skipped"), "{:.0f}")),
         ("precision", str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")),
@@ -261,13 +262,12 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequenc
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{rest}"
 
 
-def _optional(value: object, form: str, scale: float = 1.0) -> str:
-    return form.format(value * scale) if isinstance(value, int | float) else ""
+def _optional(value: object, form: str) -> str:
+    return form.format(value) if isinstance(value, int | float) else ""
 
 
-def _bytes(size: int) -> str:
-    unit, name = next((one for one in ((1e9, "GB"), (1e6, "MB")) if size >= one[0]), (1e3, "kB"))
-    return f"{size / unit:.2f} {name}"
+def _bytes(size: object) -> str:
+    return format_bytes(size, digits=3) if isinstance(size, int | float) else ""
 
 
 def _safe_json(value: object) -> str:
