@@ -111,6 +111,33 @@ def test_one_thing_has_one_colour_in_all_charts(tmp_path: Path) -> None:
     assert {(series.name.split(")")[0], series.colour) for series in both} == {("run (1", 0), ("run (2", 1)}
 
 
+def phased(run: Path) -> Path:
+    """Two networks in turn; the loss of one falls below zero."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in (one for one in records if one["kind"] == "train"):
+        record |= {f"{key}/maker": record[key] for key in ("loss", "grad_norm", "lr")}
+        record |= {"loss/critic": 1 - record["loss"], "grad_norm/critic": 2.0, "lr/critic": 0.01}
+        record["loss/maker"] -= 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run
+
+
+def test_networks_that_train_in_turn_have_a_curve_each(tmp_path: Path) -> None:
+    run = read_run(phased(written_run(tmp_path / "run")))
+    charts = {chart.title: chart for chart in charts_of([run])}
+    colours = {"maker": 0, "critic": 1, "validation": 2}
+    assert {line.name: line.colour for line in charts["loss"].series} == colours
+    for title in ("learning rate", "gradient norm"):
+        assert {line.name for line in charts[title].series} == {"maker", "critic"}
+    assert charts["learning rate"].series[1].points[0] == (1.0, 0.01)
+    assert (charts["loss"].log, charts["gradient norm"].log) == (False, True), "a loss below zero is seen as well"
+    plain = read_run(written_run(tmp_path / "plain"))
+    loss = next(chart for chart in charts_of([run, plain]) if chart.title == "loss")
+    assert {line.name: line.colour for line in loss.series} == {
+        "run maker": 0, "run critic": 1, "plain train": 2, "run validation": 0, "plain validation": 2
+    }  # fmt: skip
+
+
 def test_a_run_that_has_not_ended_is_shown_as_such(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run")
     (run / "report" / "summary.json").unlink()

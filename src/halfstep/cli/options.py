@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -23,6 +25,22 @@ def flags_of(context: typer.Context) -> dict[str, str]:
 
 def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def with_flags(flags: type) -> Callable[[Command], Command]:
+    """Gives a command, as its `**settings`, the flags that a class declares; they stand behind its first argument."""
+
+    def given(command: Command) -> Command:
+        first, *own, _ = inspect.signature(command, eval_str=True).parameters.values()
+        hints = get_type_hints(flags, include_extras=True)
+        more = [first.replace(name=name, annotation=hint, default=getattr(flags, name)) for name, hint in hints.items()]
+        command.__signature__ = inspect.Signature([first, *more, *own])  # type: ignore[attr-defined]
+        return command
+
+    return given
 
 
 Words = Annotated[list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What, then settings.")]

@@ -61,33 +61,35 @@ def command(
     """
     if folder.suffix in (".yaml", ".yml") and not folder.is_dir():
         return pack_config(context, folder, as_json=as_json)
-    from halfstep.data.image_folder import FolderLayout
-    from halfstep.data.pack_folder import PackSettings, default_pack_path
-
-    if on_bad_file not in ("error", "skip"):
-        raise ConfigError(f"--on-bad-file {on_bad_file}", fix="error or skip")
-    layout = FolderLayout(
-        train=train_folder, val=val_folder, val_fraction=val_fraction, seed=split_seed, label_column=label_column
-    )
-    settings = PackSettings(
-        size=size, limit_gb=limit_gb, workers=workers, on_bad_file="skip" if on_bad_file == "skip" else "error"
-    )
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
-    path = out or default_pack_path(folder, size)
+    from halfstep.data.pack_folder import default_pack_path
+
+    layout, settings = asked(context)
+    path, again = out or default_pack_path(folder, size), again_words(context, folder)
     if verify:
-        summary = verified(folder, layout, path, settings, again_words(context, folder))
+        summary = verified(folder, layout, path, settings, again)
     else:
         summary = packed(folder, layout, path, settings, force=force)
-    show(
-        summary
-        | {"folder": str(folder), "use": words_of(layout, settings, out), "again": again_words(context, folder)},
-        as_json=as_json,
-    )
+    shown = summary | {"folder": str(folder), "use": words_of(layout, settings, out), "again": again}
+    show(shown, as_json=as_json)
     if summary.get("stale"):
         raise typer.Exit(1)
     return None
+
+
+def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
+    """What the flags say of the folder and of the file."""
+    from halfstep.data.image_folder import FolderLayout
+    from halfstep.data.pack_folder import PackSettings
+
+    given = context.params
+    names = {"train": "train_folder", "val": "val_folder", "val_fraction": "val_fraction", "seed": "split_seed"}
+    layout = FolderLayout(label_column=given["label_column"], **{own: given[name] for own, name in names.items()})
+    if given["on_bad_file"] not in ("error", "skip"):
+        raise ConfigError(f"--on-bad-file {given['on_bad_file']}", fix="error or skip")
+    return layout, PackSettings(**{name: given[name] for name in ("size", "limit_gb", "workers", "on_bad_file")})
 
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:

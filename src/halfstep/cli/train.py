@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,7 @@ from halfstep.cli.options import (
     Simulate,
     Strict,
     option,
+    with_flags,
 )
 from halfstep.cli.run_place import new_folder, resumed_folder, start_on, stopped_after
 from halfstep.errors import ConfigError
@@ -31,65 +32,64 @@ from halfstep.errors import ConfigError
 if TYPE_CHECKING:
     from halfstep.config.load import Loaded
 
-NOT_SETTINGS = {
-    "words", "out", "resume", "allow_changes", "show_config", "schema", "as_json", "dry", "continue_from", "log_dir",
-    "config_overrides_file", "check_validation", "timeout", "gpus",
-}  # fmt: skip
-"""Parameters that say what to do with a config; every other one is a setting, by the name the config room knows."""
 PRESETS = "fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, guide, deit."
 MIXED = "Mixed precision on (bf16, or --precision-type) or off (fp32)."
+OVERRIDES = "YAML file whose values replace those of the config."
+VALIDATION = "Say how validation counts its samples."
 LEDGER = "Observe what steps really compute in, once in each mode."
 
 
-def command(
-    context: typer.Context,
-    words: MaybeWords = None,
-    precision: Precision = None,
-    mixed_precision: Annotated[bool | None, option(MIXED, panel=PRECISION)] = None,
-    precision_type: Annotated[str | None, option("bf16 or fp16, with --mixed-precision.", panel=PRECISION)] = None,
-    bf16: Annotated[bool | None, option("Same as --precision bf16.", "--bf16", panel=PRECISION)] = None,
-    fp16: Annotated[bool | None, option("Same as --precision fp16.", "--fp16", panel=PRECISION)] = None,
+class Flags:
+    """Settings with a flag of their own, by the name the config room knows."""
+
+    precision: Precision = None
+    mixed_precision: Annotated[bool | None, option(MIXED, panel=PRECISION)] = None
+    precision_type: Annotated[str | None, option("bf16 or fp16, with --mixed-precision.", panel=PRECISION)] = None
+    bf16: Annotated[bool | None, option("Same as --precision bf16.", "--bf16", panel=PRECISION)] = None
+    fp16: Annotated[bool | None, option("Same as --precision fp16.", "--fp16", panel=PRECISION)] = None
     use_optimizations: Annotated[
         bool | None, option("TF32 instead of strict fp32.", "--use-optimizations", panel=PRECISION)
-    ] = None,
-    strict: Strict = None,
-    simulate: Simulate = None,
-    data_dir: DataDir = None,
-    batch_size: BatchSize = None,
-    epochs: Epochs = None,
-    max_steps: MaxSteps = None,
-    lr: Annotated[float | None, option("Learning rate.", panel=DATA)] = None,
-    num_workers: Annotated[int | None, option("Processes that read the data.", panel=DATA)] = None,
-    seed: Annotated[int | None, option("Seed of weights, order and augmentation.", panel=DATA)] = None,
-    preset: Annotated[str | None, option(PRESETS, panel=DATA)] = None,
-    config_overrides_file: Annotated[
-        Path | None, option("YAML file whose values replace those of the config.", panel=DATA)
-    ] = None,
-    check_validation: Annotated[
-        bool, option("Say how validation counts its samples.", "--check-validation", panel=DATA)
-    ] = False,
-    device: Device = None,
+    ] = None
+    strict: Strict = None
+    simulate: Simulate = None
+    data_dir: DataDir = None
+    batch_size: BatchSize = None
+    epochs: Epochs = None
+    max_steps: MaxSteps = None
+    lr: Annotated[float | None, option("Learning rate.", panel=DATA)] = None
+    num_workers: Annotated[int | None, option("Processes that read the data.", panel=DATA)] = None
+    seed: Annotated[int | None, option("Seed of weights, order and augmentation.", panel=DATA)] = None
+    preset: Annotated[str | None, option(PRESETS, panel=DATA)] = None
+    device: Device = None
+    ledger: Annotated[bool | None, option(LEDGER, "--ledger", panel=RUN)] = None
+    ledger_every: Annotated[int | None, option("--ledger, and again every so many steps.", panel=RUN)] = None
+    tensorboard: Annotated[bool | None, option("Write TensorBoard events.", "--tensorboard", panel=RUN)] = None
+    quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", panel=RUN)] = None
+
+
+@with_flags(Flags)
+def command(
+    words: MaybeWords = None,
+    overrides_file: Annotated[Path | None, option(OVERRIDES, "--config-overrides-file", panel=DATA)] = None,
+    check_validation: Annotated[bool, option(VALIDATION, "--check-validation", panel=DATA)] = False,
     gpus: Annotated[str | None, option("How many GPUs (8), or which (0,1): one process each.", panel=RUN)] = None,
     out: Annotated[Path | None, option("The run's folder.", panel=RUN, show_default="runs/WORKLOAD-TIME")] = None,
     resume: Annotated[Path | None, option("Continue the run in this folder.", panel=RUN)] = None,
+    continue_from: Annotated[Path | None, option("Same as --resume.", "--continue", panel=RUN)] = None,
     allow_changes: Annotated[
         bool, option("With --resume: accept other settings.", "--allow-changes", panel=RUN)
     ] = False,
     dry: Annotated[
         bool, option("Train and keep nothing: the run's folder is removed.", "--dry", "-n", panel=RUN)
     ] = False,
-    continue_from: Annotated[Path | None, option("Same as --resume.", "--continue", panel=RUN)] = None,
     log_dir: Annotated[Path | None, option("Folder that the run's folder is made in.", panel=RUN)] = None,
     timeout: Annotated[str | None, option("Save and stop after DD:HH:MM:SS.", panel=RUN)] = None,
-    ledger: Annotated[bool | None, option(LEDGER, "--ledger", panel=RUN)] = None,
-    ledger_every: Annotated[int | None, option("--ledger, and again every so many steps.", panel=RUN)] = None,
-    tensorboard: Annotated[bool | None, option("Write TensorBoard events.", "--tensorboard", panel=RUN)] = None,
-    quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", panel=RUN)] = None,
     show_config: Annotated[
         bool, option("Every setting, its value and its source.", "--show-config", panel=SHOW)
     ] = False,
     as_json: Annotated[bool, option("With --show-config: for scripts.", "--json", panel=SHOW)] = False,
     schema: Annotated[Path | None, option("Write the JSON schema for editors to this file.", panel=SHOW)] = None,
+    **settings: Any,
 ) -> None:
     """Train a workload, or what a config file describes.
 
@@ -109,29 +109,25 @@ def command(
 
         halfstep train --resume runs/unet-20250101-120000 --epochs 40
     """
-    flags = {name: value for name, value in context.params.items() if name not in NOT_SETTINGS}
     resume = resumed_folder(resume, continue_from)
-    loaded = loaded_from(words or [], flags, resume, config_overrides_file)
+    loaded = loaded_from(words or [], settings, resume, overrides_file)
     if resume and out:
         raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out")
     if as_json and not show_config:
         raise ConfigError("--json needs --show-config", fix="a run's metrics are JSON: metrics.jsonl in its folder")
     if check_validation:
         typer.echo("validation reads every sample once, in order, by its index; data.val_size is compared", err=True)
-    if schema:
-        write_schema(loaded.config.workload, schema)
-    if show_config:
-        show(loaded, as_json=as_json)
     if schema or show_config:
-        return
+        return looked_at(loaded, schema, is_shown=show_config, as_json=as_json)
     if gpus is not None:
-        start_on(gpus, device or loaded.config.device, os.environ)
+        start_on(gpus, settings["device"] or loaded.config.device, os.environ)
     from halfstep.run.train import train
     from halfstep.run.world import launch_of
 
     place = new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with place as folder, stopped_after(timeout):
         train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=launch_of(os.environ))
+    return None
 
 
 def loaded_from(
@@ -171,11 +167,14 @@ def write_schema(workload: str, path: Path) -> None:
     typer.echo(f"wrote the schema of {workload} to {path}")
 
 
-def show(loaded: Loaded, *, as_json: bool) -> None:
+def looked_at(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
+    """What is asked for without training: the schema's file, the config on the screen."""
     from halfstep.report.config_view import config_as_json, show_config
     from halfstep.report.evaluation_view import result_console
 
-    if as_json:
+    if schema:
+        write_schema(loaded.config.workload, schema)
+    if is_shown and as_json:
         typer.echo(json.dumps(config_as_json(loaded), indent=2))
-    else:
+    elif is_shown:
         show_config(loaded, result_console(160))

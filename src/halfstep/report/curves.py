@@ -81,27 +81,27 @@ def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
     validation = [record for record in metrics if record.get("kind") == "val"]
     # An event is on record two steps after the step it is about, which it names by the number of steps before.
     skipped = [float(r["bad_step"] + 1 if "bad_step" in r else r["step"]) for r in metrics if r.get("event") in SKIPS]
-    losses = [*_training_losses(train), _curve(validation, "loss", "val", VALIDATION)]
+    losses = [*_with_means(_by_phase(train, "loss", "train")), _curve(validation, "loss", "val", VALIDATION)]
     health = Quarter(title="Loss scale", curves=[_curve(train, "scale", "last", TRAIN)], skipped=skipped, log_base=2)
     if all(value == 1.0 for value in health.curves[0].finite):  # bf16, tf32 and fp32 run at a scale of one
-        norms = _with_mean(_curve(train, "grad_norm", "last", TRAIN))
-        health = Quarter(title="Gradient norm", curves=norms, skipped=skipped, log_base=10)
+        norms = _by_phase(train, "grad_norm", "last")
+        health = Quarter(title="Gradient norm", curves=_with_means(norms), skipped=skipped, log_base=10)
     return [
         Quarter(title="Loss", curves=losses, skipped=skipped, log_base=10),
         Quarter(title="Metrics", curves=_metric_curves(validation), note="   (faint: on training data)"),
-        Quarter(title="Learning rate", curves=[_curve(train, "lr", "last", TRAIN)]),
+        Quarter(title="Learning rate", curves=_by_phase(train, "lr", "last")),
         health,
     ]
 
 
-def _training_losses(train: Sequence[Record]) -> list[Curve]:
+def _by_phase(train: Sequence[Record], key: str, name: str) -> list[Curve]:
     """One, or that of each phase (`loss/critic`)."""
-    phases = dict.fromkeys(name for record in train for name in record if name.startswith("loss/"))
+    phases = dict.fromkeys(other for record in train for other in record if other.startswith(f"{key}/"))
     found = [
-        _curve(train, key, key.removeprefix("loss/"), colour)
-        for key, colour in zip(phases, PHASE_COLOURS, strict=False)
+        _curve(train, own, own.removeprefix(f"{key}/"), colour)
+        for own, colour in zip(phases, PHASE_COLOURS, strict=False)
     ]
-    return [line for curve in found or [_curve(train, "loss", "train", TRAIN)] for line in _with_mean(curve)]
+    return found or [_curve(train, key, name, TRAIN)]
 
 
 def _curve(records: Sequence[Record], key: str, name: str, colour: str) -> Curve:
@@ -125,11 +125,14 @@ def _metric_curves(validation: Sequence[Record]) -> list[Curve]:
     return curves
 
 
-def _with_mean(curve: Curve) -> list[Curve]:
+def _with_means(curves: Sequence[Curve]) -> list[Curve]:
     """A noisy curve steps back behind its running mean; a short one stays as it is."""
-    if len(curve.finite) < SMOOTH_FROM_POINTS:
-        return [curve]
-    return [replace(curve, is_background=True), replace(curve, values=_running_mean(curve.values))]
+    found = []
+    for curve in curves:
+        is_long = len(curve.finite) >= SMOOTH_FROM_POINTS
+        mean = [replace(curve, values=_running_mean(curve.values))] if is_long else []
+        found += [replace(curve, is_background=is_long), *mean]
+    return found
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:

@@ -23,7 +23,7 @@ def top_facts(run: RunRecord) -> dict[str, Any]:
     train, val, events = run.of_kind("train"), run.of_kind("val"), run.of_kind("event")
     latest: dict[str, Any] = train[-1] if train else {}
     facts: dict[str, Any] = {"run": str(run.path), "state": _state(run)}
-    facts |= {key: latest[key] for key in RECORDED if latest.get(key) is not None}
+    facts |= {key: latest[key] for key in (*RECORDED, *_losses(run)) if latest.get(key) is not None}
     metric = run.metric or _first_metric(val)
     if val and metric in val[-1]:
         facts[metric] = val[-1][metric]
@@ -44,17 +44,27 @@ def top_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     if train:
         lines |= {
             "step": f"{facts['step']:,} (epoch {facts['epoch']})",
-            "loss": f"{facts['loss']:.4f}  {sparkline([r['loss'] for r in train])}",
+            **{key.replace("/", " "): _latest(train, key) for key in _losses(run)},
             "samples/s": f"{facts['samples_per_s']:,.1f}",
             "memory": format_bytes(facts["memory_bytes"], digits=3) if facts.get("memory_bytes") else "",
             "skipped": f"{facts['skipped']}",
         }
     if metric in facts:
-        lines[metric] = f"{facts[metric]:.4f}  {sparkline([r[metric] for r in val if metric in r])}"
+        lines[metric] = _latest(val, metric)
     lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
     if fault := facts.get("last_fault"):
         lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
     return pairs_table(pair for pair in lines.items() if pair[1])
+
+
+def _losses(run: RunRecord) -> list[str]:
+    """The loss, or that of each network where several train in turn."""
+    return [f"loss/{phase}" for phase in run.phases] or ["loss"]
+
+
+def _latest(records: list[dict[str, Any]], key: str) -> str:
+    values = [record[key] for record in records if key in record]
+    return f"{values[-1]:.4f}  {sparkline(values)}" if values else ""
 
 
 def sparkline(values: list[float]) -> str:

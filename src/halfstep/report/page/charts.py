@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halfstep.report.page.read_run import RunRecord
 
 MOST_POINTS = 800
 """A screen shows no more; longer curves are thinned."""
+BY_PHASE = {"loss", "grad_norm", "lr"}
+"""What is on record for each network, where several train in turn."""
 MONITOR = {
     "utilization": "GPU busy, %",
     "power_w": "power, W",
@@ -41,6 +43,11 @@ class Chart:
         return {"title": self.title, "x": self.x, "log": self.log, "series": lines}
 
     @property
+    def is_positive(self) -> bool:
+        """Whether a logarithmic axis has room for all of it; an adversarial loss may fall below zero."""
+        return all(y > 0 for line in self.series for _, y in line.points)
+
+    @property
     def in_words(self) -> str:
         """For screen readers, and for whoever reads the page as text."""
         said = [f"{s.name or self.title} from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in self.series]
@@ -50,48 +57,49 @@ class Chart:
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """Those with points, in the order in which a reader asks."""
     metric = runs[0].metric
-    several, names = len(runs) > 1, _told_apart(runs)
-
-    def lines(kind: str, key: str, label: str) -> Iterable[Series]:
-        """A colour for each run; of one run alone, one for training and one for validation."""
-        is_validation = label == "validation"
-        for number, run in enumerate(runs):
-            name = f"{names[number]} {label}".strip() if several else label
-            points, colour = _points(run.of_kind(kind), "step", key), number if several else int(is_validation)
-            yield Series(name=name, points=points, dashed=is_validation, colour=colour)
-
-    losses = [*lines("train", "loss", "train"), *lines("val", "loss", "validation")]
-    scores = [*lines("val", f"train_{metric}", "train"), *lines("val", metric, "validation")]
+    losses = [*_lines(runs, "train", "loss", "train"), *_lines(runs, "val", "loss", "validation")]
+    scores = [*_lines(runs, "val", f"train_{metric}", "train"), *_lines(runs, "val", metric, "validation")]
     charts = [
         Chart(title="loss", x="step", log=True, series=losses),
         Chart(title=metric, x="step", series=scores),
-        Chart(title="learning rate", x="step", series=[*lines("train", "lr", "")]),
-        Chart(title="gradient norm", x="step", log=True, series=[*lines("train", "grad_norm", "")]),
-        Chart(title="loss scale", x="step", log=True, series=_moving(lines("train", "scale", ""))),
-        Chart(title="samples/s", x="step", series=[*lines("train", "samples_per_s", "")]),
+        Chart(title="learning rate", x="step", series=[*_lines(runs, "train", "lr")]),
+        Chart(title="gradient norm", x="step", log=True, series=[*_lines(runs, "train", "grad_norm")]),
+        Chart(title="loss scale", x="step", log=True, series=_moving(_lines(runs, "train", "scale"))),
+        Chart(title="samples/s", x="step", series=[*_lines(runs, "train", "samples_per_s")]),
+        *(_monitor_chart(runs, key, title) for key, title in MONITOR.items()),
     ]
-    charts += [_monitor_chart(runs, key, title, names if several else [""]) for key, title in MONITOR.items()]
-    shown = (Chart(title=c.title, x=c.x, log=c.log, series=[s for s in c.series if s.points]) for c in charts)
-    return [chart for chart in shown if chart.series]
+    shown = (replace(chart, series=[line for line in chart.series if line.points]) for chart in charts)
+    return [replace(chart, log=chart.log and chart.is_positive) for chart in shown if chart.series]
 
 
-def _told_apart(runs: Sequence[RunRecord]) -> list[str]:
-    """Names of folders; with their place where two are called the same."""
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+def _lines(runs: Sequence[RunRecord], kind: str, key: str, label: str = "") -> Iterable[Series]:
+    """A colour for each run, of one run alone for training and validation; where networks train in turn, for each."""
+    is_validation = label == "validation"
+    for run, name, first in _told_apart(runs):
+        in_turn = run.phases if kind == "train" and key in BY_PHASE else []
+        first += len(run.phases or [""]) if is_validation and len(runs) == 1 else 0
+        for number, phase in enumerate(in_turn or [""]):
+            points = _points(run.of_kind(kind), "step", f"{key}/{phase}" if phase else key)
+            said = f"{name} {phase or label}".strip()
+            yield Series(name=said, points=points, dashed=is_validation, colour=first + number)
 
 
-def _monitor_chart(runs: Sequence[RunRecord], key: str, title: str, names: Sequence[str]) -> Chart:
-    scale = 1e-9 if key.endswith("bytes") else 1.0
-    lines = [
-        Series(
-            name=name,
-            points=[(x, y * scale) for x, y in _points(run.monitor, "elapsed_s", key)],
-            colour=number,
-        )
-        for number, (run, name) in enumerate(zip(runs, names, strict=True))
-    ]
-    return Chart(title=title, x="seconds", series=lines)
+def _told_apart(runs: Sequence[RunRecord]) -> Iterable[tuple[RunRecord, str, int]]:
+    """With what each is called where there are several, and its first colour: folders' names, numbered where two have
+    the same."""
+    names, colour = [run.name for run in runs], 0
+    for number, run in enumerate(runs, 1):
+        name = run.name if names.count(run.name) == 1 else f"{run.name} ({number})"
+        yield run, name if len(runs) > 1 else "", colour
+        colour += len(run.phases or [""])
+
+
+def _monitor_chart(runs: Sequence[RunRecord], key: str, title: str) -> Chart:
+    scale, found = 1e-9 if key.endswith("bytes") else 1.0, []
+    for run, name, colour in _told_apart(runs):
+        points = [(x, y * scale) for x, y in _points(run.monitor, "elapsed_s", key)]
+        found.append(Series(name=name, points=points, colour=colour))
+    return Chart(title=title, x="seconds", series=found)
 
 
 def _moving(lines: Iterable[Series]) -> list[Series]:

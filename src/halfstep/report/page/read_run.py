@@ -43,6 +43,11 @@ class RunRecord:
         return str(self.summary.get("metric", ""))
 
     @property
+    def phases(self) -> list[str]:
+        """Of a run whose networks train in turn."""
+        return list(dict.fromkeys(key[5:] for record in self.of_kind("train") for key in record if key[:5] == "loss/"))
+
+    @property
     def has_ended(self) -> bool:
         return bool(self.summary)
 
