@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,3 +72,15 @@ def test_what_only_an_own_workload_understands_is_left_alone(home: Path) -> None
         )
     there = with_absolute_paths(load("tiny_workload:build", overrides=["data.dir=pictures"]).config)
     assert there.data.dir == str(home / "pictures")
+
+
+def test_parts_of_a_model_are_found_from_anywhere_and_words_stay_words(home: Path) -> None:
+    for name in ("first", "swin.pth"):
+        (home / name).mkdir()
+    config = load("radiodiff", overrides=["model.vae=first", "model.pyramid.weights=swin.pth"]).config
+    found: Any = with_absolute_paths(config)
+    assert (found.model.vae, found.model.pyramid.weights) == (str(home / "first"), str(home / "swin.pth"))
+    words = load("slotcontrast", overrides=["model.backbone_weights=random"]).config
+    assert with_absolute_paths(words) == words
+    missing = load("diffusion", overrides=["model.vae=nowhere"]).config
+    assert with_absolute_paths(missing) == missing

@@ -146,3 +146,17 @@ def test_fp16_with_amp_is_fp16_and_cars_are_found_by_name(tmp_path: Path) -> Non
     text = STAGE2.replace("fp16: False", "fp16: True").replace("name: radio", "name: DPMCAR")
     config = load(written(tmp_path, text), flags={"data.dir": "RadioMapSeer"}).config
     assert (config.precision.default, config.data.cars) == ("fp16", True)
+
+
+def test_without_data_the_files_own_model_is_trained_on_the_generated_tree(tmp_path: Path) -> None:
+    there, here = (load(written(tmp_path, STAGE2), flags=flags).config for flags in ({"data.dir": "RadioMapSeer"}, {}))
+    assert here.model == there.model
+    assert (here.optimizer, here.train) == (there.optimizer, there.train)
+
+
+def test_levels_that_do_not_agree_are_named_without_the_rest_of_their_section(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(written(tmp_path, STAGE2), overrides=["model.pyramid.depths=[2, 2]"])
+    assert "model.multipliers: [1, 2, 4, 4]" in refused.value.what
+    assert "model.pyramid.depths=[2, 2]" in refused.value.what
+    assert "fourier_scale" not in refused.value.what

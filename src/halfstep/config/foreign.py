@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from halfstep.config.references import Place, References
 from halfstep.config.section import Plain, typed
-from halfstep.config.statements import Origin, Statement, override_statements
+from halfstep.config.statements import Statement, layer_statements, override_statements
 from halfstep.config.yaml_source import Document
 from halfstep.errors import ConfigError
 
@@ -61,9 +61,7 @@ def translated(document: Document, overrides: Sequence[str], families: Iterable[
     found = next((f for family in families if (f := family.claim(values, document.name)) is not None), None)
     if found is None:
         return None
-    origin = Origin(layer="file", where=document.name)
-    settings = {"workload": found.workload, **found.values}
-    said = [Statement(path=path, value=value, origin=origin) for path, value in settings.items()]
+    said = layer_statements({"workload": found.workload, **found.values}, "file", document.name)
     return Translation(said=said, overrides=own, notes=notes_of(found, values, document, theirs))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -127,7 +128,8 @@ def as_config_error(error: ValidationError, said: Mapping[str, Statement], schem
     details: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
         details.setdefault(setting_at(detail["loc"], said, schema), []).append(detail)
-    lines = [f"{described(path, said)}: {complaint(details[path])}" for path in details]
+    complaints = {path: complaint(details[path]) for path in details}
+    lines = [f"{described(path, said, complaints[path])}: {complaints[path]}" for path in details]
     known = [path for path in details if path in fields_of(schema)]
     return ConfigError(NEXT_LINE.join(lines), fix=NEXT_LINE.join(remedy(path, details[path], schema) for path in known))
 
@@ -153,11 +155,13 @@ def setting_at(loc: tuple[int | str, ...], said: Mapping[str, Statement], schema
     return next((path for path in paths if path in said or path in fields_of(schema)), paths[0] if paths else "config")
 
 
-def described(path: str, said: Mapping[str, Statement]) -> str:
-    """`train.epochs = 'x' (unet.yaml:3)`; for a whole section, everything that was said of it."""
+def described(path: str, said: Mapping[str, Statement], complaint: str) -> str:
+    """`train.epochs = 'x' (unet.yaml:3)`; for a whole section, what was said of the settings the complaint names."""
     if path not in said:
-        inside = [str(said[key]) for key in said if key.startswith(f"{path}.")]
-        return f"{path} ({', '.join(inside)})" if inside else path
+        inside = {key: str(said[key]) for key in said if key.startswith(f"{path}.")}
+        words = set(re.findall(r"\w+", complaint))
+        named = [text for key, text in inside.items() if key.rpartition(".")[2] in words]
+        return f"{path} ({', '.join(named or inside.values())})" if inside else path
     statement = said[path]
     origin = statement.origin
     other_key = origin.layer in ("file", "preset") and origin.key != path

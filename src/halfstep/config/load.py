@@ -91,7 +91,8 @@ def from_foreign(document: Document, overrides: Sequence[str], flags: Mapping[st
             if "distributed_type" in document.values
             else "add `workload: unet` to the file",
         )
-    loaded = resolve([*found.said, *override_statements(found.overrides), *flag_statements(flags)], kinds)
+    said = [*found.said, *override_statements(found.overrides), *flag_statements(flags)]
+    loaded = resolve(said, kinds, is_whole=True)
     return replace(loaded, notes=(*found.notes, *loaded.notes))
 
 
@@ -108,8 +109,11 @@ def is_file(target: str, workloads: Iterable[str]) -> bool:
     return target.lower().endswith((".yaml", ".yml")) or "/" in target or Path(target).exists()
 
 
-def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
-    """Everything that was said, in any order, as one config."""
+def resolve(said: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False) -> Loaded:
+    """Everything that was said, in any order, as one config.
+
+    What is whole (a translated file) describes its model and run: demo settings would mix another model into it.
+    """
     used = {name.removeprefix("globals.") for statement in said for name in names_in(statement.value)}
     said = with_globals(said)
     workload = strongest("workload", said)
@@ -119,7 +123,7 @@ def resolve(said: Sequence[Statement], kinds: Schemas) -> Loaded:
     said = [*preset_statements(strongest("preset", said), schema), *said]
     settings = [setting for statement in said if (setting := canonical(statement, schema))]
     settings += meant_by_globals(settings, used)
-    settings, replaced = with_demo(settings, schema)
+    settings, replaced = with_demo(settings, schema, {} if is_whole else schema.demo)
     precision, warnings = precision_statements([s for s in settings if s.path in PRECISION_KEYS])
     others = [typed_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
     chosen, overridden = layered([*precision, *others])
@@ -179,7 +183,9 @@ def preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list
     return layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
 
 
-def with_demo(settings: Sequence[Statement], schema: type[RunConfig]) -> tuple[list[Statement], list[str]]:
+def with_demo(
+    settings: Sequence[Statement], schema: type[RunConfig], suited: Mapping[str, Any]
+) -> tuple[list[Statement], list[str]]:
     """Without a data folder the workload trains on its demo data, with settings that suit those; names of files that
     the demo does not have are left out and said."""
     if any(s.path == "data.dir" and not is_empty(s.value) for s in settings):
@@ -187,7 +193,7 @@ def with_demo(settings: Sequence[Statement], schema: type[RunConfig]) -> tuple[l
     kept = [s for s in settings if s.path not in schema.demo_replaces]
     left_out = sorted({s.path for s in settings if s.path in schema.demo_replaces and not is_empty(s.value)})
     warnings = [f"{', '.join(left_out)}: not read without a data folder, --data-dir DIR"] if left_out else []
-    return [*kept, *layer_statements(schema.demo, "demo", "demo data")], warnings
+    return [*kept, *layer_statements(suited, "demo", "demo data")], warnings
 
 
 def precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:

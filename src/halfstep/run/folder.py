@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.files import some_of
@@ -108,19 +110,31 @@ def _taken(folder: RunFolder) -> CheckpointError:
 
 # --- where its files are ---
 
-PATHS = {"data": ("dir", "train_list", "val_list", "cache_file"), "model": ("weights",)}
-"""Settings that name files and folders, by section; not every workload has them all."""
+PATHS = (
+    "data.dir", "data.train_list", "data.val_list", "data.class_file", "data.cache_file", "model.weights", "model.vae",
+    "model.text_encoder", "model.vgg_weights", "model.backbone_weights", "model.pyramid.weights",
+)  # fmt: skip
+"""Settings that name files and folders; not every workload has them all."""
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same files whatever the working folder will be; `~` is the home folder."""
     is_own = is_import_path(config.workload)
-    for section, names in PATHS.items():
-        part = getattr(config, section)
-        given = {name: getattr(part, name, None) for name in names}
-        values = {name: _absolute(value, only_if_there=is_own) for name, value in given.items() if value}
-        config = config.changed(**{section: values})
+    given = {path: value for path in PATHS if (value := functools.reduce(_setting, path.split("."), config))}
+    for path, value in given.items():
+        # What a model is made of may be a word (`random`), and what is missing is named as it was typed.
+        place = _absolute(value, only_if_there=is_own or path.startswith("model."))
+        config = _with_setting(config, path.split("."), place)
     return config
+
+
+def _setting(section: Any, name: str) -> Any:
+    return getattr(section, name, None)
+
+
+def _with_setting(section: Any, names: Sequence[str], value: str) -> Any:
+    name, *rest = names
+    return section.model_copy(update={name: _with_setting(getattr(section, name), rest, value) if rest else value})
 
 
 def with_data_found(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:

@@ -102,7 +102,7 @@ def naming_lost_files(stored: Stored) -> Iterator[None]:
                 raise CheckpointError(
                     f"the frozen part {name!r} of this run is not in {known['source']} any more",
                     why="a run keeps its checksum, not its weights",
-                    fix="put the file back",
+                    fix="put the file back, or write its new place into the run's config.yaml",
                 ) from error
         raise
 
