@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from halfstep.errors import CheckpointError
@@ -95,6 +95,20 @@ def free_bytes(path: Path) -> int:
     """Of the disk on which `path` is, or will be."""
     place = next(place for place in (path, *path.absolute().parents) if place.is_dir())
     return shutil.disk_usage(place).free
+
+
+@contextmanager
+def turn_at(path: Path) -> Iterator[None]:
+    """Processes that would make the same file, as those of one run do, take turns: the second finds it made."""
+    import fcntl
+
+    with ExitStack() as ends:
+        with suppress(OSError):  # on a file system without locks each makes it, under a name of its own
+            folder = os.open(path.parent, os.O_RDONLY)  # locked itself, so that no file is left behind
+            ends.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            ends.callback(fcntl.flock, folder, fcntl.LOCK_UN)
+        yield
 
 
 @contextmanager

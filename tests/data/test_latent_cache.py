@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,21 @@ def test_latents_that_are_stale_or_broken_are_made_again_and_other_files_stay(tm
     with pytest.raises(DataError, match=r"model\.safetensors exists and holds no latents"):
         opened_or_written(weights, "two", 3, lambda: iter([rows]))
     assert weights.read_bytes() == before
+
+
+def test_processes_that_start_together_encode_once(tmp_path: Path) -> None:
+    path, num_encoded = tmp_path / "latents.safetensors", []
+
+    def rows() -> Iterator[torch.Tensor]:
+        num_encoded.append(1)
+        time.sleep(0.1)  # as long as both look for the file
+        yield MOMENTS
+
+    with ThreadPoolExecutor(3) as ranks:  # the lock is of an opened file: threads exclude each other as processes do
+        found = list(ranks.map(lambda _: opened_or_written(path, "f", 6, rows), range(3)))
+    assert len(num_encoded) == 1
+    assert all(is_new and torch.equal(cache.moments, MOMENTS) for cache, is_new in found)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failure_on_the_way_leaves_no_file(tmp_path: Path) -> None:

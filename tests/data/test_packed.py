@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,19 @@ def test_only_one_process_packs_a_file_at_a_time(folder: ImageFolder, tmp_path: 
     ):
         pack(folder, tmp_path / "a.pack", SMALL)
     pack(folder, tmp_path / "a.pack", SMALL)
+
+
+def test_processes_of_one_run_pack_once(folder: ImageFolder, tmp_path: Path) -> None:
+    told: list[int] = []
+    with ThreadPoolExecutor(2) as ranks:
+        made = list(
+            ranks.map(
+                lambda _: open_or_pack(folder, tmp_path / "a.pack", SMALL, progress=lambda done, _: told.append(done)),
+                range(2),
+            )
+        )
+    assert told == list(range(1, 17))
+    assert torch.equal(made[0].train.pixels, made[1].train.pixels)
 
 
 def packs_slowly(root: Path, path: Path) -> None:

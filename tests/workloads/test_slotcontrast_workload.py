@@ -77,7 +77,7 @@ def test_resume_is_exact(tmp_path: Path, clips: Path) -> None:
     assert_same_bits(final_state(whole)[0], final_state(parts)[0])
 
 
-def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path) -> None:
+def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     trained(run, clips, max_steps=2)
     found = evaluate(run, report=RunReport(run, quiet=True))
@@ -87,6 +87,10 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path) -> None:
     assert {path.suffix for path in pictures} == {".png", ".gif"}
     with Image.open(next(path for path in pictures if path.suffix == ".gif")) as moving:
         assert moving.n_frames == 5  # type: ignore[attr-defined]
+    told = RunReport(run, quiet=False)
+    alone = evaluate(run, report=told, out=tmp_path / "alone", batch_size=1)
+    assert alone.metrics["fg_ari"] == found.metrics["fg_ari"]
+    assert "--batch-size 1 gives other numbers than training: the validation loss" in capsys.readouterr().err
     video = np.random.default_rng(0).integers(0, 255, (3, 32, 48, 3), dtype=np.uint8)
     np.save(tmp_path / "a.npy", video)
     (tmp_path / "frames").mkdir()

@@ -25,6 +25,7 @@ from halfstep.data.crops import uniform
 from halfstep.data.files import refuse_no_room
 from halfstep.data.loader import FileSamples, NamedSamples, Samples
 from halfstep.data.stored_images import first_of, gathered
+from halfstep.disk import turn_at
 from halfstep.errors import DataError
 
 NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
@@ -94,20 +95,27 @@ def opened_or_written(
     path: Path, mark: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
 ) -> tuple[LatentCache, bool]:
     """The file where it has this fingerprint, else written anew from `rows()`; and whether it was."""
-    if path.is_file():
-        try:
-            found = open_latents(path)
-            if found.meta.get(FINGERPRINT) == mark:
-                return found, False
-        except DataError:
-            pass  # broken: made again, which the caller says
-    elif path.exists():
+    if (found := _opened(path, mark)) is not None:
+        return found, False
+    with turn_at(path):
+        if (found := _opened(path, mark)) is None:
+            _refuse_somebody_elses(path)
+            made = rows()
+            first = next(made)
+            rest, said = itertools.chain([first], made), {FINGERPRINT: mark, **meta}
+            write_latents(path, num, tuple(first.shape[1:]), rest, said)
+    return found or open_latents(path), True
+
+
+def _opened(path: Path, mark: str) -> LatentCache | None:
+    """A file of this fingerprint; None where there is none, or a broken one, which the caller makes again."""
+    if path.is_dir():
         raise DataError(f"{path} is a folder", fix="another place: data.cache_file=FILE")
-    _refuse_somebody_elses(path)
-    made = rows()
-    first = next(made)
-    write_latents(path, num, tuple(first.shape[1:]), itertools.chain([first], made), {FINGERPRINT: mark, **meta})
-    return open_latents(path), True
+    try:
+        found = open_latents(path)
+    except DataError:
+        return None
+    return found if found.meta.get(FINGERPRINT) == mark else None
 
 
 def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:

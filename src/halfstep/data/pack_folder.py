@@ -24,6 +24,7 @@ from halfstep.data.folder_samples import REDUCING_GAP, centre_square
 from halfstep.data.image_folder import ImageFolder
 from halfstep.data.loader import read_ahead
 from halfstep.data.packed import Pack, PackIndex, crc_of, fingerprint_of, finish, is_pack, open_pack, partial_file
+from halfstep.disk import turn_at
 from halfstep.errors import DataError, counted, format_bytes
 
 
@@ -89,12 +90,13 @@ def packed_sizes(root: Path) -> list[int]:
 
 def open_or_pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Told | None = None) -> Pack:
     """The cache of a folder: the one at `path` where it is whole and fits the folder, else a new one."""
-    if path.is_file():
-        try:
-            return open_pack(path, fingerprint=fingerprint(folder, settings))
-        except DataError:
-            pass  # stale or broken: made again, which the caller sees by its progress
-    return pack(folder, path, settings, progress=progress)
+    with turn_at(path):
+        if path.is_file():
+            try:
+                return open_pack(path, fingerprint=fingerprint(folder, settings))
+            except DataError:
+                pass  # stale or broken: made again, which the caller sees by its progress
+        return pack(folder, path, settings, progress=progress)
 
 
 def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Told | None = None) -> Pack:

@@ -24,6 +24,7 @@ from halfstep.data.files import refuse_no_room
 from halfstep.data.text_files import TextFiles
 from halfstep.data.tokenizers import Tokenizer, identity
 from halfstep.data.tokens import Tokens
+from halfstep.disk import turn_at
 from halfstep.errors import DataError
 
 MAGIC = b"hstoken1"
@@ -40,11 +41,9 @@ CUT = re.compile(r"\S\n(?=\S)")
 def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tuple[Tokens, Tokens]:
     """The ids of both parts, from `path` or into it."""
     wanted = {"texts": _fingerprint(texts), "tokenizer": _digest(identity(tokenizer)), "cut": texts.cut}
-    if path.exists():
-        header = _header(path)
-        if header["made_from"] == wanted:
-            return _opened(path, header)
-    _write(texts, tokenizer, path, wanted)
+    with turn_at(path):
+        if not path.exists() or _header(path)["made_from"] != wanted:
+            _write(texts, tokenizer, path, wanted)
     return _opened(path, _header(path))
 
 

@@ -102,7 +102,7 @@ def _processes(parts: Assembly) -> str:
     if (world := parts.world) is None:
         return ""
     train = parts.config.train
-    each = f"{world.rows(train.batch_size)} samples of a batch each" if world.size > 1 else "the whole batch"
+    each = f"{counted(world.rows(train.batch_size), 'sample')} of a batch each" if world.size > 1 else "the whole batch"
     return f"{world.size}, {each}, gradients summed in {train.reduce}"
 
 

@@ -67,7 +67,7 @@ def evaluate(
         config, workload = _with_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=as_trained(run, workload.frozen))
     plan = plan_for_use(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
-    for note in (*run.notes, *plan.warnings, *workload.notes):
+    for note in (*run.notes, *plan.warnings, *workload.notes, *_over_batches(config, workload, batch_size)):
         report.notice(note, "warning")
     evaluation = evaluating_as(workload)
     with (
@@ -192,6 +192,13 @@ class Trial:
             ) from error
         finally:
             loader.close()
+
+
+def _over_batches(config: RunConfig, workload: Workload, batch_size: int | None) -> list[str]:
+    """What training's numbers cannot be compared with."""
+    if batch_size in (None, config.train.val_batch_size or config.train.batch_size):
+        return []
+    return [f"--batch-size {batch_size} gives other numbers than training: {what}" for what in workload.by_batch]
 
 
 def _less_memory(batch_size: int, plan: Plan) -> str:

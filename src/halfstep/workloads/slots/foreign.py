@@ -229,7 +229,8 @@ def _block(read: Reader, kwargs: Mapping[str, Any]) -> int | None:
     found = re.fullmatch(r"vit_block(\d+)", main)
     if found is None or main not in named:
         why = f"the features asked for are {', '.join(named)}"
-        raise ConfigError(f"features {main} are not offered", why=why, fix="tokens of a block: vit_block12")
+        fix = "one of them that is tokens of a block: model.encoder.main_features_key=vit_block12"
+        raise ConfigError(f"features {main} are not offered", why=why, fix=fix)
     if others := [name for name in named if name != main]:
         read.unused["model.encoder.backbone.features"] = f"{', '.join(others)} are computed upstream and never read"
     block = int(found[1])
