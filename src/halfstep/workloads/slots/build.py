@@ -52,7 +52,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         mode="min" if metric == "loss" else "max",
         groups=tuple(Group(**group.model_dump()) for group in config.optimizer.groups),
         scoring=scoring,
-        by_batch=("the validation loss, by the slots that a slot is told from",) if config.model.contrast_weight else (),
+        by_batch=("validation loss, by the slots that a slot is told from",) if config.model.contrast_weight else (),
         notes=(*_said_aloud(config), *_negatives(config), *notes_on(config.data, clips), *clips.notes),
         val_names=clips.val_names,
         about=clips.about,
