@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.files import some_of
@@ -120,8 +120,8 @@ PATHS = (
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same files whatever the working folder will be; `~` is the home folder."""
     is_own = is_import_path(config.workload)
-    given = {path: value for path in PATHS if (value := functools.reduce(_setting, path.split("."), config))}
-    for path, value in given.items():
+    given = {path: functools.reduce(_setting, path.split("."), cast("Any", config)) for path in PATHS}
+    for path, value in ((path, value) for path, value in given.items() if value):
         # What a model is made of may be a word (`random`), and what is missing is named as it was typed.
         place = _absolute(value, only_if_there=is_own or path.startswith("model."))
         config = _with_setting(config, path.split("."), place)
