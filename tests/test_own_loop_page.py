@@ -1,24 +1,27 @@
-"""docs/own_loop.md is true: its code runs, block after block, and what it names exists."""
+"""docs/own_loop.md and docs/loop_kinds.md are true: their code runs, block after block, and what they name exists."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import halfstep as hs
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "own_loop.md").read_text()
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = (DOCS / "own_loop.md").read_text()
 
 
-def test_the_code_of_the_page_runs() -> None:
+@pytest.mark.parametrize("page", ["own_loop.md", "loop_kinds.md"])
+def test_the_code_of_the_page_runs(page: str) -> None:
     torch.manual_seed(0)
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) >= 7
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+    assert len(blocks) >= 6
     names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "docs/own_loop.md", "exec"), names)
+        exec(compile(block, f"docs/{page}", "exec"), names)
 
 
 def test_every_method_of_a_step_is_on_the_page() -> None:

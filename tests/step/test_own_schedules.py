@@ -406,3 +406,32 @@ def test_a_run_longer_than_the_table_follows_its_schedule_on() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert stepped(step, model, 260)[-1] == pytest.approx(1 / 260)
+
+
+# --- the same bits as a scheduler stepped by hand ---
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_a_scheduled_loop_on_the_cpu_is_bit_equal_to_one_that_steps_its_scheduler(fused: bool, every: str) -> None:
+    def trained(*, guarded: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 3)
+        kind = torch.optim.Adam if fused else torch.optim.NAdam  # which takes numbers, not tensors
+        optimizer = kind(model.parameters(), 3e-4, **({"fused": True} if fused else {}))
+        scheduler = TORCH.CosineAnnealingLR(optimizer, 20)
+        paced = hs.per_step(scheduler) if every == "step" else hs.per_epoch(scheduler)
+        step = made(optimizer, model, paced) if guarded else None
+        for _ in range(12):
+            if step is not None:
+                step(lambda x: model(x).square().mean(), [X])
+                if every == "epoch":
+                    step.epoch_ended()
+                continue
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+        return model
+
+    assert torch.equal(trained(guarded=True).weight, trained(guarded=False).weight)

@@ -114,7 +114,7 @@ class Weights:
         states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
         found = cls()
         for name, module in model.named_modules():
-            own = list(module.parameters(recurse=False))
+            own = list(nn.Module.parameters(module, recurse=False))
             found.weights[name or ROOT] = _formats(own)
             found.gradients[name or ROOT] = _formats(p.grad for p in own if p.grad is not None)
             found.states[name or ROOT] = _formats(_moments(states.get(id(p), {}) for p in own))

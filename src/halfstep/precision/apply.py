@@ -57,7 +57,7 @@ def _grant(precision: str, plan: Plan) -> Grant:
 
 def store_(module: nn.Module, row: Row) -> None:
     # Buffers keep their dtype: a table of positions or betas loses more in half than it saves.
-    for weight in module.parameters(recurse=False):
+    for weight in nn.Module.parameters(module, recurse=False):
         if weight.is_floating_point():
             weight.data = weight.data.to(STORAGE_DTYPES[row.storage])
 

@@ -67,7 +67,7 @@ def edge_layers(model: nn.Module) -> set[str]:
     layers = [
         name
         for name, module in model.named_modules()
-        if any(weight.ndim > 1 for weight in module.parameters(recurse=False))
+        if any(weight.ndim > 1 for weight in nn.Module.parameters(module, recurse=False))
     ]
     return {layers[0], layers[-1]} if len(layers) >= FEWEST_LAYERS else set()
 

@@ -76,7 +76,7 @@ def plain_names(model: nn.Module) -> dict[str, str]:
 
 def has_own_weights(module: nn.Module) -> bool:
     """Parameters of the module itself, not of its children."""
-    return any(True for _ in module.parameters(recurse=False))
+    return any(True for _ in nn.Module.parameters(module, recurse=False))
 
 
 def _parent(name: str) -> str | None:

@@ -34,12 +34,11 @@ from halfstep.run.own_arguments import (
     window_of,
 )  # fmt: skip
 from halfstep.run.own_evidence import OwnCapsules
-from halfstep.run.own_loss import OwnLoss, Strangers
+from halfstep.run.own_loss import OwnLoss, Strangers, explained, not_finite_in
 from halfstep.run.own_warnings import committing, watch_for_hands
 from halfstep.run.snapshots import Rollback
 from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
-from halfstep.step.commit import READS_FLAG_IN_KERNEL
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.forward_writes import Also
@@ -48,7 +47,7 @@ from halfstep.step.own_ranks import refuse_other_rates, refuse_other_steps
 from halfstep.step.own_schedules import OwnSchedules, Paced
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
-from halfstep.step.step import LossFn, OnGradients
+from halfstep.step.step import LossFn, OnCommit, OnGradients
 from halfstep.step.step import Step as GuardedStep
 from halfstep.step.step_state import refuse_unfit
 
@@ -165,6 +164,8 @@ class Step:
             generator while its discriminator is trained. A bad step puts them back, too.
         on_gradients: called with the model once its gradients are unscaled, before they are judged and clipped: the
             place to edit them.
+        on_commit: called with the model once the optimizers have stepped, to move a teacher or a target network. Name
+            those in also=: what it writes there is put back where the step is bad, without a wait.
         capsules: a folder that keeps the step of a fault, or of an exception in loss_fn, with batches and weights;
             `hs.replay(capsule, model, loss_fn)` names the cause.
         on_outcome: called with the Outcome of each step two steps later, when reading it costs no wait: for logging.
@@ -190,6 +191,7 @@ class Step:
         skip_spikes: bool = False,
         also: Also = (),
         on_gradients: OnGradients | None = None,
+        on_commit: OnCommit | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         capsules: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -208,6 +210,7 @@ class Step:
             apply(plan, model, casts_storage=False), optimizers, plan, accumulate=accumulate, clip=clip,
             schedules=self._schedules.rates or (), scaler=scaling, ema=Ema(model, decay=decay) if decay else None,
             spikes=SpikeMeter(device, skips=skip_spikes), also=also, on_gradients=on_gradients,
+            on_commit=on_commit,
         )  # fmt: skip
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=OF_OWN_LOOPS)
@@ -254,7 +257,7 @@ class Step:
         checked = self._loss.checked(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep()
-        with contextlib.ExitStack() as watched:
+        with explained(), contextlib.ExitStack() as watched:
             if self._capsules is not None:
                 watched.enter_context(self._capsules.around(self.attempted, batches))
             if self._loss.is_new(loss_fn):
@@ -267,16 +270,24 @@ class Step:
             self._step.commit(facts)
         self._act_on(self._guard.watch(facts))
 
-    def grad(self, outputs: Tensor, inputs: Tensor | Sequence[Tensor]) -> Any:
+    def grad(
+        self,
+        outputs: Tensor,
+        inputs: Tensor | Sequence[Tensor],
+        *,
+        create_graph: bool = True,
+        allow_unused: bool = False,
+    ) -> Any:
         """The gradient of `outputs` with respect to `inputs`, in fp32, for a loss that uses it: a gradient penalty.
 
         In fp16 the sum of `outputs` is scaled and the gradient unscaled, so that it does not vanish; if it overflows,
-        the step is dropped. Returns a tensor for one input, a tuple for several. ::
+        the step is dropped. Returns a tensor for one input, a tuple for several; `create_graph` and `allow_unused` are
+        torch.autograd.grad's. ::
 
             x = real.clone().requires_grad_()
             penalty = (step.grad(critic(x), x).flatten(1).norm(dim=1) - 1).square().mean()
         """
-        return self._loss.grad(outputs, inputs)
+        return self._loss.grad(outputs, inputs, create_graph=create_graph, allow_unused=allow_unused)
 
     def epoch_ended(self) -> None:
         """Call it after each epoch: schedules given as `hs.per_epoch(...)` move on."""
@@ -367,16 +378,20 @@ class Step:
         if verdict.action is Action.ROLLBACK and self._rollback is not None and self._rollback.to_before(verdict):
             return
         self._guard.acknowledge()
+        fix = verdict.fix or 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough'
+        if carried := not_finite_in(self._loss.last):
+            fix += (
+                f"; loss_fn holds {', '.join(carried[:3])}, not finite: if that goes from batch to batch, as a hidden "
+                "state does, keep it in a buffer of a module in also=, so that a bad step puts it back"
+            )
         raise TrainingStopped(
-            f"training stopped: {verdict.reason}",
-            why="the weights are as they were before those steps",
-            fix=verdict.fix or 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough',
+            f"training stopped: {verdict.reason}", why="the weights are as they were before those steps", fix=fix
         )
 
     def _hints(self) -> list[str]:
         hints = [*self._schedules.hints]
         for committer in self._step.committers:
-            if committer.method != "found_inf" and type(committer.optimizer) in READS_FLAG_IN_KERNEL:
+            if committer.could_be_fused:
                 price = (
                     "a copy of weights and state each step" if committer.method == "select" else "one wait each step"
                 )

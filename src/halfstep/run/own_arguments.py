@@ -44,6 +44,13 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
     fix = "hs.Step(model, torch.optim.AdamW(model.parameters()))"
     if isinstance(model, (list, tuple)):
         fix = "several modules in one: hs.Step(torch.nn.ModuleList([a, b]), optimizer)"
+    elif isinstance(model, Tensor):
+        fix = "a tensor that is trained itself: model = torch.nn.ParameterList([x]), with an optimizer of its parameters"
+    elif isinstance(inner := getattr(model, "model", None), nn.Module):
+        fix = f"a trainer has a loop of its own: give hs.Step its {type(inner).__name__}, and write the loop"
+    elif isinstance(getattr(given, "optimizer", None), Optimizer):
+        fix = f"give the optimizer inside of the {type(given).__name__}, hs.Step(model, optimizer.optimizer, schedule=...): "
+        fix += "what wraps it is not stepped, so its learning rate becomes schedule="
     raise ConfigError(
         f"a step takes a model and its optimizer, or a list of them, not "
         f"({type(model).__name__}, {type(given).__name__})",
@@ -152,7 +159,8 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
             raise PrecisionError(
                 f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
                 why="the optimizer was made for the weights as they are, and they are not recast behind its back",
-                fix=f"call model.{cast} before making the optimizer, or choose another precision",
+                fix=f"call model.{cast} before making the optimizer"
+                + (", or choose another precision" if weight.dtype != torch.float64 else ": no precision here is fp64"),
             )
 
 
@@ -230,7 +238,9 @@ def _loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"
         also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
-        also = "; of a dict: return losses['loss']" if not also and isinstance(loss, Mapping) else also
+        if not also and isinstance(loss, (Mapping, list)):
+            also = "; of several losses: return sum(losses.values())" if isinstance(loss, Mapping) else "; of several losses: return sum(losses)"
+            also = "; of a dict: return losses['loss']" if isinstance(loss, Mapping) and "loss" in loss else also
         raise ConfigError(
             f"loss_fn gave {found}, not a tensor",
             why="the gradient is taken of what it returns",
@@ -265,7 +275,8 @@ def _weight(weight: Any) -> Weight:
     raise ConfigError(
         f"loss_fn gave (loss, {shown}), but the second value is the weight of the batch",
         why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
-        fix="return loss alone and keep results in a variable of your own; a fractional weight: torch.tensor(w)",
+        fix="return one loss alone, the sum if there are several, and keep results in a variable of your own; a fractional "
+        "weight: torch.tensor(w)",
     )
 
 

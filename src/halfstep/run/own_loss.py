@@ -26,7 +26,16 @@ from halfstep.step.batches import Batch
 from halfstep.step.forward_writes import ForwardWrites
 from halfstep.step.step import LossFn, Step, Weight
 
-HAS_NO_KERNEL = re.compile("(Unsupported dtype |not implemented for ')(BFloat16|Half)")
+NOTES = {
+    "(Unsupported dtype |not implemented for ')(BFloat16|Half)":
+        "compute it in fp32: with hs.fp32_island(): ..., on inputs made .float()",
+    "to satisfy the constraint|to be within the support":
+        "torch.distributions refuses what is not finite before the step can drop it; let the step do so: "
+        "torch.distributions.Distribution.set_default_validate_args(False)",
+    "backward through the graph a second time":
+        "the loss uses a tensor of an earlier batch: detach what you carry over, as in hidden = hidden.detach()",
+}  # fmt: skip
+"""What torch's own words do not say, by what they say."""
 
 
 class OwnLoss:
@@ -35,6 +44,7 @@ class OwnLoss:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.known: set[object] = set()  # loss functions that were looked at; of a lambda written in the loop, its code
+        self.last: LossFn | None = None
         self.overflow: Tensor | None = None  # whether a gradient taken inside the loss function was not finite
 
     def checked(self, loss_fn: LossFn, *, is_alone: bool) -> LossFn:
@@ -44,7 +54,7 @@ class OwnLoss:
                 why="there is no gradient to train on",
                 fix="call it outside; evaluation needs no step",
             )
-        kind = _kind(loss_fn)
+        self.last, kind = loss_fn, _kind(loss_fn)
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
             warn_user(
                 "the step was called inside torch.autocast: it enters autocast by itself, and backward and optimizer "
@@ -53,9 +63,7 @@ class OwnLoss:
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
             self.overflow = None
-            with _naming_islands():
-                result = loss_fn(batch)
-            loss, weight = loss_and_weight(result, batch, is_alone=is_alone)
+            loss, weight = loss_and_weight(loss_fn(batch), batch, is_alone=is_alone)
             if kind not in self.known:
                 self._look_closely(loss, weight)
                 self.known.add(kind)
@@ -68,7 +76,7 @@ class OwnLoss:
     def is_new(self, loss_fn: LossFn) -> bool:
         return _kind(loss_fn) not in self.known
 
-    def grad(self, outputs: Tensor, inputs: Tensor | Sequence[Tensor]) -> Any:
+    def grad(self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], **options: bool) -> Any:
         scaler, wanted = self.step.scaler, [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if not outputs.requires_grad or not all(one.requires_grad for one in wanted):
             raise ConfigError(
@@ -77,10 +85,10 @@ class OwnLoss:
             )
         with torch.autocast(self.step.device.type, enabled=False):
             scaled = scaler.scale(outputs.float().sum())
-            gradients = torch.autograd.grad(scaled, wanted, create_graph=True)
+            gradients = torch.autograd.grad(scaled, wanted, **options)
             unscale = scaler.value.clone().reciprocal()
-            found = tuple(gradient.float() * unscale if scaler.enabled else gradient for gradient in gradients)
-        for gradient in found:
+            found = tuple(g.float() * unscale if scaler.enabled and g is not None else g for g in gradients)
+        for gradient in (g for g in found if g is not None):
             overflow = ~gradient.detach().isfinite().all()
             self.overflow = overflow if self.overflow is None else self.overflow | overflow
         return found[0] if isinstance(inputs, Tensor) else found
@@ -118,13 +126,14 @@ class OwnLoss:
 
 
 @contextlib.contextmanager
-def _naming_islands() -> Iterator[None]:
-    """Torch's own words name a format that an operation lacks, such as an FFT, and no way out."""
+def explained() -> Iterator[None]:
+    """Errors of torch's own, with a note that names the way out."""
     try:
         yield
-    except RuntimeError as error:
-        if HAS_NO_KERNEL.search(str(error)):
-            error.add_note("halfstep: compute it in fp32: with hs.fp32_island(): ..., on inputs made .float()")
+    except (RuntimeError, ValueError) as error:
+        for words, way_out in NOTES.items():
+            if re.search(words, str(error)):
+                error.add_note(f"halfstep: {way_out}")
         raise
 
 
@@ -212,6 +221,18 @@ def named_by(loss_fn: Callable[..., Any]) -> dict[str, Any]:
             found.update(variables.nonlocals)
     holders = {name: value for name, value in found.items() if not inspect.ismodule(value)}
     return found | {f"{name}{key}": part for name, value in holders.items() for key, part in _parts(value).items()}
+
+
+def not_finite_in(loss_fn: Callable[..., Any] | None) -> list[str]:
+    """Names of tensors that a loss function holds outside of modules and that are not finite: a hidden state carried
+    from batch to batch would be NaN for good. Waits for the device."""
+    held = {} if loss_fn is None else named_by(loss_fn)
+    held |= {f"{n}{k}": p for n, v in held.items() if isinstance(v, (dict, list, tuple)) for k, p in _parts(v).items()}
+    return [
+        name
+        for name, value in held.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.detach().isfinite().all())
+    ]
 
 
 def _parts(value: object) -> dict[str, Any]:

@@ -36,11 +36,9 @@ READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, to
 
 def commit_method(optimizer: Optimizer) -> CommitMethod:
     """The cheapest method that leaves everything bit-identical on a bad step."""
-    for kind, reason in REFUSED.items():
+    for kind, (reason, fix) in REFUSED.items():
         if isinstance(optimizer, kind):
-            raise ConfigError(
-                f"{kind.__name__} cannot be used in a guarded step", why=reason, fix="use adamw, sgd or another of ours"
-            )
+            raise ConfigError(f"{kind.__name__} cannot be used in a guarded step", why=reason, fix=fix)
     groups = optimizer.param_groups
     # The exact class: a subclass may override step() and ignore the flag.
     if type(optimizer) in READS_FLAG_IN_KERNEL and all(group.get("fused") for group in groups):
@@ -67,6 +65,13 @@ class Committer:
     @property
     def name(self) -> str:
         return type(self.optimizer).__name__
+
+    @property
+    def could_be_fused(self) -> bool:
+        """Whether `fused=True` would make skipping free; torch has no fused kernels for complex weights."""
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        is_one = type(self.optimizer) in READS_FLAG_IN_KERNEL and all(p.is_floating_point() for p in parameters)
+        return is_one and self.method != "found_inf"
 
     @property
     def extra_bytes(self) -> int:
@@ -150,7 +155,8 @@ class Committer:
             raise ConfigError(
                 f"{self.name} needs a closure in its step(): {error}",
                 why="it evaluates the model several times in one step, so no single verdict exists",
-                fix="use AdamW, SGD or another optimizer that steps without one",
+                fix="use an optimizer that steps without one; SAM's second pass fits into on_gradients= "
+                "(docs/loop_kinds.md)",
             ) from error
 
     def _with_grad(self) -> Iterator[Tensor]:

@@ -28,6 +28,7 @@ from halfstep.step.flat import Snapshot, became_non_finite, gather, is_writable_
 from halfstep.step.places import Name, Place, Places
 
 Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else belongs to a step: one of them, or several
+Mark = tuple[Tensor | None, int, int]
 Change = tuple[Place, Tensor | None, Tensor | None]  # a place, and what it held before and after forward
 
 
@@ -35,20 +36,23 @@ class ForwardWrites:
     before: list[Tensor | None]  # what the saved places held when the window started
     storages: list[Tensor | None]  # the memory of those, which `.data = ...` would exchange
     snapshots: list[Snapshot]
-    marks: list[tuple[Tensor | None, int, int]]  # what the watched places held, with versions and addresses
+    marks: list[Mark]  # what the watched places held, with versions and addresses
     copies: dict[Name, Tensor]  # on the host: parameters in their first window
+    untrained: list[tuple[Place, Mark]]  # without a gradient: watched until the commit is over, for `on_commit`
     unsaved: list[Place]  # written in this window, without a copy from before it
     replaced: list[Change]
     moved: list[tuple[Tensor, Tensor]]
 
-    def __init__(self, model: nn.Module, also: Also = ()) -> None:
+    def __init__(self, model: nn.Module, also: Also = (), *, commits: bool = False) -> None:
+        """`commits`: a function of the user's writes after the optimizers, most likely into the modules of `also`."""
         modules, tensors = _sorted_out(also)
+        self.commits = commits
         self.loose = nn.Module()
         """Holds what no module here does: tensors of `also` as buffers, parameters that are trained as such."""
         self.places = Places([model, *modules, self.loose])
         self.places.refresh()
         _refuse_uninitialised(self.places)
-        asked = {id(tensor) for tensor in tensors}
+        asked = {id(t) for t in (*tensors, *(p for m in modules if commits for p in m.parameters()))}
         self.written: set[Name] = {p.name for p in self.places.parameters if id(p.owner[p.key]) in asked}
         """Parameters that every window saves."""
         inside = {id(p.owner[p.key]) for p in (*self.places.parameters, *self.places.buffers)}
@@ -90,13 +94,27 @@ class ForwardWrites:
 
     def look(self) -> None:
         """After the window's last backward pass: find the parameters that it wrote without their being saved."""
+        marked = list(zip(self.watched, self.marks, strict=False))
         self._find_written()
         self.compared.update(self.copies)
-        self.copies, self.has_new_ones = {}, False
+        self.has_new_ones = False
+        if self.commits:
+            still = {place.name for place in self.watched}
+            self.untrained = [(p, m) for p, m in marked if p.name in still and m[0] is not None and m[0].grad is None]
+        else:
+            self.copies = {}
+        self._find_exchanged()
+        self._refuse_replaced_weights()
+
+    def look_again(self) -> None:
+        """After `on_commit`: it may have written whatever the optimizers have not."""
+        self._find_written()
+        self._find_exchanged()
+
+    def _find_exchanged(self) -> None:
         self.replaced, self.moved = self._replaced_now(), self._moved_now()
         self.has_grown = self.places.have_grown
         self.exchanges = bool(self.replaced or self.moved or self.has_grown)
-        self._refuse_replaced_weights()
 
     @torch.no_grad()
     def became_non_finite(self, device: torch.device) -> Tensor:
@@ -154,7 +172,7 @@ class ForwardWrites:
         self.is_open = self.has_grown = False
         self.views.saved = []  # a capture that broke off leaves memory of its own there
         self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], [], {}
-        self.unsaved, self.replaced, self.moved = [], [], []
+        self.unsaved, self.replaced, self.moved, self.untrained = [], [], [], []
 
     # --- what the step asks ---
 
@@ -208,13 +226,14 @@ class ForwardWrites:
 
     @torch.no_grad()
     def _find_written(self) -> None:
+        """Of what is still watched in this window: after its backward pass only what has no gradient."""
         found: list[Place] = []
-        for place, (held, version, address) in zip(self.watched, self.marks, strict=False):
+        for place, (held, version, address) in (*zip(self.watched, self.marks, strict=False), *self.untrained):
             in_place = held is not None and (held._version != version or held.data_ptr() != address)
             if place.owner.get(place.key) is not held or in_place or self._differs_from_copy(place, held):
                 self._begin_saving(place, held, in_place=in_place)
                 found.append(place)
-        self.marks = []
+        self.marks, self.untrained = [], []
         if found:
             self.written.update(place.name for place in found)
             self.watched = [place for place in self.watched if place.name not in self.written]

@@ -98,7 +98,8 @@ class OwnSchedules:
             for position in range(len(driven.optimizer.param_groups))
         ]
         optimizers = [driven.optimizer for driven in self.driven]
-        rates = Rates(optimizers, schedules, device, base=[1.0] * len(schedules), chunk=AHEAD)
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        rates = Rates(optimizers, schedules, device, base=[1.0] * len(schedules), chunk=AHEAD, dtype=dtype)
         self.rates = rates
         self._write()
         return rates

@@ -31,9 +31,11 @@ class Rates(Tabulated):
         *,
         base: Sequence[float] | None = None,
         chunk: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """One schedule for all groups, or one for each; `base` is what they multiply, else the groups' own rates.
-        Foreign ones are asked for at most `chunk` steps ahead: they may be slow, or end with the training."""
+        Foreign ones are asked for at most `chunk` steps ahead: they may be slow, or end with the training. Fused kernels
+        on CUDA read fp32; elsewhere fp64 gives the very rates of a scheduler that is stepped by hand."""
         self.optimizers = list(optimizers)
         self.groups = self._live_groups()
         if len(schedules) not in (1, len(self.groups)):
@@ -41,12 +43,13 @@ class Rates(Tabulated):
                 f"{len(schedules)} schedules for {len(self.groups)} parameter groups",
                 fix="give one schedule, or one for each group",
             )
-        super().__init__(list(schedules) * (len(self.groups) if len(schedules) == 1 else 1), device, chunk=chunk)
-        self.base = torch.tensor(base or [base_rate(group) for group in self.groups], device=device)
+        each = list(schedules) * (len(self.groups) if len(schedules) == 1 else 1)
+        super().__init__(each, device, chunk=chunk, dtype=dtype)
+        self.base = self.table.new_tensor(base or [base_rate(group) for group in self.groups])
         self.cut = 1.0
         self.by_host: list[float | None] = [None] * len(self.groups)
-        self.factor = torch.ones(len(self.groups), device=device)
-        self.now = torch.tensor([float(g["lr"]) for g in self.groups], device=device)
+        self.factor = torch.ones_like(self.base)
+        self.now = self.table.new_tensor([float(g["lr"]) for g in self.groups])
         self.views = [self.now[position] for position in range(len(self.groups))]
         self.held: list[Any] = [group["lr"] for group in self.groups]
         """What stands in each group's `lr` unless somebody else wrote there."""
@@ -72,7 +75,8 @@ class Rates(Tabulated):
         self._write_factors()
 
     def _write_factors(self) -> None:
-        self.factor.copy_(torch.tensor([self.cut * (1.0 if own is None else own) for own in self.by_host]))
+        factors = [self.cut * (1.0 if own is None else own) for own in self.by_host]
+        self.factor.copy_(torch.tensor(factors, dtype=self.factor.dtype))
 
     def show_by_host(self) -> None:
         """Let groups whose rate the host decides hold it at once, not only from the next step on; waits for nothing."""
@@ -81,7 +85,7 @@ class Rates(Tabulated):
                 continue
             self.views[position].copy_(self.factor[position])
             if not isinstance(self.held[position], Tensor):
-                group["lr"] = self.held[position] = float(torch.tensor(self.cut * own))  # in fp32, as the vector
+                group["lr"] = self.held[position] = float(torch.tensor(self.cut * own, dtype=self.now.dtype))
         self.version = self.now._version
 
     def drives(self, optimizer: Optimizer) -> bool:

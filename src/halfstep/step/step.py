@@ -49,6 +49,7 @@ from halfstep.step.world import is_loss
 Weight = Tensor | float | int
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
+OnCommit = Callable[[nn.Module], object]
 
 
 class Totals(NamedTuple):
@@ -80,6 +81,7 @@ class Step:
         ranks: Ranks | Literal["of the model", "alone"] = "of the model",
         also: Also = (),
         on_gradients: OnGradients | None = None,
+        on_commit: OnCommit | None = None,
         values: Values | None = None,
     ) -> None:
         if accumulate < 1:
@@ -107,10 +109,10 @@ class Step:
         self.generation = 0
         """Counts the times that state was loaded, which makes new tensors: a captured graph knows only the old ones."""
         self.committed = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.on_gradients, self.values = on_gradients, values
+        self.on_gradients, self.on_commit, self.values = on_gradients, on_commit, values
         if values is not None:
             values.follow(self)
-        self.writes = ForwardWrites(model, also)
+        self.writes = ForwardWrites(model, also, commits=on_commit is not None)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around forward and around backward by whoever wants to see what runs in them."""
         self.hold: Hold | None = None  # set before the first step by whoever can make held steps again
@@ -207,6 +209,10 @@ class Step:
         lr = self._first_rate()
         for committer in self.committers:
             committer.commit(bad, facts.factor)
+        if self.on_commit is not None:
+            self.on_commit(self.model)
+            self.writes.look_again()
+            self.writes.refuse_unsaved(bad)
         self.writes.restore_where(bad)
         self.committed.add_(~bad)
         if self.ema is not None:
@@ -359,7 +365,7 @@ class Step:
         return checked(list({id(p): p for group in groups for p in group["params"]}.values()))
 
     def clear_gradients(self) -> None:
-        self.model.zero_grad(set_to_none=True)  # also of weights that no optimizer holds: they would only pile up
+        nn.Module.zero_grad(self.model)  # also of weights that no optimizer holds: they would only pile up
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 

@@ -20,11 +20,16 @@ class Tabulated:
     """One row a function. A table that grows is a new tensor: no captured graph knows it."""
 
     def __init__(
-        self, functions: Sequence[Callable[[int], float]], device: torch.device, *, chunk: int | None = None
+        self,
+        functions: Sequence[Callable[[int], float]],
+        device: torch.device,
+        *,
+        chunk: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Foreign functions are asked for at most `chunk` steps ahead: they may be slow, or end with the training."""
         self.functions, self.chunk = list(functions), chunk
-        self.table = torch.empty((len(self.functions), 0), device=device)
+        self.table = torch.empty((len(self.functions), 0), dtype=dtype, device=device)
         self.end: ConfigError | None = None
         """Why there is nothing after the table's last column; None while there may be."""
         self.cover(0, torch.zeros((), dtype=torch.int64))
@@ -50,7 +55,7 @@ class Tabulated:
         columns = self._columns(known, attempted)
         if not columns:
             return
-        more = torch.tensor(columns, dtype=torch.float32).T.contiguous()
+        more = torch.tensor(columns, dtype=self.table.dtype).T.contiguous()
         if self.table.is_cuda:
             more = more.pin_memory()
         self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)

@@ -1,0 +1,264 @@
+"""Loops that are not one model and one batch: states carried over, inner gradients, nets that override their methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep as hs
+from halfstep.errors import ConfigError, TrainingStopped
+from own_steps import X, loss_of, made, sgd
+
+NAN = X * float("nan")
+
+
+# --- a state carried from batch to batch ---
+
+
+class Carried(nn.Module):
+    """A recurrent state outside of the model, as truncated backpropagation through time has it."""
+
+    state: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(8, 4))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_state_in_a_buffer_of_also_survives_a_bad_step(accumulate: int) -> None:
+    model, carried = nn.GRUCell(4, 4), Carried()
+    step = hs.Step(model, sgd(model), "fp32", also=[carried], accumulate=accumulate)
+
+    def loss(x: Tensor) -> Tensor:
+        new = model(x, carried.state)
+        carried.state = new.detach()
+        return new.square().mean()
+
+    step(loss, [X] * accumulate)
+    before = carried.state.clone()
+    assert before.any()
+    assert not step(loss, [NAN] * accumulate).committed
+    assert torch.equal(carried.state, before)
+    assert step(loss, [X] * accumulate).committed
+
+
+def test_a_state_in_a_variable_that_became_nan_is_named_when_training_stops() -> None:
+    model = nn.GRUCell(4, 4)
+    step = hs.Step(model, sgd(model), "fp32", guard={"max_consecutive": 2})
+    carried = {"hidden": (torch.zeros(8, 4), torch.ones(1))}
+
+    def loss(x: Tensor) -> Tensor:
+        new = model(x, carried["hidden"][0])
+        carried["hidden"] = (new.detach(), torch.ones(1))
+        return new.square().mean()
+
+    with pytest.raises(TrainingStopped) as error, step:
+        for k in range(6):
+            step(loss, [NAN if k == 1 else X])
+    assert "carried['hidden'][0]" in error.value.fix
+    assert "also=" in error.value.fix
+
+
+def test_nothing_is_named_where_nothing_is_carried() -> None:
+    model, step = made(guard={"max_consecutive": 2})
+    with pytest.raises(TrainingStopped) as error, step:
+        for _ in range(3):
+            step(loss_of(model), [NAN])
+    assert "also=" not in error.value.fix
+
+
+# --- gradients inside the loss ---
+
+
+def inner_step(step: hs.Step, model: nn.Linear, *, create_graph: bool) -> Callable[[Tensor], Tensor]:
+    """One inner step of MAML: the loss of the weights after it."""
+
+    def loss(x: Tensor) -> Tensor:
+        weights = list(model.parameters())
+        gradients = step.grad(F.mse_loss(model(x), x), weights, create_graph=create_graph)
+        fast = [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
+        return F.mse_loss(F.linear(x, *fast), x)
+
+    return loss
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_an_inner_step_is_of_the_order_that_was_asked_for(create_graph: bool) -> None:
+    model, step = made()
+    twin, _ = made()
+    weights = list(twin.parameters())
+    optimizer = sgd(twin)
+    for _ in range(3):
+        step(inner_step(step, model, create_graph=create_graph), [X])
+        gradients = torch.autograd.grad(F.mse_loss(twin(X), X), weights, create_graph=create_graph)
+        fast = [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
+        optimizer.zero_grad()
+        F.mse_loss(F.linear(X, *fast), X).backward()
+        optimizer.step()
+    assert torch.equal(model.weight, twin.weight)
+
+
+def test_an_input_that_outputs_do_not_depend_on_has_no_gradient() -> None:
+    model, step = made(precision="fp16", simulate=True)
+    unused = nn.Parameter(torch.zeros(3))
+    seen: list[Any] = []
+
+    def loss(x: Tensor) -> Tensor:
+        value = F.mse_loss(model(x), x)
+        seen.append(step.grad(value, [model.weight, unused], allow_unused=True))
+        return value + 0 * seen[-1][0].sum()
+
+    assert step(loss, [X]).committed
+    assert seen[0][1] is None
+
+
+def test_a_second_pass_of_sam_in_on_gradients_is_bit_equal_to_sam_by_hand_and_safe() -> None:
+    def ascend(weights: list[Tensor]) -> list[Tensor]:
+        before = [w.detach().clone() for w in weights]
+        norm = torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])
+        with torch.no_grad():
+            for w in weights:
+                w.add_(w.grad * (0.05 / norm))
+        return before
+
+    def second_pass(model: nn.Module) -> None:
+        weights = list(model.parameters())
+        before = ascend(weights)
+        with torch.enable_grad(), step.plan.forward():
+            gradients = step.grad(loss_of(model)(now[0]), weights, create_graph=False)
+        for w, old, gradient in zip(weights, before, gradients, strict=True):
+            w.copy_(old)
+            w.grad = gradient
+
+    model, step = made(on_gradients=second_pass)
+    twin, _ = made()
+    optimizer, weights = sgd(twin), list(twin.parameters())
+    now = [X]
+    for k in range(3):
+        now[0] = X + k
+        step(loss_of(model), now)
+        optimizer.zero_grad()
+        loss_of(twin)(X + k).backward()
+        before = ascend(weights)
+        optimizer.zero_grad()
+        loss_of(twin)(X + k).backward()
+        for w, old in zip(weights, before, strict=True):
+            w.data.copy_(old)
+        optimizer.step()
+    assert torch.equal(model.weight, twin.weight)
+    now[0] = NAN
+    assert not step(loss_of(model), now).committed
+    assert torch.equal(model.weight, twin.weight)
+
+
+# --- what torch says, and what people give ---
+
+
+def test_a_distribution_that_refuses_nan_comes_with_the_way_to_let_the_step_drop_it() -> None:
+    model, step = made()
+
+    def loss(x: Tensor) -> Tensor:
+        return -torch.distributions.Categorical(logits=model(x)).log_prob(torch.zeros(8)).mean()
+
+    before = model.weight.clone()
+    with pytest.raises(ValueError, match="constraint") as error:
+        step(loss, [NAN])
+    assert any("set_default_validate_args(False)" in note for note in error.value.__notes__)
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        assert not step(loss, [NAN]).committed
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(True)
+    assert torch.equal(model.weight, before)
+    assert step(loss, [X]).committed
+
+
+def test_a_graph_carried_over_comes_with_the_word_detach() -> None:
+    model, step = made()
+    carried: list[Tensor] = []
+
+    def loss(x: Tensor) -> Tensor:
+        carried.append(model(x))
+        return F.mse_loss(sum(carried, torch.zeros(())), x)
+
+    step(loss, [X])
+    with pytest.raises(RuntimeError) as error:
+        step(loss, [X])
+    assert any(".detach()" in note for note in error.value.__notes__)
+
+
+class OldStyle(nn.Module):
+    """Meta-learners override these without torch's arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vars = nn.ParameterList([nn.Parameter(torch.eye(4))])
+
+    def parameters(self) -> nn.ParameterList:  # type: ignore[override]
+        return self.vars
+
+    def zero_grad(self, vars: object = None) -> None:  # type: ignore[override]
+        raise AssertionError("not what it is called for")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.vars[0])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_that_overrides_parameters_without_torchs_arguments_trains(precision: str) -> None:
+    model = OldStyle()
+    step = hs.Step(model, sgd(model), precision, simulate=precision != "fp32")
+    with hs.ledger(step):
+        assert step(lambda x: model(x).square().mean(), [X]).committed
+
+
+WRONG: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str]] = {
+    "a tensor": (lambda model: (X, sgd(model)), "ParameterList"),
+    "a trainer": (lambda model: (SimpleNamespace(model=model), sgd(model)), "give hs.Step its Linear"),
+    "a wrapper": (lambda model: (model, SimpleNamespace(optimizer=sgd(model))), "optimizer.optimizer"),
+    "several": (lambda model: ([model, model], sgd(model)), "ModuleList"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_model_or_optimizer_is_refused_with_the_one_inside(name: str) -> None:
+    given, fix = WRONG[name]
+    with pytest.raises(ConfigError) as error:
+        hs.Step(*given(nn.Linear(4, 4)), "fp32")
+    assert fix in error.value.fix
+
+
+def test_complex_weights_are_trained_and_not_told_to_be_fused() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(4, dtype=torch.cfloat))])
+    step = hs.Step(model, torch.optim.Adam(model.parameters(), 0.1), "fp32", clip_norm=0.5, ema_decay=0.9)
+
+    def loss(x: Tensor) -> Tensor:
+        return (torch.fft.fft(x) * model[0]).abs().square().mean()
+
+    assert step(loss, [X]).committed
+    before = model[0].detach().clone()
+    assert not step(loss, [NAN]).committed
+    assert torch.equal(torch.view_as_real(model[0]), torch.view_as_real(before))
+
+
+@pytest.mark.parametrize(
+    ("losses", "fix"),
+    [
+        (lambda y: {"loss_box": y.mean(), "loss_class": y.sum()}, "sum(losses.values())"),
+        (lambda y: {"loss": y.mean(), "logits": y}, "losses['loss']"),
+        (lambda y: [y.mean(), y.sum()], "sum(losses)"),
+        (lambda y: (y.mean(), y.sum()), "the sum if there are several"),
+    ],
+)
+def test_several_losses_are_refused_with_the_way_to_add_them(losses: Callable[[Tensor], Any], fix: str) -> None:
+    model, step = made()
+    with pytest.raises(ConfigError) as error:
+        step(lambda x: losses(model(x)), [X])
+    assert fix in error.value.fix
