@@ -108,7 +108,9 @@ class Observer:
         self.names = {module: name or ROOT for name, module in model.named_modules()}
         for part, module in (frozen or {}).items():
             self.names |= {inner: f"{part}.{name}".rstrip(".") for name, inner in module.named_modules()}
-        self.weights = {p.untyped_storage().data_ptr() for m in self.names for p in nn.Module.parameters(m, recurse=False)}
+        self.weights = {
+            p.untyped_storage().data_ptr() for m in self.names for p in nn.Module.parameters(m, recurse=False)
+        }
         self.seen = Seen()
         self.casts_by_hand = ""
         self._stack: list[_Entered] = []

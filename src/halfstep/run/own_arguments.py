@@ -45,7 +45,9 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
     if isinstance(model, (list, tuple)):
         fix = "several modules in one: hs.Step(torch.nn.ModuleList([a, b]), optimizer)"
     elif isinstance(model, Tensor):
-        fix = "a tensor that is trained itself: model = torch.nn.ParameterList([x]), with an optimizer of its parameters"
+        fix = (
+            "a tensor that is trained itself: model = torch.nn.ParameterList([x]), with an optimizer of its parameters"
+        )
     elif isinstance(inner := getattr(model, "model", None), nn.Module):
         fix = f"a trainer has a loop of its own: give hs.Step its {type(inner).__name__}, and write the loop"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
@@ -239,7 +241,11 @@ def _loss(loss: Any) -> Tensor:
         found = "None" if loss is None else f"a {type(loss).__name__}"
         also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
         if not also and isinstance(loss, (Mapping, list)):
-            also = "; of several losses: return sum(losses.values())" if isinstance(loss, Mapping) else "; of several losses: return sum(losses)"
+            also = (
+                "; of several losses: return sum(losses.values())"
+                if isinstance(loss, Mapping)
+                else "; of several losses: return sum(losses)"
+            )
             also = "; of a dict: return losses['loss']" if isinstance(loss, Mapping) and "loss" in loss else also
         raise ConfigError(
             f"loss_fn gave {found}, not a tensor",
